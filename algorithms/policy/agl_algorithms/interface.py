@@ -1,0 +1,78 @@
+"""What an algorithm is: LightningRL's second level, as pure functions over tensors.
+
+Tensors are flat (ragged data without pads). Axis suffixes: _N transitions, _R response tokens of all
+transitions, one after the other. An engine that keeps padded rows selects them by mask first, so that both
+engines run these very functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What advantages are computed from. All tensors share one device."""
+
+    transition_R: Tensor
+    """[R] int64: the transition that each response token belongs to, 0 … N-1, ascending."""
+    mask_R: Tensor
+    """[R] bool: True where a token takes part in the loss."""
+    behaviour_R: Tensor
+    """[R] log-probabilities as recorded when the tokens were sampled."""
+    values_N: Tensor
+    """[N] credited values (rewards or returns)."""
+    scores_N: Tensor
+    """[N] the terminal reward of each transition's rollout."""
+    group_N: Tensor
+    """[N] int64: 0 … groups-1."""
+    rollout_N: Tensor
+    """[N] int64: 0 … rollouts-1, unique over groups."""
+    turn_N: Tensor
+    """[N] int64: the transition's place in its episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The log-probabilities that a loss compares, each [R]."""
+
+    current_R: Tensor
+    """Under the weights being trained; carries the gradient."""
+    old_R: Tensor
+    """Recomputed at the start of the update."""
+    behaviour_R: Tensor
+    """As recorded when sampled."""
+    reference_R: Tensor | None = None
+    """Under the initial weights; None unless the algorithm needs a reference."""
+
+
+class Algorithm(Protocol):
+    """One algorithm with its options; holds no state between updates."""
+
+    epochs: int
+    """Passes over the batch in one update."""
+    minibatches: int
+    """Optimizer steps in one pass."""
+    needs_reference: bool
+    needs_critic: bool
+
+    def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
+        """[R] advantages; `values_R` are the critic's, if it has one."""
+
+    def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
+        """[N] bool: False for transitions that need not be computed at all (zero advantage, no KL)."""
+
+    def weights(self, samples: Samples) -> Tensor:
+        """[R] token weights of the loss over the whole batch; 0 where masked."""
+
+    def loss(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The weighted sum over tokens and its metrics (each a sum over tokens of weight × value).
+
+        Sums, not means: the losses of micro-batches add up to the loss of the whole.
+        """

@@ -1,0 +1,219 @@
+"""What a run's TOML file may say. Every key has a type, bounds, a default and a line of description."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from agl_core.types import Ending, Mode
+
+
+class Section(BaseModel):
+    """A table of the file; keys that it does not know are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PluginChoice(BaseModel):
+    """`name` chooses a plugin, and a table of that name holds its settings."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """The settings by plugin name, as the file has them."""
+        return dict(self.model_extra or {})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The chosen plugin's settings."""
+        chosen = self.tables.get(self.name, {})
+        return dict(chosen) if isinstance(chosen, dict) else {}
+
+
+class AgentSection(Section):
+    """The agent to train."""
+
+    entry: str = Field(description="The agent as 'module:function'; the module is found beside this file too.")
+    attach: bool = Field(True, description="Attach every installed adapter to the frameworks the agent imports.")
+
+    @field_validator("entry")
+    @classmethod
+    def _has_function(cls, value: str) -> str:
+        module, _, function = value.partition(":")
+        if not module or not function:
+            raise ValueError("must be 'module:function', for instance 'my_agent:solve'")
+        return value
+
+
+class TaskSection(BaseModel):
+    """One set of tasks: the plugin that makes them, and its settings beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    source: str = Field(description="The task source plugin, for instance 'jsonl'.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class LoraSection(Section):
+    """Train a low-rank adapter instead of all weights."""
+
+    rank: int = Field(16, ge=1, description="Rank of the update.")
+    alpha: float = Field(32.0, gt=0, description="Scale: the update is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the update.")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="Names of the linear layers to adapt.",
+    )
+
+
+class ModelSection(Section):
+    """The weights to start from."""
+
+    path: str = Field(description="A folder (relative to this file) or a Hugging Face hub name.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as saved.")
+    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
+    lora: LoraSection | None = Field(None, description="Train a LoRA adapter; absent: all weights.")
+
+
+class OptimizerSection(Section):
+    """AdamW's settings."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="Step size after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+
+
+class PolicySection(Section):
+    """A policy that is trained."""
+
+    model: ModelSection
+    optimizer: OptimizerSection = OptimizerSection()
+
+
+class SamplingSection(Section):
+    """How replies are sampled; the rollout's mode decides, not the agent's code."""
+
+    temperature: float = Field(1.0, gt=0, description="In training.")
+    eval_temperature: float = Field(1.0, gt=0, description="In eval-sampled; eval-greedy takes the likeliest token.")
+    max_tokens: int = Field(1024, ge=1, description="Limit of a response where the agent sets none.")
+
+
+class TrainSection(Section):
+    """The training loop."""
+
+    steps: int = Field(100, ge=1, description="Updates to make.")
+    groups_per_step: int = Field(16, ge=1, description="Tasks per step; each makes one group of rollouts.")
+    group_size: int = Field(8, ge=1, description="Rollouts of each task.")
+    min_group_size: int = Field(2, ge=1, description="A group that lost more members is dropped.")
+    agents: tuple[str, ...] = Field(("*",), description="Names or patterns of the agents to train.")
+    checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=1, description="Older ones are removed.")
+    deterministic: bool = Field(False, description="Bit-exact repetition and resuming, at the price of speed.")
+    endings: dict[Ending, float | Literal["drop", "score"]] = Field(
+        default_factory=lambda: {
+            Ending.FINISHED: "score",
+            Ending.CRASHED: 0.0,
+            Ending.TIMED_OUT: 0.0,
+            Ending.CONTEXT_OVERFLOW: 0.0,
+            Ending.NO_CALL: "drop",
+            Ending.CANCELLED: "drop",
+            Ending.LOST: "drop",
+        },
+        description="By how a rollout ended: 'score' by the reward rules, a fixed terminal reward, or 'drop'.",
+    )
+
+    @field_validator("endings")
+    @classmethod
+    def _all_endings(cls, value: dict[Ending, Any]) -> dict[Ending, Any]:
+        return {**cls.model_fields["endings"].get_default(call_default_factory=True), **value}
+
+
+class EvalSection(Section):
+    """Evaluation with the same agent, workers, gateway and store as training."""
+
+    every: int = Field(20, ge=1, description="Steps between evaluations; there is one before and one after training.")
+    tasks: int = Field(200, ge=1, description="Tasks per evaluation set, from its start.")
+    modes: tuple[Mode, ...] = Field((Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED), description="How to sample.")
+
+    @field_validator("modes")
+    @classmethod
+    def _evaluating(cls, value: tuple[Mode, ...]) -> tuple[Mode, ...]:
+        if not value or any(mode.trains for mode in value):
+            raise ValueError("must name 'eval-greedy', 'eval-sampled' or both")
+        return value
+
+
+class WorkerSection(Section):
+    """The workers that run the agent."""
+
+    concurrency: int = Field(32, ge=1, description="Rollouts run at the same time.")
+    timeout: float = Field(120.0, gt=0, description="Seconds an attempt may take.")
+    attempts: int = Field(2, ge=1, description="Tries per rollout when an attempt is lost or crashes outside a call.")
+
+
+class RewardSection(BaseModel):
+    """One reward rule; its settings stand beside these."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
+    weight: float = Field(1.0, description="Its share in the terminal reward.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    config_version: Literal[1] = Field(description="The version of this format.")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's folder below `runs`.")
+    runs: Path = Field(Path("runs"), description="Where run folders go, relative to the working directory.")
+    seed: int = Field(0, ge=0, description="Seed of everything that is random.")
+    plugins: tuple[Path, ...] = Field((), description="Your own plugin files, relative to this file.")
+    agent: AgentSection
+    tasks: dict[str, TaskSection] = Field(
+        description="'train', and any number of held-out sets; 'eval' is the one in the headline."
+    )
+    policies: dict[str, PolicySection]
+    sampling: SamplingSection = SamplingSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    workers: WorkerSection = WorkerSection()
+    rewards: dict[str, RewardSection] = Field(
+        default_factory=dict, description="Reward rules; none: what the agent itself reports."
+    )
+    credit: PluginChoice = PluginChoice(name="identical")
+    algorithm: PluginChoice = PluginChoice(name="grpo")
+    engine: PluginChoice = PluginChoice(name="torch")
+    store: PluginChoice = PluginChoice(name="sqlite")
+    trackers: dict[str, dict[str, Any]] = Field(
+        default_factory=lambda: {"tensorboard": {}}, description="Trackers by plugin name, with their settings."
+    )
+
+    @field_validator("tasks")
+    @classmethod
+    def _has_train(cls, value: dict[str, TaskSection]) -> dict[str, TaskSection]:
+        if "train" not in value:
+            raise ValueError("needs the table [tasks.train]")
+        return value
+
+    @field_validator("policies")
+    @classmethod
+    def _has_policy(cls, value: dict[str, PolicySection]) -> dict[str, PolicySection]:
+        if not value:
+            raise ValueError("needs a policy, for instance [policies.default]")
+        return value

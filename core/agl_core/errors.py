@@ -1,0 +1,58 @@
+"""Every error that agl raises on purpose.
+
+One root, `AglError`; each subclass is named after the boundary that was crossed and also derives from the
+standard error that a caller would catch. A message names the thing, the place and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AglError(Exception):
+    """The root of all errors that agl raises on purpose."""
+
+
+class ConfigError(AglError, ValueError):
+    """The run's configuration cannot be used as it is."""
+
+
+class PluginError(AglError, LookupError):
+    """A plugin is missing, broken, or registered twice."""
+
+
+class CapabilityError(ConfigError):
+    """Two parts of the configuration do not go together."""
+
+
+class StoreError(AglError, OSError):
+    """The store cannot be opened, read or written."""
+
+
+class EngineError(AglError, RuntimeError):
+    """The engine did not start, died, or refused an update."""
+
+
+class ServerError(AglError, ConnectionError):
+    """The Lightning Server cannot be reached or refused a request."""
+
+
+class AgentError(AglError, RuntimeError):
+    """The user's agent cannot be loaded or called."""
+
+
+class CheckpointError(AglError, OSError):
+    """A checkpoint is missing, incomplete or from another configuration."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error message that helps with a misspelt name.
+
+    >>> nearest("grop", ["grpo", "ppo"])
+    "Did you mean 'grpo'? Known: grpo, ppo."
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{hint}Known: {', '.join(names) or 'none'}."

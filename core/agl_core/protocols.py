@@ -1,0 +1,134 @@
+"""What the parts of agl are to each other: the interfaces that plugins implement."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agl_core.types import Batch, Episode, Task
+
+RewardValue: TypeAlias = float | Mapping[str, float] | None
+"""One reward, several named components, or None where the rule has nothing to say."""
+
+RewardRule: TypeAlias = Callable[[Episode], RewardValue | Awaitable[RewardValue]]
+"""Judges a recorded episode; runs on the trainer's side and may be run again later."""
+
+CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
+"""Shares the rewards of a group of episodes: one value per transition, in their order."""
+
+
+class TaskSource(Protocol):
+    """Where tasks come from. Random access makes resuming trivial."""
+
+    @property
+    def size(self) -> int | None:
+        """How many tasks there are; None if it makes new ones without end."""
+
+    def task(self, index: int) -> Task:
+        """The task at this index; the same for the same index, always."""
+
+
+class Tracker(Protocol):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Adapter(Protocol):
+    """Tells agl who made a call and what the tools did, for one agent framework."""
+
+    def attach(self) -> None:
+        """Install the framework's hooks in this process; calling it again changes nothing."""
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What an engine needs to know of one policy."""
+
+    model: str
+    """A folder or a hub name."""
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    lora: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What a run tells its engine before it starts."""
+
+    run_dir: Path
+    seed: int
+    policies: Mapping[str, PolicySpec]
+    deterministic: bool
+    plugin_files: tuple[Path, ...]
+    """The user's own plugin files, so that the engine's processes find the user's algorithm."""
+    api_key: str
+    """What the gateway sends upstream as its bearer token."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Where the gateway forwards to."""
+
+    urls: tuple[str, ...]
+    """OpenAI-compatible base URLs, each ending in /v1."""
+    models: Mapping[str, str]
+    """The served model name of each policy."""
+    api_key: str
+    returns_ids: bool = True
+    """Whether replies carry token ids and log-probabilities."""
+    context_length: int | None = None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an engine says about one update of one policy."""
+
+    version: int
+    """The policy version that is served from now on."""
+    metrics: Mapping[str, float]
+    advantage_N: NDArray[np.float64]
+    """Mean advantage of each transition over its trainable tokens."""
+    weight_N: NDArray[np.float64]
+    """Summed token weights of each transition in the loss; 0 if dropped."""
+    dropped: tuple[str | None, ...]
+    """Why a transition was dropped by the engine or algorithm (a `DropReason`), or None."""
+
+
+Progress: TypeAlias = Callable[[float], None]
+"""Called with the share done, 0 … 1."""
+
+
+class Engine(Protocol):
+    """Holds the weights: serves the current policy and applies updates. It knows nothing of agents."""
+
+    async def start(self) -> Upstream:
+        """Load the weights, start serving, return where."""
+
+    async def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
+    ) -> UpdateResult:
+        """Train on a batch; the new version is served, whole, when this returns."""
+
+    async def save(self, folder: Path) -> None:
+        """Write weights, optimiser and random state of every policy below `folder`."""
+
+    async def load(self, folder: Path) -> None:
+        """Restore exactly what `save` wrote."""
+
+    async def versions(self) -> Mapping[str, int]:
+        """The version being served of each policy."""
+
+    async def stats(self) -> Mapping[str, float]:
+        """Counters since the start: tokens prefilled, reused, decoded; and memory (`peak_rss_bytes`)."""
+
+    async def stop(self) -> None:
+        """End all its processes; calling it again changes nothing."""

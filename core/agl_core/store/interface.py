@@ -1,0 +1,78 @@
+"""The Store: what was recorded of every run, durable, with one writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+from agl_core.types import (
+    Attempt,
+    AttemptKey,
+    Call,
+    Mode,
+    Outcome,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    Use,
+)
+
+Record: TypeAlias = Run | Rollout | Attempt | Call | Outcome | Reward | Use
+
+
+class Store(Protocol):
+    """One interface for every store. All methods may be called from one event loop, concurrently."""
+
+    async def open(self) -> None:
+        """Open or create it; bring an older schema up to date. StoreError says what to do if it cannot."""
+
+    async def close(self) -> None:
+        """Finish what was accepted and close."""
+
+    async def put(self, *records: Record) -> None:
+        """Write records, all or none; when this returns they survive the kill of any process.
+
+        A record with the key of an earlier one replaces it (a rollout changes its state); writing the same
+        record twice changes nothing. Concurrent calls are committed together.
+        """
+
+    async def runs(self) -> list[Run]:
+        """Every incarnation of every run, oldest first."""
+
+    async def rollouts(
+        self,
+        *,
+        run: str | None = None,
+        step: int | None = None,
+        mode: Mode | None = None,
+        state: RolloutState | None = None,
+        group: str | None = None,
+        limit: int | None = None,
+    ) -> list[Rollout]:
+        """Rollouts that match, oldest first."""
+
+    async def rollout(self, prefix: str) -> Rollout:
+        """The rollout whose id starts with `prefix`; StoreError if there is none or more than one."""
+
+    async def attempts(self, rollout: str) -> list[Attempt]:
+        """Every attempt of a rollout, in order."""
+
+    async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
+        """The calls of these attempts, each attempt's in the order they started."""
+
+    async def outcomes(self, attempts: Iterable[AttemptKey]) -> list[Outcome]:
+        """The tool outcomes of these attempts, in the order they were recorded."""
+
+    async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
+        """The rewards of these attempts, with provenance."""
+
+    async def uses(self, attempts: Iterable[AttemptKey]) -> list[Use]:
+        """What training made of the transitions of these attempts."""
+
+    async def __aenter__(self) -> Store: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

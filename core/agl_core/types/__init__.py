@@ -1,0 +1,60 @@
+"""The words of agl as types. Imports nothing of agl."""
+
+from agl_core.types.batch import Batch
+from agl_core.types.episodes import Episode, Transition
+from agl_core.types.names import (
+    CreditKind,
+    DropReason,
+    Ending,
+    FinishReason,
+    Mode,
+    OutcomeStatus,
+    RolloutState,
+)
+from agl_core.types.records import (
+    Attempt,
+    AttemptKey,
+    Call,
+    Choice,
+    Json,
+    Logprobs,
+    Outcome,
+    Reward,
+    Rollout,
+    Run,
+    Sampling,
+    Task,
+    TokenMask,
+    Tokens,
+    TransitionKey,
+    Use,
+)
+
+__all__ = [
+    "Attempt",
+    "AttemptKey",
+    "Batch",
+    "Call",
+    "Choice",
+    "CreditKind",
+    "DropReason",
+    "Ending",
+    "Episode",
+    "FinishReason",
+    "Json",
+    "Logprobs",
+    "Mode",
+    "Outcome",
+    "OutcomeStatus",
+    "Reward",
+    "Rollout",
+    "RolloutState",
+    "Run",
+    "Sampling",
+    "Task",
+    "TokenMask",
+    "Tokens",
+    "Transition",
+    "TransitionKey",
+    "Use",
+]

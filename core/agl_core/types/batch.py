@@ -1,0 +1,52 @@
+"""A training batch: ragged from the store to the loss (flat arrays and offsets, no pads)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agl_core.types.names import CreditKind
+from agl_core.types.records import TransitionKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """N transitions of one policy. Axis suffixes: _N transitions, _T all tokens, _R response tokens."""
+
+    tokens_T: NDArray[np.int32]
+    """Prompt and response of every transition, one after the other."""
+    offsets: NDArray[np.int64]
+    """[N+1]; transition i owns tokens_T[offsets[i]:offsets[i+1]]."""
+    prompt_lengths_N: NDArray[np.int64]
+    """The first prompt_lengths_N[i] tokens of transition i are its prompt."""
+    response_offsets: NDArray[np.int64]
+    """[N+1]; transition i owns the response-aligned arrays' [response_offsets[i]:response_offsets[i+1]]."""
+    behaviour_logprobs_R: NDArray[np.float32]
+    """Log-probabilities as recorded when the tokens were sampled."""
+    mask_R: NDArray[np.bool_]
+    """True where a token takes part in the loss."""
+    temperature_N: NDArray[np.float32]
+    values_N: NDArray[np.float64]
+    """Credited values."""
+    kind: CreditKind
+    """What `values_N` are: rewards or returns."""
+    group_N: NDArray[np.int64]
+    """0 … groups-1."""
+    rollout_N: NDArray[np.int64]
+    """0 … rollouts-1, unique over groups."""
+    turn_N: NDArray[np.int64]
+    version_N: NDArray[np.int64]
+    """The policy version that sampled each transition; -1 if unknown."""
+    scores_N: NDArray[np.float64]
+    """The terminal reward of each transition's rollout (for statistics over rollouts)."""
+    keys: tuple[TransitionKey, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def response_lengths_N(self) -> NDArray[np.int64]:
+        lengths: NDArray[np.int64] = np.diff(self.response_offsets)
+        return lengths

@@ -1,0 +1,81 @@
+"""The unified data interface: an agent's run as a Markov decision process (Agent Lightning, section 3.1).
+
+A call is one transition: its observation is the prompt, its action the whole response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agl_core.types.names import DropReason, Ending, FinishReason, Mode
+from agl_core.types.records import Json, Logprobs, Outcome, Reward, Task, TokenMask, Tokens, TransitionKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transition:
+    """(observation, action, reward) of one call."""
+
+    key: TransitionKey
+    agent: str | None
+    turn: int
+    """0, 1, … in the episode, by the order in which the calls started."""
+    agent_turn: int
+    """0, 1, … among this agent's transitions of the episode."""
+    policy: str
+    version: int | None
+    messages: tuple[Mapping[str, Json], ...]
+    """The observation as the agent sent it."""
+    response: Mapping[str, Json]
+    """The action as the agent got it: an assistant message."""
+    finish_reason: FinishReason
+    temperature: float
+    """The effective sampling temperature; the trainer divides logits by it."""
+    prompt_ids: Tokens | None = None
+    response_ids: Tokens | None = None
+    logprobs: Logprobs | None = None
+    mask: TokenMask | None = None
+    """[T] bool: which response tokens the policy sampled; None: all."""
+    parse_error: str | None = None
+    prefix_broken: bool = False
+    outcomes: tuple[Outcome, ...] = ()
+    """What the tools did that this response asked for, in the order of the tool calls."""
+    rewards: tuple[Reward, ...] = ()
+    """Intermediate rewards, with provenance."""
+    parent_span: str | None = None
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether prompt and response token ids were both recorded."""
+        return self.prompt_ids is not None and self.response_ids is not None
+
+    @property
+    def reward(self) -> float:
+        """The sum of its intermediate rewards."""
+        return sum(r.value for r in self.rewards)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """The ordered transitions of one rollout and its terminal reward."""
+
+    rollout: str
+    attempt: int
+    group: str
+    member: int
+    task: Task
+    mode: Mode
+    ending: Ending
+    transitions: tuple[Transition, ...]
+    result: Json = None
+    """What the agent returned."""
+    rewards: tuple[Reward, ...] = ()
+    """Components of the terminal reward, with provenance."""
+    terminal: float | None = None
+    """The terminal reward R; None until rewards were computed."""
+    dropped: DropReason | None = None
+    """Why the whole episode is not trained on, if it is not."""
+    unjoined: tuple[Outcome, ...] = ()
+    """Outcomes that belong to no recorded call; counted and shown."""
+    step: int = 0
+    metadata: Mapping[str, Json] = field(default_factory=dict)

@@ -1,0 +1,91 @@
+"""What crosses the wire between Lightning Server and Lightning Clients: headers, paths and bodies."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from agl_core.types import Ending, Mode, OutcomeStatus
+
+HEADER_ROLLOUT = "x-agl-rollout"
+"""`ROLLOUT/ATTEMPT`: which attempt a request belongs to; the same as the path prefix /rollout/R/attempt/A."""
+HEADER_AGENT = "x-agl-agent"
+"""Who makes the call."""
+HEADER_PARENT_SPAN = "x-agl-parent-span"
+"""The span that encloses the call."""
+HEADER_RETRY = "x-agl-retry"
+"""One value for a request and its retries by the client."""
+HEADER_POLICY = "x-agl-policy-version"
+"""On an upstream's reply: the policy version that sampled it."""
+
+
+def rollout_path(rollout: str, attempt: int) -> str:
+    """The path prefix that stands before /v1 in an attempt's own base URL."""
+    return f"/rollout/{rollout}/attempt/{attempt}"
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LeaseRequest(_Body):
+    """POST /agl/v1/leases: a worker asks for rollouts."""
+
+    worker: str = Field(min_length=1, max_length=200)
+    capacity: int = Field(ge=1, le=4096)
+    wait: float = Field(0.0, ge=0, le=60, description="Seconds to wait for the first one.")
+
+
+class Lease(_Body):
+    """One attempt, lent to a worker."""
+
+    rollout: str
+    attempt: int
+    task_id: str
+    task_input: JsonValue
+    task_split: str
+    mode: Mode
+    timeout: float
+    path: str = Field(description="The path prefix of the attempt's own base URL.")
+
+
+class LeaseReply(_Body):
+    leases: list[Lease]
+    closed: bool = Field(False, description="There will be no more: the run is over.")
+
+
+class OutcomeReport(_Body):
+    """A tool outcome as an adapter reports it."""
+
+    id: str
+    tool: str
+    status: OutcomeStatus
+    tool_call_id: str | None = None
+    arguments: JsonValue = None
+    result: JsonValue = None
+    error: str | None = None
+    agent: str | None = None
+    span: str | None = None
+    parent_span: str | None = None
+    started: float | None = None
+    ended: float | None = None
+
+
+class RewardReport(_Body):
+    """A reward that the agent itself reports."""
+
+    name: str = "reward"
+    value: float = Field(allow_inf_nan=False)
+
+
+class CloseRequest(_Body):
+    """POST /agl/v1/rollouts/R/attempts/A/close: how an attempt ended; sending it again changes nothing."""
+
+    ending: Ending
+    result: JsonValue = None
+    error: str | None = None
+    outcomes: list[OutcomeReport] = []
+    rewards: list[RewardReport] = []
+
+
+class CloseReply(_Body):
+    counted: bool = Field(description="False: another attempt counts, or this one was already closed otherwise.")
