@@ -57,7 +57,7 @@ def register_credit_rules(register: Register) -> None:
 
 @hookspec
 def register_stores(register: Register) -> None:
-    """Bring a store: `build(options, folder) -> Store`."""
+    """Bring a store: `build(options, folder, read_only=False) -> Store`; folder is the run's."""
 
 
 @hookspec

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types import Batch, Episode, Task
+from agl_core.types import Batch, Episode, Reward, Task
 
-RewardValue: TypeAlias = float | Mapping[str, float] | None
-"""One reward, several named components, or None where the rule has nothing to say."""
+if TYPE_CHECKING:
+    from agl_core.capture import Identity
+
+RewardValue: TypeAlias = float | Mapping[str, float] | Sequence[Reward] | None
+"""One terminal reward, several named components of it, rewards of single calls with their provenance, or None
+where the rule has nothing to say."""
 
 RewardRule: TypeAlias = Callable[[Episode], RewardValue | Awaitable[RewardValue]]
 """Judges a recorded episode; runs on the trainer's side and may be run again later."""
@@ -44,8 +48,15 @@ class Tracker(Protocol):
 class Adapter(Protocol):
     """Tells agl who made a call and what the tools did, for one agent framework."""
 
-    def attach(self) -> None:
-        """Install the framework's hooks in this process; calling it again changes nothing."""
+    framework: str
+    """The module whose import tells that an agent uses the framework, `langchain_core` say."""
+
+    def attach(self) -> Callable[[], Identity | None] | None:
+        """Install the framework's hooks in this process; calling it again changes nothing.
+
+        It is called when `framework` is imported. Where the framework has no hook around a call, it may return a
+        function that is asked, when a request is sent, who makes it.
+        """
 
 
 @dataclass(frozen=True)

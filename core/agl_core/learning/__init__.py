@@ -1,0 +1,8 @@
+"""Calls and outcomes → transitions → rewards → credit → batch: pure functions, no I/O."""
+
+from agl_core.learning.batch import Prepared, prepare
+from agl_core.learning.credit import credit_group, identical
+from agl_core.learning.rewards import ScoringRule, score
+from agl_core.learning.transitions import build_episode
+
+__all__ = ["Prepared", "ScoringRule", "build_episode", "credit_group", "identical", "prepare", "score"]

@@ -86,5 +86,7 @@ class DropReason(StrEnum):
     """Its group lost so many members that nothing is left to compare with."""
     NO_ADVANTAGE = "no_advantage"
     """The algorithm gave it an advantage of exactly zero (for GRPO: the group's rewards are equal)."""
+    REWARD_FAILED = "reward_failed"
+    """A reward rule raised."""
     TOO_LONG = "too_long"
     """Longer than the engine can train on."""

@@ -1,0 +1,131 @@
+"""Recorded calls and outcomes become the episode of a rollout (Agent Lightning, section 3.1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from agl_core.types import (
+    Attempt,
+    Call,
+    Choice,
+    Ending,
+    Episode,
+    Outcome,
+    Reward,
+    Rollout,
+    Transition,
+    TransitionKey,
+)
+
+
+def build_episode(
+    rollout: Rollout,
+    attempt: Attempt,
+    calls: Iterable[Call],
+    outcomes: Iterable[Outcome] = (),
+    rewards: Iterable[Reward] = (),
+) -> Episode:
+    """The episode of one attempt, from what was recorded of it; the order of the records does not matter.
+
+    Calls are ordered by their start sequence; a call recorded twice or retried by the client counts once, late
+    calls do not count. Each choice of a call is a transition. Outcomes are joined by `tool_call_id`, or, without
+    one, by parent span where exactly one call has it; never by time. `rewards` are those the agent reported.
+    """
+    ordered = counted_calls(attempt, calls)
+    joined, unjoined = join_outcomes(ordered, outcomes)
+    turns: Counter[str | None] = Counter()
+    transitions = []
+    for turn, call in enumerate(ordered):
+        for choice in call.choices:
+            key = TransitionKey(call.rollout, call.attempt, call.id, choice.index)
+            transitions.append(_transition(key, call, choice, turn, turns[call.agent], tuple(joined.get(key, ()))))
+        turns[call.agent] += 1
+    return Episode(
+        rollout=rollout.id,
+        attempt=attempt.attempt,
+        group=rollout.group,
+        member=rollout.member,
+        task=rollout.task,
+        mode=rollout.mode,
+        ending=attempt.ending or Ending.LOST,
+        transitions=tuple(transitions),
+        result=attempt.result,
+        rewards=tuple(rewards),
+        unjoined=tuple(unjoined),
+        step=rollout.step,
+    )
+
+
+def counted_calls(attempt: Attempt, calls: Iterable[Call]) -> list[Call]:
+    """The calls of an attempt that count, each once, in the order they started."""
+    mine = sorted((call for call in calls if call.key == attempt.key and not call.late), key=lambda c: c.sequence)
+    counted: dict[str, Call] = {}
+    for call in mine:
+        counted.setdefault(call.id, call)
+    seen: set[str] = set()
+    kept = []
+    for call in counted.values():
+        if call.retry_of is not None:
+            if call.retry_of in seen:
+                continue
+            seen.add(call.retry_of)
+        kept.append(call)
+    return kept
+
+
+def join_outcomes(
+    calls: list[Call], outcomes: Iterable[Outcome]
+) -> tuple[dict[TransitionKey, list[Outcome]], list[Outcome]]:
+    """What the tools did, by the transition that asked for it; and the outcomes that belong to none."""
+    asked: dict[str, tuple[TransitionKey, int]] = {}
+    spans: dict[str, list[TransitionKey]] = {}
+    for call in calls:
+        for choice in call.choices:
+            key = TransitionKey(call.rollout, call.attempt, call.id, choice.index)
+            for place, tool_call in enumerate(choice.message.get("tool_calls") or ()):
+                asked.setdefault(tool_call["id"], (key, place))
+            if call.parent_span is not None:
+                spans.setdefault(call.parent_span, []).append(key)
+    placed: dict[TransitionKey, list[tuple[int, Outcome]]] = {}
+    unjoined = []
+    seen: set[str] = set()
+    for outcome in outcomes:
+        if outcome.id in seen:
+            continue
+        seen.add(outcome.id)
+        under = spans.get(outcome.parent_span or "", [])
+        if outcome.tool_call_id is not None and outcome.tool_call_id in asked:
+            key, place = asked[outcome.tool_call_id]
+            placed.setdefault(key, []).append((place, outcome))
+        elif outcome.tool_call_id is None and len(under) == 1:
+            placed.setdefault(under[0], []).append((len(placed.get(under[0], ())), outcome))
+        else:
+            unjoined.append(outcome)
+    return {key: [o for _, o in sorted(found, key=lambda f: f[0])] for key, found in placed.items()}, unjoined
+
+
+def _transition(
+    key: TransitionKey, call: Call, choice: Choice, turn: int, agent_turn: int, outcomes: tuple[Outcome, ...]
+) -> Transition:
+    temperature = call.effective.temperature
+    return Transition(
+        key=key,
+        agent=call.agent,
+        turn=turn,
+        agent_turn=agent_turn,
+        policy=call.policy,
+        version=call.version,
+        messages=tuple(call.request.get("messages") or ()),
+        response=choice.message,
+        finish_reason=choice.finish_reason,
+        temperature=1.0 if temperature is None else temperature,
+        prompt_ids=call.prompt_ids,
+        response_ids=choice.response_ids,
+        logprobs=choice.logprobs,
+        mask=choice.mask,
+        parse_error=choice.parse_error,
+        prefix_broken=call.prefix_broken,
+        outcomes=outcomes,
+        parent_span=call.parent_span,
+    )

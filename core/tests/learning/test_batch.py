@@ -1,0 +1,121 @@
+"""Credited episodes become ragged batches, and nothing disappears without a reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_core.errors import PluginError
+from agl_core.learning import build_episode, credit_group, identical, prepare
+from agl_core.types import CreditKind, DropReason, Ending, Episode
+
+
+def episode(make: Any, name: str, lengths: list[int], terminal: float, **changes: Any) -> Episode:
+    calls = [
+        make.call(i, make.choice(tokens=n), rollout=name, agent="solver" if i % 2 == 0 else "critic")
+        for i, n in enumerate(lengths)
+    ]
+    built = build_episode(make.rollout(name), make.attempt(name), calls)
+    return replace(built, terminal=terminal, **changes)
+
+
+@given(data=st.data())
+def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(make: Any, data: st.DataObject) -> None:
+    sizes = st.lists(st.integers(0, 5), min_size=0, max_size=4)
+    groups = [
+        [
+            episode(
+                make, f"g{g}m{m}", lengths, float(g - m), dropped=data.draw(st.sampled_from([None, DropReason.ENDING]))
+            )
+            for m, lengths in enumerate(members)
+        ]
+        for g, members in enumerate(
+            data.draw(st.lists(st.lists(sizes, min_size=1, max_size=3), min_size=1, max_size=3))
+        )
+    ]
+    prepared = prepare(groups, identical, CreditKind.RETURN, agents=["solver"], min_group_size=2)
+    kept = [key for batch in prepared.batches.values() for key in batch.keys]
+    left_out = [use.key for use in prepared.dropped]
+    assert sorted(kept + left_out) == sorted(t.key for g in groups for e in g for t in e.transitions)
+    assert all(use.dropped is not None and use.weight == 0 for use in prepared.dropped)
+    by_key = {t.key: (t, e) for g in groups for e in g for t in e.transitions}
+    for batch in prepared.batches.values():
+        assert batch.offsets[-1] == len(batch.tokens_T)
+        assert batch.response_offsets[-1] == len(batch.behaviour_logprobs_R) == len(batch.mask_R)
+        for i, key in enumerate(batch.keys):
+            transition, of = by_key[key]
+            tokens = batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]]
+            assert transition.prompt_ids is not None
+            assert transition.response_ids is not None
+            assert tokens.tolist() == [*transition.prompt_ids.tolist(), *transition.response_ids.tolist()]
+            assert batch.prompt_lengths_N[i] == len(transition.prompt_ids)
+            assert batch.values_N[i] == of.terminal
+            assert transition.agent == "solver"
+
+
+def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
+    groups = [
+        [episode(make, "a", [2, 2, 2], 1.0), episode(make, "b", [2], 0.0)],
+        [episode(make, "c", [1], 1.0), episode(make, "d", [1], 0.0)],
+    ]
+    batch = prepare(groups, identical, CreditKind.RETURN).batches["default"]
+    assert batch.group_N.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.rollout_N.tolist() == [0, 0, 0, 1, 2, 3]
+    assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"response_ids": None}, DropReason.NO_TOKEN_IDS),
+        ({"logprobs": None}, DropReason.NO_LOGPROBS),
+        ({"logprobs": np.array([-1.0, np.nan, -1.0], np.float32)}, DropReason.NON_FINITE),
+        ({"logprobs": np.array([-1.0, -np.inf, -1.0], np.float32)}, DropReason.NON_FINITE),
+        ({"response_ids": np.array([], np.int32), "logprobs": np.array([], np.float32)}, DropReason.EMPTY_RESPONSE),
+        ({"mask": np.zeros(3, np.bool_)}, DropReason.FULLY_MASKED),
+    ],
+)
+def test_a_faulty_transition_is_dropped_with_its_reason(make: Any, changes: Any, reason: DropReason) -> None:
+    calls = [make.call(0, make.choice(**changes)), make.call(1)]
+    built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
+    prepared = prepare([[built]], identical, CreditKind.RETURN)
+    assert [use.dropped for use in prepared.dropped] == [reason]
+    assert [key.call for key in prepared.batches["default"].keys] == ["r-c1"]
+
+
+def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
+    groups = [[episode(make, "a", [2], 1.0), episode(make, "b", [2], 0.0, dropped=DropReason.ENDING)]]
+    prepared = prepare(groups, identical, CreditKind.RETURN, min_group_size=2)
+    assert prepared.batches == {}
+    assert prepared.episodes_dropped == {DropReason.GROUP_TOO_SMALL: 1, DropReason.ENDING: 1}
+
+
+def test_forced_tokens_are_masked_and_the_rest_is_trained(make: Any) -> None:
+    mask = np.array([False, True, True])
+    built = build_episode(make.rollout(), make.attempt(), [make.call(0, make.choice(mask=mask))])
+    batch = prepare([[replace(built, terminal=1.0)]], identical, CreditKind.RETURN).batches["default"]
+    assert batch.mask_R.tolist() == mask.tolist()
+
+
+def test_a_credit_that_is_not_finite_drops_its_transition(make: Any) -> None:
+    groups = [[episode(make, "a", [2, 2], 1.0)]]
+    prepared = prepare(groups, lambda e: [[math.inf, 1.0]], CreditKind.RETURN)
+    assert [use.dropped for use in prepared.dropped] == [DropReason.NON_FINITE]
+    assert prepared.batches["default"].values_N.tolist() == [1.0]
+
+
+def test_a_credit_rule_with_the_wrong_number_of_values_is_named(make: Any) -> None:
+    with pytest.raises(PluginError, match=r"'short' gave \[1\] values for episodes of \[2\]"):
+        credit_group(lambda episodes: [[1.0]], "short", [episode(make, "a", [1, 1], 1.0)])
+
+
+def test_an_ending_other_than_finished_keeps_its_transitions(make: Any) -> None:
+    built = build_episode(make.rollout(), make.attempt(ending=Ending.TIMED_OUT), [make.call(0)])
+    assert built.ending is Ending.TIMED_OUT
+    assert len(built.transitions) == 1
