@@ -46,6 +46,8 @@ class Need(StrEnum):
     """Credited values that already contain what came after."""
     REWARDS = "rewards"
     """Credited values of one step each: the algorithm owns the time axis."""
+    OUTCOMES = "tool outcomes"
+    """Tool outcomes as part of the return: one component of a run may bring them, for an outcome counts once."""
 
 
 class NoOptions(BaseModel):

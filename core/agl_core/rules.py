@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def options_of(function: Callable[..., Any]) -> type[BaseModel]:
     """The settings of a function: its keyword-only parameters, their annotations and defaults."""
-    hints = get_type_hints(function)
+    hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {
         parameter.name: (
             hints.get(parameter.name, Any),
@@ -43,14 +43,18 @@ def options_of(function: Callable[..., Any]) -> type[BaseModel]:
 class _Rule:
     """A plugin that brings one function."""
 
-    def __init__(self, function: Callable[..., Any], name: str, provides: Iterable[Need] = ()) -> None:
-        self.function, self.name, self.provides = function, name, frozenset(provides)
+    def __init__(
+        self, function: Callable[..., Any], name: str, needs: Iterable[Need] = (), provides: Iterable[Need] = ()
+    ) -> None:
+        self.function, self.name = function, name
+        self.needs, self.provides = frozenset(needs), frozenset(provides)
 
     def register_with(self, register: Register) -> None:
         register(
             self.name,
             lambda options: functools.partial(self.function, **options.model_dump()),
             options=options_of(self.function),
+            needs=self.needs,
             provides=self.provides,
             doc=inspect.getdoc(self.function),
         )
@@ -85,15 +89,19 @@ def reward_rule(function: Any = None, *, name: str | None = None) -> Any:
     return decorate if function is None else decorate(function)
 
 
-def credit_rule(*, kind: Need, name: str | None = None) -> Callable[[Function], Function]:
+def credit_rule(
+    *, kind: Need, name: str | None = None, needs: Iterable[Need] = (), provides: Iterable[Need] = ()
+) -> Callable[[Function], Function]:
     """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
 
     It gets one group of episodes and yields one value per transition. `kind` says what the values are:
-    `Need.RETURNS` or `Need.REWARDS`.
+    `Need.RETURNS` or `Need.REWARDS`. `needs` is what it needs of the rest of the run (`Need.GROUPS`, say), `provides`
+    what it brings besides (`Need.OUTCOMES` if tool outcomes count in its values).
     """
 
     def decorate(function: Function) -> Function:
-        function.__agl_plugin__ = _CreditRule(function, name or function.__name__, {kind})  # type: ignore[attr-defined]
+        rule = _CreditRule(function, name or function.__name__, needs, {kind, *provides})
+        function.__agl_plugin__ = rule  # type: ignore[attr-defined]
         return function
 
     return decorate

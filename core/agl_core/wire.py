@@ -9,7 +9,7 @@ from agl_core.types import Ending, Mode, OutcomeStatus
 HEADER_ROLLOUT = "x-agl-rollout"
 """`ROLLOUT/ATTEMPT`: which attempt a request belongs to; the same as the path prefix /rollout/R/attempt/A."""
 HEADER_AGENT = "x-agl-agent"
-"""Who makes the call."""
+"""Who makes the call; percent-encoded (`urllib.parse.unquote`), since headers are ASCII and names are not."""
 HEADER_PARENT_SPAN = "x-agl-parent-span"
 """The span that encloses the call."""
 HEADER_RETRY = "x-agl-retry"

@@ -74,5 +74,6 @@ class Algorithm(Protocol):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The weighted sum over tokens and its metrics (each a sum over tokens of weight × value).
 
-        Sums, not means: the losses of micro-batches add up to the loss of the whole.
+        Sums, not means: the losses of micro-batches add up to the loss of the whole. A metric whose name ends
+        in `_max` is the largest value over tokens instead.
         """

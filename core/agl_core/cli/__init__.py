@@ -1,0 +1,61 @@
+"""The `agl` command line: one module per command, each thin; what is heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from agl_core.cli.eval import evaluate
+from agl_core.cli.plugins import list_plugins
+from agl_core.cli.rollouts import rollouts, show
+from agl_core.cli.train import train
+from agl_core.errors import AglError
+from agl_core.plugins import Plugins
+
+app = typer.Typer(
+    name="agl",
+    help="Train LLM agents that already exist, by reinforcement learning.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.command("rollouts")(rollouts)
+app.command("show")(show)
+app.command("plugins")(list_plugins)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from agl_core import __version__
+
+        typer.echo(f"agl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options of every command; `main` looks for --debug itself, since a plugin can fail before this is called."""
+
+
+def main() -> None:
+    """Run the command line. Errors that agl raises on purpose end with status 2, Ctrl-C with 130."""
+    try:
+        Plugins.load().hook.register_commands(cli=app)
+        app()
+    except AglError as error:
+        if "--debug" in sys.argv:
+            raise
+        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

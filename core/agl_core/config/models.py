@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -13,15 +14,19 @@ from agl_core.types import Ending, Mode
 class Section(BaseModel):
     """A table of the file; keys that it does not know are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class PluginChoice(BaseModel):
+class OpenSection(BaseModel):
+    """A table whose further keys belong to a plugin, which says which of them it honours."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+
+class PluginChoice(OpenSection):
     """`name` chooses a plugin, and a table of that name holds its settings."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: str
+    name: str = Field(description="The plugin to use; its settings stand in the table of this name.")
 
     @property
     def tables(self) -> dict[str, Any]:
@@ -50,15 +55,14 @@ class AgentSection(Section):
         return value
 
 
-class TaskSection(BaseModel):
+class TaskSection(OpenSection):
     """One set of tasks: the plugin that makes them, and its settings beside it."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
 
     @property
     def settings(self) -> dict[str, Any]:
+        """The source's settings."""
         return dict(self.model_extra or {})
 
 
@@ -110,6 +114,19 @@ class SamplingSection(Section):
     max_tokens: int = Field(1024, ge=1, description="Limit of a response where the agent sets none.")
 
 
+EndingReward: TypeAlias = float | Literal["drop", "score"]
+
+_ENDINGS: Mapping[Ending, EndingReward] = {
+    Ending.FINISHED: "score",
+    Ending.CRASHED: 0.0,
+    Ending.TIMED_OUT: 0.0,
+    Ending.CONTEXT_OVERFLOW: 0.0,
+    Ending.NO_CALL: "drop",
+    Ending.CANCELLED: "drop",
+    Ending.LOST: "drop",
+}
+
+
 class TrainSection(Section):
     """The training loop."""
 
@@ -121,23 +138,15 @@ class TrainSection(Section):
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(2, ge=1, description="Older ones are removed.")
     deterministic: bool = Field(False, description="Bit-exact repetition and resuming, at the price of speed.")
-    endings: dict[Ending, float | Literal["drop", "score"]] = Field(
-        default_factory=lambda: {
-            Ending.FINISHED: "score",
-            Ending.CRASHED: 0.0,
-            Ending.TIMED_OUT: 0.0,
-            Ending.CONTEXT_OVERFLOW: 0.0,
-            Ending.NO_CALL: "drop",
-            Ending.CANCELLED: "drop",
-            Ending.LOST: "drop",
-        },
+    endings: dict[Ending, EndingReward] = Field(
+        default_factory=lambda: dict(_ENDINGS),
         description="By how a rollout ended: 'score' by the reward rules, a fixed terminal reward, or 'drop'.",
     )
 
     @field_validator("endings")
     @classmethod
-    def _all_endings(cls, value: dict[Ending, Any]) -> dict[Ending, Any]:
-        return {**cls.model_fields["endings"].get_default(call_default_factory=True), **value}
+    def _all_endings(cls, value: dict[Ending, EndingReward]) -> dict[Ending, EndingReward]:
+        return {**_ENDINGS, **value}
 
 
 class EvalSection(Section):
@@ -163,16 +172,15 @@ class WorkerSection(Section):
     attempts: int = Field(2, ge=1, description="Tries per rollout when an attempt is lost or crashes outside a call.")
 
 
-class RewardSection(BaseModel):
+class RewardSection(OpenSection):
     """One reward rule; its settings stand beside these."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
     weight: float = Field(1.0, description="Its share in the terminal reward.")
 
     @property
     def settings(self) -> dict[str, Any]:
+        """The rule's settings."""
         return dict(self.model_extra or {})
 
 
@@ -183,12 +191,15 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's folder below `runs`.")
     runs: Path = Field(Path("runs"), description="Where run folders go, relative to the working directory.")
     seed: int = Field(0, ge=0, description="Seed of everything that is random.")
+    folder: Path | None = Field(
+        None, description="Where relative paths and the agent's module start; by default this file's own folder."
+    )
     plugins: tuple[Path, ...] = Field((), description="Your own plugin files, relative to this file.")
     agent: AgentSection
     tasks: dict[str, TaskSection] = Field(
         description="'train', and any number of held-out sets; 'eval' is the one in the headline."
     )
-    policies: dict[str, PolicySection]
+    policies: dict[str, PolicySection] = Field(description="The models to train, by name; 'default' if there is one.")
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
@@ -201,7 +212,7 @@ class RunConfig(Section):
     engine: PluginChoice = PluginChoice(name="torch")
     store: PluginChoice = PluginChoice(name="sqlite")
     trackers: dict[str, dict[str, Any]] = Field(
-        default_factory=lambda: {"tensorboard": {}}, description="Trackers by plugin name, with their settings."
+        {"tensorboard": {}}, description="Trackers by plugin name, with their settings."
     )
 
     @field_validator("tasks")

@@ -1,8 +1,17 @@
 """Calls and outcomes → transitions → rewards → credit → batch: pure functions, no I/O."""
 
 from agl_core.learning.batch import Prepared, prepare
-from agl_core.learning.credit import credit_group, identical
+from agl_core.learning.credit import credit_group, episode_return, identical
 from agl_core.learning.rewards import ScoringRule, score
 from agl_core.learning.transitions import build_episode
 
-__all__ = ["Prepared", "ScoringRule", "build_episode", "credit_group", "identical", "prepare", "score"]
+__all__ = [
+    "Prepared",
+    "ScoringRule",
+    "build_episode",
+    "credit_group",
+    "episode_return",
+    "identical",
+    "prepare",
+    "score",
+]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 import numpy as np
 
@@ -46,7 +47,8 @@ def prepare(
     """Credit every group and lay its trainable transitions out as batches.
 
     An episode that was dropped leaves its group; a group with fewer than `min_group_size` members left is dropped
-    whole. Untrained agents take part in credit and are left out of the batch.
+    whole. Untrained agents take part in credit and are left out of the batch; where credit yields rewards of one step,
+    theirs go to the trained transitions before (`carry_rewards`), so that they stay in the return.
     """
     rows: dict[str, list[_Row]] = {}
     dropped: list[Use] = []
@@ -63,15 +65,21 @@ def prepare(
         if too_small:
             continue
         for episode, values in zip(left, credit(left), strict=True):
-            for transition, value in zip(episode.transitions, values, strict=True):
+            trained: dict[str, list[int]] = {}
+            for i, (transition, value) in enumerate(zip(episode.transitions, values, strict=True)):
                 reason = transition_fault(transition, agents)
-                if reason is None and not math.isfinite(value):
-                    reason = DropReason.NON_FINITE
-                if reason is not None:
+                if reason is None:
+                    trained.setdefault(transition.policy, []).append(i)
+                else:
                     dropped.append(_use(transition, step, value, reason))
-                    continue
-                row = _Row(transition, value, episode.terminal or 0.0, group_index, rollouts)
-                rows.setdefault(transition.policy, []).append(row)
+            for policy, kept in trained.items():
+                earned = carry_rewards(episode.transitions, values, kept) if kind is CreditKind.REWARD else values
+                for i in kept:
+                    if math.isfinite(earned[i]):
+                        row = _Row(episode.transitions[i], earned[i], episode.terminal or 0.0, group_index, rollouts)
+                        rows.setdefault(policy, []).append(row)
+                    else:
+                        dropped.append(_use(episode.transitions[i], step, values[i], DropReason.NON_FINITE))
             rollouts += 1
     return Prepared(
         batches={policy: _batch(of_policy, kind) for policy, of_policy in rows.items()},
@@ -95,6 +103,28 @@ def transition_fault(transition: Transition, agents: Sequence[str] = ("*",)) -> 
     if transition.mask is not None and not transition.mask.any():
         return DropReason.FULLY_MASKED
     return None
+
+
+def carry_rewards(transitions: Sequence[Transition], values: Sequence[float], trained: Sequence[int]) -> list[float]:
+    """Rewards of one step for the `trained` transitions (their places), who see the others as their environment.
+
+    What a call without a trained transition earned (its choices' mean) goes, undiscounted, to the trained
+    transitions of the call before it; what was earned before the first of them is no consequence of theirs, and is
+    left out. Rewards 0.1, 0.2, 0.3, 1.0 of a writer and a critic by turns become 0.3 and 1.3 for the writer alone.
+    """
+    earned = list(values)
+    kept = set(trained)
+    before: list[int] = []
+    for _, same_call in groupby(range(len(transitions)), key=lambda i: transitions[i].turn):
+        places = list(same_call)
+        here = [i for i in places if i in kept]
+        if here:
+            before = here
+            continue
+        carried = sum(values[i] for i in places) / len(places)
+        for i in before:
+            earned[i] += carried
+    return earned
 
 
 def _episode_fault(episode: Episode) -> DropReason | None:

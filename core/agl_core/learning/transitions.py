@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from agl_core.learning.outcomes import outcomes_from_messages
 from agl_core.types import (
     Attempt,
     Call,
@@ -30,10 +31,13 @@ def build_episode(
 
     Calls are ordered by their start sequence; a call recorded twice or retried by the client counts once, late
     calls do not count. Each choice of a call is a transition. Outcomes are joined by `tool_call_id`, or, without
-    one, by parent span where exactly one call has it; never by time. `rewards` are those the agent reported.
+    one, by parent span where exactly one call has it; never by time. Where no outcome was reported for a tool call,
+    it is read from the conversation (`agl_core.learning.outcomes`). `rewards` are those the agent reported.
     """
     ordered = counted_calls(attempt, calls)
-    joined, unjoined = join_outcomes(ordered, outcomes)
+    reported = list(outcomes)
+    read = outcomes_from_messages(ordered, join_outcomes(ordered, reported)[0])
+    joined, unjoined = join_outcomes(ordered, [*reported, *read])
     turns: Counter[str | None] = Counter()
     transitions = []
     for turn, call in enumerate(ordered):
@@ -84,7 +88,7 @@ def join_outcomes(
         for choice in call.choices:
             key = TransitionKey(call.rollout, call.attempt, call.id, choice.index)
             for place, tool_call in enumerate(choice.message.get("tool_calls") or ()):
-                asked.setdefault(tool_call["id"], (key, place))
+                asked.setdefault(tool_call.get("id"), (key, place))
             if call.parent_span is not None:
                 spans.setdefault(call.parent_span, []).append(key)
     placed: dict[TransitionKey, list[tuple[int, Outcome]]] = {}

@@ -1,0 +1,61 @@
+# Everything one does in this repository; `make` lists it. Works with GNU make 3.81 and newer.
+
+SHELL := bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Each after those it depends on: older pips find them in this order only.
+PACKAGES := core rewards algorithms/policy algorithms/torch adapters/langchain
+EXAMPLES := langchain langchain-openai matplotlib
+TOOLS := build hatchling mypy ruff
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-fast lint types policy clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+quickstart: install ## Install, and train a real LangChain agent on the CPU in a few minutes
+	@$(BIN)/agl train examples/calc/train.toml
+
+install: $(STAMP) ## Create .venv and install everything from constraints.txt (once)
+
+test: lint types ## Install what is needed and run every check and test
+	@$(BIN)/python -m pytest
+
+test-fast: install ## Run the tests that take seconds
+	@$(BIN)/python -m pytest -m "not slow"
+
+lint: install ## Check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: install ## Check types
+	@$(BIN)/mypy
+
+policy: install ## Make the calc example's policy anew (about ten minutes)
+	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
+
+clean: ## Remove the environment and all caches; runs are kept
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "agl needs Python 3.11 or newer. Name one, for instance: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@printf 'Installing into $(VENV), once (1.6 GB, some minutes) '
+	@set -o pipefail; export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
+	$(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) 2>&1 \
+		| tee $(VENV)/install.log | awk '/^Collecting/ && ++found % 4 == 0 { printf "."; fflush() }' \
+		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
+	@echo " done"
+	@touch $@
+
+define EXPLAIN_FAILURE
+{ tail -n 25 $(VENV)/install.log; echo "All of pip's output is in $(VENV)/install.log."; \
+! grep -q 'depends on cuda-' $(VENV)/install.log || echo "The torch that pip found would bring CUDA. Give pip \
+PyTorch's CPU wheels as a source too, by PIP_EXTRA_INDEX_URL (pytorch.org, Get Started, has the address)."; }
+endef

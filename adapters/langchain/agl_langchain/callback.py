@@ -1,0 +1,301 @@
+"""The callback handler: who makes a call, and what the tools did, from LangChain's own events."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import LLMResult
+from langchain_core.tracers.context import register_configure_hook
+
+from agl_core.capture import (
+    Capture,
+    CapturedRollout,
+    Identity,
+    IdentityScope,
+    Recording,
+    ToolRequest,
+    current_attempt,
+    describe_error,
+    enter_identity,
+    guarded,
+    jsonable,
+    outcome_report,
+)
+from agl_core.types import Call, Episode, Json, OutcomeStatus, Transition
+from agl_langchain import messages as words
+
+_MAX_OPEN_RUNS = 20_000
+"""A cancelled run is never said to have ended; the oldest open runs are forgotten beyond this many."""
+_MAX_REQUEST = 1 << 24
+
+
+@dataclass(slots=True)
+class _Run:
+    """A node of LangChain's trace (a chain, a call, a tool) between its start and its end event."""
+
+    id: UUID
+    parent: UUID | None
+    recording: Recording
+    rollout: CapturedRollout | None
+    """Where calls are kept when the adapter is used alone."""
+    agent: str | None
+    started: float = field(default_factory=time.time)
+    scope: IdentityScope | None = None
+    sequence: int = 0
+    request: Mapping[str, Json] = field(default_factory=dict)
+    tool: str = ""
+    tool_call_id: str | None = None
+    arguments: Any = None
+
+    @property
+    def span(self) -> str:
+        return str(self.id)
+
+    @property
+    def parent_span(self) -> str | None:
+        return str(self.parent) if self.parent else None
+
+
+class _Handler(BaseCallbackHandler):
+    """Tells the running attempt who calls and what the tools did; outside any attempt it fills its own capture."""
+
+    # A sync handler that runs inline is the only kind whose context variables reach the HTTP request.
+    run_inline = True
+
+    def __init__(self, capture: Capture | None = None) -> None:
+        self._capture = capture
+        self._runs: dict[UUID, _Run] = {}
+        self._lock = threading.Lock()
+
+    @guarded
+    def on_chain_start(self, serialized: Any, inputs: Any, **event: Any) -> None:
+        run = self._start(event, inputs)
+        if run and run.agent:
+            # For what a node does without LangChain: an OpenAI client called directly, say.
+            run.scope = enter_identity(Identity(run.agent, parent_span=run.span))
+
+    @guarded
+    def on_chain_end(self, outputs: Any, **event: Any) -> None:
+        run = self._end(event)
+        if run:
+            self._answered_by_node(run, outputs)
+            self._finish(run, result=outputs)
+
+    @guarded
+    def on_chain_error(self, error: BaseException, **event: Any) -> None:
+        run = self._end(event)
+        if run:
+            self._finish(run, error=error)
+
+    @guarded
+    def on_chat_model_start(self, serialized: Any, messages: list[list[BaseMessage]], **event: Any) -> None:
+        self._start_call(event, messages[0], lambda: words.openai_messages(messages[0]))
+
+    @guarded
+    def on_llm_start(self, serialized: Any, prompts: list[str], **event: Any) -> None:
+        self._start_call(event, prompts[0], lambda: [{"role": "user", "content": prompts[0]}])
+
+    @guarded
+    def on_llm_end(self, response: LLMResult, **event: Any) -> None:
+        run = self._end(event)
+        if run is None:
+            return
+        for tool_call in words.tool_calls(response):
+            if tool_call["id"]:
+                arguments = jsonable(tool_call["args"])
+                run.recording.asked(ToolRequest(tool_call["id"], tool_call["name"], arguments, run.agent))
+        if run.rollout:
+            run.rollout.call(_call(run, run.rollout.id, response))
+            self._finish(run, result=[choice.message for choice in words.choices(response)])
+
+    @guarded
+    def on_llm_error(self, error: BaseException, **event: Any) -> None:
+        run = self._end(event)
+        if run:
+            self._finish(run, error=error)
+
+    @guarded
+    def on_tool_start(self, serialized: Any, input_str: str, **event: Any) -> None:
+        run = self._start(event, input_str)
+        if run:
+            run.tool = (serialized or {}).get("name") or event.get("name") or "tool"
+            run.tool_call_id = event.get("tool_call_id")
+            run.arguments = input_str if event.get("inputs") is None else event["inputs"]
+
+    @guarded
+    def on_tool_end(self, output: Any, **event: Any) -> None:
+        run = self._end(event)
+        if run:
+            result = words.tool_result(output, run.tool_call_id)
+            self._outcome(run, result.content, result.status)
+            self._finish(run, result=result.content)
+
+    @guarded
+    def on_tool_error(self, error: BaseException, **event: Any) -> None:
+        run = self._end(event)
+        if run:
+            if not _is_control_flow(error):
+                self._outcome(run, error)
+            self._finish(run, error=error)
+
+    def _start(self, event: Mapping[str, Any], inputs: Any) -> _Run | None:
+        active, run_id, parent_id = current_attempt(), event["run_id"], event.get("parent_run_id")
+        with self._lock:
+            parent = self._runs.get(parent_id) if parent_id else None
+        if active:
+            recording, rollout = active.recording, None
+        elif self._capture:
+            rollout = parent.rollout if parent and parent.rollout else self._capture.start(str(run_id), inputs)
+            recording = rollout.recording
+        else:
+            return None
+        run = _Run(run_id, parent_id, recording, rollout, _agent_of(event.get("metadata") or {}))
+        with self._lock:
+            self._runs[run_id] = run
+            if len(self._runs) > _MAX_OPEN_RUNS:
+                del self._runs[next(iter(self._runs))]
+        return run
+
+    def _start_call(self, event: Mapping[str, Any], inputs: Any, messages: Callable[[], list[dict[str, Json]]]) -> None:
+        run = self._start(event, inputs)
+        if run is None:
+            return
+        run.scope = enter_identity(Identity(run.agent, span=run.span, parent_span=run.parent_span))
+        run.agent = run.scope.identity.agent
+        if run.rollout:
+            run.sequence = run.rollout.next_sequence()
+            request = words.request_body(messages(), event.get("invocation_params") or {})
+            run.request = jsonable(request, limit=_MAX_REQUEST)
+
+    def _end(self, event: Mapping[str, Any]) -> _Run | None:
+        with self._lock:
+            run = self._runs.pop(event["run_id"], None)
+        if run and run.scope:
+            run.scope.close()
+        return run
+
+    def _finish(self, run: _Run, result: Any = None, error: BaseException | None = None) -> None:
+        if run.rollout and run.rollout.id == run.span:
+            run.rollout.finish(result, describe_error(error) if error else None)
+
+    def _outcome(self, run: _Run, result: Any, status: OutcomeStatus | None = None) -> None:
+        request = run.recording.request(run.tool_call_id) if run.tool_call_id else None
+        run.recording.outcome(
+            outcome_report(
+                f"langchain:{run.span}",
+                run.tool,
+                result,
+                status=status,
+                tool_call_id=run.tool_call_id,
+                arguments=run.arguments,
+                # The node that runs the tools has a name too, but who asked for them is the agent.
+                agent=request.agent if request else run.agent,
+                span=run.span,
+                parent_span=run.parent_span,
+                started=run.started,
+                ended=time.time(),
+            )
+        )
+
+    def _answered_by_node(self, run: _Run, outputs: Any) -> None:
+        """A node may answer a tool call without running a tool: LangGraph does where the tool does not exist."""
+        for message in words.tool_messages(outputs):
+            request = run.recording.unanswered(message.tool_call_id)
+            if request:
+                result = words.tool_result(message, request.tool_call_id)
+                run.recording.outcome(
+                    outcome_report(
+                        f"langchain:{request.tool_call_id}",
+                        request.tool,
+                        result.content,
+                        status=result.status,
+                        tool_call_id=request.tool_call_id,
+                        arguments=request.arguments,
+                        agent=request.agent,
+                        parent_span=run.span,
+                    )
+                )
+
+
+class AglCallback(_Handler):
+    """Pass it in the config of an agent that you already have:
+
+        agent.invoke({"messages": [...]}, {"callbacks": [AglCallback()]})
+
+    In a rollout it says who makes each call and what the tools did. Outside any rollout, with no server and any
+    endpoint, it keeps the latest `keep` runs of the agent; `episodes` and `transitions` give them as data.
+    """
+
+    def __init__(self, keep: int = 1000) -> None:
+        self._alone = Capture(keep)
+        super().__init__(self._alone)
+
+    def episodes(self) -> list[Episode]:
+        """The runs of the agent that have ended, in the order they started, as text (`has_ids` is False)."""
+        from agl_core.learning import build_episode
+
+        return [build_episode(*rollout.records()) for rollout in self._alone.finished()]
+
+    def transitions(self) -> list[Transition]:
+        """The transitions of all episodes."""
+        return [transition for episode in self.episodes() for transition in episode.transitions]
+
+    def clear(self) -> None:
+        """Forget what was kept."""
+        self._alone.clear()
+
+
+@functools.cache
+def attach() -> None:
+    """See every LangChain and LangGraph agent of this process, with no change to its code.
+
+    It reaches sync, async and batch calls and bare threads; an agent that is given an `AglCallback` is seen once.
+    Outside any rollout it does nothing.
+    """
+    # The default is there in every context, also in that of a thread which inherited none.
+    handler: ContextVar[_Handler | None] = ContextVar("agl_langchain", default=_Handler())  # noqa: B039
+    register_configure_hook(handler, True, _Handler)
+
+
+def _call(run: _Run, rollout: str, response: LLMResult) -> Call:
+    sampling = words.requested_sampling(run.request)
+    return Call(
+        id=words.reply_id(response) or f"langchain:{run.span}",
+        rollout=rollout,
+        attempt=0,
+        sequence=run.sequence,
+        policy=str(run.request.get("model") or run.request.get("model_name") or "unknown"),
+        version=None,
+        request=run.request,
+        choices=words.choices(response),
+        started=run.started,
+        ended=time.time(),
+        agent=run.agent,
+        parent_span=run.parent_span,
+        requested=sampling,
+        effective=sampling,
+    )
+
+
+def _agent_of(metadata: Mapping[str, Any]) -> str | None:
+    node = metadata.get("langgraph_node")
+    enclosing = str(metadata.get("langgraph_checkpoint_ns") or "").split("|")[:-1]
+    if node == "model" and enclosing:
+        # An agent without a name in a node of a graph: all of create_agent's calls are made in a node named "model".
+        node = enclosing[-1].partition(":")[0]
+    name = metadata.get("lc_agent_name") or node
+    return str(name) if name else None
+
+
+def _is_control_flow(error: BaseException) -> bool:
+    """LangGraph raises interrupts and handoffs (`Command(graph=PARENT)`) through nodes and tools."""
+    return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)

@@ -1,0 +1,123 @@
+"""LangChain's messages, results and tool outputs in agl's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from langchain_core.messages import BaseMessage, ToolMessage, convert_to_openai_messages
+from langchain_core.outputs import ChatGeneration, Generation, LLMResult
+
+from agl_core.capture import status_of
+from agl_core.types import Choice, FinishReason, Json, OutcomeStatus, Sampling
+
+_NO_TOKENS = ("messages", "prompt", "stream", "stream_options")
+_EMPTY_JSON = ("null", "None", '""', "[]", "{}")
+"""What LangChain makes of a tool's None, "", [] and {} when it writes them into a ToolMessage."""
+
+
+_FINISH_REASONS = frozenset(FinishReason)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool gave back."""
+
+    content: Any
+    status: OutcomeStatus
+
+
+def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:
+    """Messages as a chat completion request has them."""
+    converted = convert_to_openai_messages(list(messages))
+    return converted if isinstance(converted, list) else [converted]
+
+
+def request_body(messages: list[dict[str, Json]], invocation: Mapping[str, Any]) -> dict[str, Json]:
+    """The request as LangChain describes it (`invocation_params`): model, tools and sampling beside the messages."""
+    settings = {k: v for k, v in invocation.items() if v is not None and not k.startswith("_") and k not in _NO_TOKENS}
+    return {"messages": messages, **settings}
+
+
+def requested_sampling(invocation: Mapping[str, Any]) -> Sampling:
+    """The sampling that the agent's code asked for."""
+    return Sampling(
+        temperature=invocation.get("temperature"),
+        top_p=invocation.get("top_p"),
+        max_tokens=invocation.get("max_completion_tokens") or invocation.get("max_tokens"),
+        seed=invocation.get("seed"),
+    )
+
+
+def reply_id(result: LLMResult) -> str | None:
+    """The id of the endpoint's reply; LangChain loses it when streaming."""
+    for generation in _generations(result):
+        if isinstance(generation, ChatGeneration):
+            found = generation.message.response_metadata.get("id")
+            return found if isinstance(found, str) else None
+    return None
+
+
+def choices(result: LLMResult) -> tuple[Choice, ...]:
+    """The responses of one call: text, and log-probabilities where the agent asked for them."""
+    return tuple(_choice(index, generation) for index, generation in enumerate(_generations(result)))
+
+
+def tool_calls(result: LLMResult) -> Iterator[Mapping[str, Any]]:
+    """The tools that a call's responses ask for: name, args and id each."""
+    for generation in _generations(result):
+        if isinstance(generation, ChatGeneration):
+            yield from getattr(generation.message, "tool_calls", ())
+
+
+def tool_result(output: Any, tool_call_id: str | None) -> ToolResult:
+    """What `on_tool_end` was given: a ToolMessage, a Command that holds one, or what the tool returned."""
+    message = next((m for m in tool_messages(output) if m.tool_call_id == tool_call_id), None)
+    if message is None:
+        return ToolResult(output, status_of(output))
+    if message.status == "error":
+        return ToolResult(message.content, OutcomeStatus.ERROR)
+    is_empty = isinstance(message.content, str) and message.content in _EMPTY_JSON
+    return ToolResult(message.content, OutcomeStatus.EMPTY if is_empty else status_of(message.content))
+
+
+def tool_messages(output: Any) -> Iterator[ToolMessage]:
+    """The tool messages in what a tool or a node gave back."""
+    if isinstance(output, ToolMessage):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from tool_messages(output.get("messages"))
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from tool_messages(item)
+    elif type(output).__name__ == "Command":  # LangGraph's; it need not be installed
+        yield from tool_messages(getattr(output, "update", None))
+
+
+def _generations(result: LLMResult) -> Sequence[Generation]:
+    # Each call's end is reported by itself: one prompt, one or (n > 1) several responses.
+    return [g for g in result.generations[0] if isinstance(g, Generation)] if result.generations else []
+
+
+def _choice(index: int, generation: Generation) -> Choice:
+    message: Mapping[str, Json] = {"role": "assistant", "content": generation.text}
+    details: Mapping[str, Any] = generation.generation_info or {}
+    if isinstance(generation, ChatGeneration):
+        message = openai_messages([generation.message])[0]
+        details = {**details, **generation.message.response_metadata}
+    reason = details.get("finish_reason")
+    return Choice(
+        index=index,
+        message=message,
+        finish_reason=FinishReason(reason)
+        if isinstance(reason, str) and reason in _FINISH_REASONS
+        else FinishReason.STOP,
+        logprobs=_logprobs(details.get("logprobs")),
+    )
+
+
+def _logprobs(found: Any) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    content = found.get("content") if isinstance(found, Mapping) else None
+    return np.array([token["logprob"] for token in content], np.float32) if content else None

@@ -1,0 +1,123 @@
+"""The callback used alone: no server of agl's, any endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from langgraph.graph import END, START, MessagesState, StateGraph
+
+from agl_core.types import Ending, FinishReason
+from agl_langchain import AglCallback
+
+QUESTION = {"messages": [{"role": "user", "content": "1 + 2?"}]}
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_agent_with_a_tool(
+    asynchronous: bool, streaming: bool, server: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    agent = create_agent(ChatOpenAI(model="m", temperature=0.5, streaming=streaming), [add], name="solver")
+    callback = AglCallback()
+    config: Any = {"callbacks": [callback]}
+    asyncio.run(agent.ainvoke(QUESTION, config)) if asynchronous else agent.invoke(QUESTION, config)
+
+    (episode,) = callback.episodes()
+    assert episode.ending is Ending.FINISHED
+    assert episode.unjoined == ()
+    first, second = episode.transitions
+    assert [t.agent for t in (first, second)] == ["solver", "solver"]
+    assert [(t.turn, t.agent_turn) for t in (first, second)] == [(0, 0), (1, 1)]
+    assert first.messages == ({"role": "user", "content": "1 + 2?"},)
+    assert first.response["tool_calls"][0]["function"]["name"] == "add"
+    assert first.finish_reason is FinishReason.TOOL_CALLS
+    assert [(o.tool, o.result, str(o.status)) for o in first.outcomes] == [("add", "3", "ok")]
+    assert [m["role"] for m in second.messages] == ["user", "assistant", "tool"]
+    assert (second.response["content"], second.finish_reason) == ("3", FinishReason.STOP)
+    assert (second.policy, second.temperature) == ("m", 0.5)
+    assert not first.has_ids
+    assert callback.transitions()[0].response == first.response
+
+
+def test_each_run_is_an_episode(server: Any, answer: Any) -> None:
+    server.script = lambda body: answer(f"re: {body['messages'][-1]['content']}")
+    callback = AglCallback()
+    agent = create_agent(ChatOpenAI(model="m"), name="echo")
+    agent.batch([{"messages": [("user", str(i))]} for i in range(5)], {"callbacks": [callback]})
+    episodes = callback.episodes()
+    assert sorted(e.transitions[0].response["content"] for e in episodes) == [f"re: {i}" for i in range(5)]
+    assert all(len(e.transitions) == 1 for e in episodes)
+    assert len({e.rollout for e in episodes}) == 5
+
+
+def test_two_agents_in_one_episode(server: Any) -> None:
+    llm = ChatOpenAI(model="m")
+    graph = StateGraph(MessagesState)
+    for name in ("write", "check"):
+        graph.add_node(name, lambda state: {"messages": [llm.invoke(state["messages"])]})
+    graph.add_edge(START, "write")
+    graph.add_edge("write", "check")
+    graph.add_edge("check", END)
+    callback = AglCallback()
+    graph.compile().invoke(QUESTION, {"callbacks": [callback]})
+    assert [(t.agent, t.turn, t.agent_turn) for t in callback.transitions()] == [("write", 0, 0), ("check", 1, 0)]
+
+
+def test_a_model_called_by_itself(server: Any) -> None:
+    callback = AglCallback()
+    ChatOpenAI(model="m").invoke("hi", {"callbacks": [callback]})
+    OpenAI(model="m").invoke("once upon", {"callbacks": [callback]})
+    assert [t.messages[0]["content"] for t in callback.transitions()] == ["hi", "once upon"]
+    assert [t.response["content"] for t in callback.transitions()] == ["done", "done"]
+
+
+def test_an_agent_that_crashes(server: Any) -> None:
+    def fail(state: MessagesState) -> Any:
+        raise ZeroDivisionError("bad")
+
+    callback = AglCallback()
+    graph = StateGraph(MessagesState).add_node("fail", fail).add_edge(START, "fail").compile()
+    with pytest.raises(ZeroDivisionError):
+        graph.invoke(QUESTION, {"callbacks": [callback]})
+    assert [e.ending for e in callback.episodes()] == [Ending.CRASHED]
+
+
+def test_only_the_latest_runs_are_kept(server: Any) -> None:
+    callback = AglCallback(keep=2)
+    for question in ("a", "b", "c"):
+        ChatOpenAI(model="m").invoke(question, {"callbacks": [callback]})
+    assert [t.messages[0]["content"] for t in callback.transitions()] == ["b", "c"]
+    callback.clear()
+    assert callback.episodes() == []
+
+
+def test_a_run_that_has_not_ended_is_no_episode_yet(server: Any, answer: Any) -> None:
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def wait(body: dict[str, Any]) -> dict[str, Any]:
+        arrived.set()
+        go_on.wait(20)
+        return answer("done")
+
+    server.script = wait
+    callback = AglCallback()
+    thread = threading.Thread(target=lambda: ChatOpenAI(model="m").invoke("hi", {"callbacks": [callback]}))
+    thread.start()
+    assert arrived.wait(20)
+    assert callback.episodes() == []
+    go_on.set()
+    thread.join()
+    assert len(callback.episodes()) == 1

@@ -1,0 +1,57 @@
+"""How the adapter is found and attached without code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+from agl_core.capture import installed_adapters
+
+
+def test_it_is_found_as_an_installed_plugin() -> None:
+    assert "langchain_core" in [adapter.framework for adapter in installed_adapters()]
+
+
+def run(program: str, server: Any) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), server.root], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unmodified_agent_is_seen_after_agl_attaches(server: Any) -> None:
+    program = """
+        import sys
+        import agl_core
+        from agl_core.capture import ActiveAttempt, Recording, running
+
+        attachment = agl_core.attach()
+        assert "langchain_core" not in sys.modules
+
+        from langchain.agents import create_agent
+        from langchain_openai import ChatOpenAI
+
+        agent = create_agent(ChatOpenAI(model="m"), name="solver")
+        with running(ActiveAttempt("r1", 0, sys.argv[1], "key", Recording())):
+            agent.invoke({"messages": [("user", "hello")]})
+        assert not attachment.failed
+    """
+    run(program, server)
+    assert [(request.rollout, request.agent) for request in server.seen] == [("r1/0", "solver")]
+
+
+def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(server: Any) -> None:
+    program = """
+        import sys
+
+        for absent in ("langgraph", "langchain", "langchain_openai", "openai", "torch"):
+            sys.modules[absent] = None
+        from agl_langchain import AglCallback
+        from langchain_core.language_models import FakeListChatModel
+
+        callback = AglCallback()
+        FakeListChatModel(responses=["hi"]).invoke("hello", {"callbacks": [callback]})
+        (transition,) = callback.transitions()
+        assert transition.response["content"] == "hi"
+    """
+    run(program, server)

@@ -1,0 +1,38 @@
+"""Estimators that compare two policies token by token, from the log-probabilities of what was sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ±20 before exp, so that one token that became impossible cannot overflow the sum."""
+
+
+def log_ratio(current_R: Tensor, other_R: Tensor) -> Tensor:
+    """[R] current − other, clamped to ±`MAX_LOG_RATIO`."""
+    return (current_R - other_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def kl_k3(current_R: Tensor, other_R: Tensor) -> Tensor:
+    """[R] Schulman's k3 estimate of KL(current ‖ other), never negative (arXiv 2402.03300, equation 4).
+
+        k3 = exp(other − current) − (other − current) − 1
+
+    >>> kl_k3(torch.tensor([0.0]), torch.tensor([0.0])).item()
+    0.0
+    """
+    difference_R = log_ratio(other_R, current_R)
+    return torch.expm1(difference_R) - difference_R
+
+
+def truncated_importance(old_R: Tensor, behaviour_R: Tensor, threshold: float) -> Tensor:
+    """[R] min(exp(old − behaviour), threshold), without gradient.
+
+    Corrects for tokens that were sampled by an earlier version of the policy, or by kernels that round
+    otherwise; the truncation bounds the variance (Ionides, 2008; IMPALA, arXiv 1802.01561, section 4.1).
+
+    >>> truncated_importance(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 0.0]), 2.0).tolist()
+    [1.0, 2.0]
+    """
+    return log_ratio(old_R, behaviour_R).exp().clamp(max=threshold).detach()

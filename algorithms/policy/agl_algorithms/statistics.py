@@ -1,0 +1,88 @@
+"""Statistics over the rollouts of a group, and sums over segments of flat tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agl_algorithms.interface import Samples
+
+
+def segment_sum(values: Tensor, segment: Tensor, segments: int) -> Tensor:
+    """[segments] sums of `values` [K] by `segment` [K] int64.
+
+    >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3).tolist()
+    [3.0, 0.0, 4.0]
+    """
+    return values.new_zeros(segments).index_add(0, segment, values)
+
+
+def segment_count(segment: Tensor, segments: int) -> Tensor:
+    """[segments] how often each segment occurs, float64."""
+    return segment_sum(torch.ones_like(segment, dtype=torch.float64), segment, segments)
+
+
+def dense(labels: Tensor) -> tuple[Tensor, int]:
+    """Labels renumbered 0 … K-1, and K."""
+    found, inverse = torch.unique(labels, return_inverse=True)
+    return inverse, found.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """The credited values of each transition's group, spread over its transitions. All float64."""
+
+    deviation_N: Tensor
+    """[N] credited value minus the group's mean."""
+    std_N: Tensor
+    """[N] the group's standard deviation (unbiased); 0 where all values of the group are equal."""
+    comparable_N: Tensor
+    """[N] bool: the group has at least two rollouts."""
+
+
+def group_statistics(samples: Samples) -> GroupStatistics:
+    """Mean and standard deviation of the credited values of each group, over rollouts, not transitions.
+
+    A rollout counts once however many transitions it has: its transitions share its weight. With v_it the
+    value of transition t of rollout i (T_i transitions, G rollouts):
+
+        μ  = 1/G · Σ_i 1/T_i · Σ_t v_it
+        σ² = 1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − μ)²
+
+    Where credit is identical within rollouts (v_it = R_i) these are the textbook's mean and unbiased standard
+    deviation of R. Where it is not, σ also holds the spread inside rollouts; the standard deviation of the
+    rollouts' means alone could vanish while the deviations do not.
+    """
+    values_N = samples.values_N.to(torch.float64)
+    group_N, groups = dense(samples.group_N)
+    rollout_N, rollouts = dense(samples.rollout_N)
+    rollouts_of_group = segment_count(_group_of_rollout(group_N, rollout_N, rollouts), groups)
+    share_N = 1.0 / segment_count(rollout_N, rollouts)[rollout_N]  # 1/T_i
+
+    # Values are shifted by the group's smallest first, so that equal ones deviate by exactly zero.
+    smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=values_N.device)
+    smallest = smallest.scatter_reduce(0, group_N, values_N, "amin")
+    shifted_N = values_N - smallest[group_N]
+    mean = segment_sum(shifted_N * share_N, group_N, groups) / rollouts_of_group
+    deviation_N = shifted_N - mean[group_N]
+    variance = segment_sum(deviation_N.square() * share_N, group_N, groups) / (rollouts_of_group - 1).clamp(min=1)
+    return GroupStatistics(
+        deviation_N=deviation_N,
+        std_N=variance.sqrt()[group_N],
+        comparable_N=rollouts_of_group[group_N] >= 2,
+    )
+
+
+def _group_of_rollout(group_N: Tensor, rollout_N: Tensor, rollouts: int) -> Tensor:
+    return torch.zeros(rollouts, dtype=torch.int64, device=group_N.device).scatter(0, rollout_N, group_N)
+
+
+def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, int]:
+    """[N] rollouts with a transition in `taking_part_N` in each transition's group, and the groups with one."""
+    group_N, groups = dense(samples.group_N)
+    rollout_N, rollouts = dense(samples.rollout_N)
+    taking_part = segment_sum(taking_part_N.to(torch.float64), rollout_N, rollouts) > 0
+    per_group = segment_sum(taking_part.to(torch.float64), _group_of_rollout(group_N, rollout_N, rollouts), groups)
+    return per_group[group_N], int((per_group > 0).sum())

@@ -1,0 +1,144 @@
+"""GRPO against numbers worked by hand and against the textbook in padded form."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.interface import Algorithm, Logprobs, Samples
+from agl_algorithms.options import GrpoOptions
+from torch import Tensor
+
+from .conftest import Row, make_logprobs, make_samples
+
+
+def test_hand_worked_example() -> None:
+    # One group, two rollouts with rewards 1 and 0: mean 0.5, unbiased deviation sqrt(0.5), advantages ±0.7071.
+    samples = make_samples([Row(0, 0, 1.0, (True, True)), Row(0, 1, 0.0, (True,))])
+    grpo: Algorithm = Grpo(GrpoOptions(beta=0.5, epsilon=1e-12))
+    advantages = grpo.advantages(samples)
+    half = math.sqrt(0.5)
+    torch.testing.assert_close(advantages, torch.tensor([half, half, -half], dtype=torch.float64))
+    weights = grpo.weights(samples)
+    assert weights.tolist() == [0.25, 0.25, 0.5]
+
+    # Ratios 1.5 (clipped to 1.2 as A > 0), 0.9 and 0.5 (clipped to 0.8 as A < 0).
+    zeros = torch.zeros(3, dtype=torch.float64)
+    current = torch.tensor([1.5, 0.9, 0.5], dtype=torch.float64).log()
+    loss, metrics = grpo.loss(samples, Logprobs(current, zeros, zeros, zeros), advantages, weights)
+    policy = -(0.25 * 1.2 * half + 0.25 * 0.9 * half + 0.5 * 0.8 * -half)
+    # k3 with log-ratio d = reference - current: exp(d) - d - 1.
+    kl = [1 / r + math.log(r) - 1 for r in (1.5, 0.9, 0.5)]
+    kl_mean = 0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2]
+    assert loss.item() == pytest.approx(policy + 0.5 * kl_mean, abs=1e-12)
+    assert metrics["policy_loss"].item() == pytest.approx(policy, abs=1e-12)
+    assert metrics["kl_reference"].item() == pytest.approx(kl_mean, abs=1e-12)
+    assert metrics["clip_fraction"].item() == pytest.approx(0.75)
+    assert metrics["ratio_mean"].item() == pytest.approx(0.25 * 1.5 + 0.25 * 0.9 + 0.5 * 0.5)
+    assert metrics["ratio_max"].item() == pytest.approx(1.5)
+
+
+def textbook_loss(samples: Samples, logprobs: Logprobs, *, clip: float, beta: float, epsilon: float) -> Tensor:
+    """Equation 3 of arXiv 2402.03300 on padded rows [B, L], for one transition per rollout, group by group."""
+    count = samples.values_N.numel()
+    lengths = torch.bincount(samples.transition_R, minlength=count)
+    width = int(lengths.max())
+
+    def padded(flat: Tensor) -> Tensor:
+        rows = [torch.cat([part, part.new_zeros(width - part.numel())]) for part in flat.split(lengths.tolist())]
+        return torch.stack(rows)
+
+    mask = padded(samples.mask_R.double())
+    current, old = padded(logprobs.current_R), padded(logprobs.old_R)
+    assert logprobs.reference_R is not None
+    reference = padded(logprobs.reference_R)
+    total = torch.zeros((), dtype=torch.float64)
+    groups = samples.group_N.unique().tolist()
+    for group in groups:
+        members = (samples.group_N == group).nonzero()[:, 0]
+        rewards = samples.values_N[members]
+        advantage = ((rewards - rewards.mean()) / (rewards.std() + epsilon))[:, None]
+        ratio = torch.exp(current[members] - old[members])
+        objective = torch.min(ratio * advantage, torch.clip(ratio, 1 - clip, 1 + clip) * advantage)
+        quotient = torch.exp(reference[members] - current[members])
+        objective = objective - beta * (quotient - torch.log(quotient) - 1)
+        per_output = (objective * mask[members]).sum(1) / mask[members].sum(1)
+        total = total - per_output.mean()
+    return total / len(groups)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equals_the_textbook_on_single_turn_rollouts(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        Row(
+            group,
+            4 * group + member,
+            float(torch.randn((), generator=generator)),
+            (True, *(bool(torch.rand((), generator=generator) < 0.7) for _ in range(3 * member + group))),
+        )
+        for group, member in itertools.product(range(3), range(4))
+    ]
+    logprobs = make_logprobs(sum(len(row.mask) for row in rows), seed)
+    samples = make_samples(rows, logprobs.behaviour_R)
+    grpo = Grpo(GrpoOptions(clip=0.15, beta=0.1))
+    loss, _ = grpo.loss(samples, logprobs, grpo.advantages(samples), grpo.weights(samples))
+    (gradient,) = torch.autograd.grad(loss, logprobs.current_R)
+    expected = textbook_loss(samples, logprobs, clip=0.15, beta=0.1, epsilon=1e-6)
+    (expected_gradient,) = torch.autograd.grad(expected, logprobs.current_R)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+    assert gradient.abs().max() > 1e-3
+
+
+def test_statistics_count_rollouts_not_transitions() -> None:
+    # A rollout of reward 1 with three turns and one of reward 0: the mean stays 0.5.
+    samples = make_samples([Row(0, 0, 1.0, (True,))] * 3 + [Row(0, 1, 0.0, (True,))])
+    grpo = Grpo(GrpoOptions(std_normalization=False))
+    assert grpo.advantages(samples).tolist() == [0.5, 0.5, 0.5, -0.5]
+    torch.testing.assert_close(grpo.weights(samples), torch.tensor([1, 1, 1, 3], dtype=torch.float64) / 6)
+
+
+def test_unequal_credit_inside_equal_rollouts_stays_bounded() -> None:
+    # Both rollouts average 0.75, yet their turns differ: a deviation of rollout means alone would be zero.
+    samples = make_samples([Row(0, i, value, (True,)) for i in (0, 1) for value in (0.5, 1.0)])
+    advantages = Grpo(GrpoOptions()).advantages(samples)
+    assert advantages.abs().max() < 2
+    assert (advantages != 0).all()
+
+
+def test_equal_groups_have_exactly_zero_advantage() -> None:
+    rows = [Row(0, i, 0.1, (True,)) for i in (0, 0, 0, 1, 2)]
+    samples = make_samples(rows)
+    grpo = Grpo(GrpoOptions(beta=0))
+    advantages = grpo.advantages(samples)
+    assert (advantages == 0).all()
+    assert not grpo.keep(samples, advantages).any()
+
+
+def test_a_lone_rollout_has_nothing_to_compare_with() -> None:
+    samples = make_samples([Row(0, 0, 1.0, (True,)), Row(1, 1, 0.0, (True,)), Row(1, 2, 1.0, (True,))])
+    advantages = Grpo(GrpoOptions()).advantages(samples)
+    assert advantages[0] == 0
+    assert (advantages[1:] != 0).all()
+
+
+def test_keep_wants_everything_for_the_kl() -> None:
+    samples = make_samples([Row(0, 0, 1.0, (True,)), Row(0, 1, 1.0, (True,)), Row(0, 2, 1.0, (False,))])
+    with_kl = Grpo(GrpoOptions(beta=0.1))
+    assert with_kl.keep(samples, with_kl.advantages(samples)).tolist() == [True, True, False]
+
+
+def test_sequence_ratio_is_one_number_per_transition() -> None:
+    samples = make_samples([Row(0, 0, 1.0, (True, True, False)), Row(0, 1, 0.0, (True,))])
+    current = torch.tensor([0.1, 0.3, 9.0, -0.2], dtype=torch.float64)
+    zeros = torch.zeros(4, dtype=torch.float64)
+    grpo = Grpo(GrpoOptions(ratio="sequence", sequence_clip=0.5, sequence_clip_high=0.5, beta=0))
+    advantages = grpo.advantages(samples)
+    loss, _ = grpo.loss(samples, Logprobs(current, zeros, zeros), advantages, grpo.weights(samples))
+    half = 0.5 / (math.sqrt(0.5) + 1e-6)
+    expected = -0.5 * math.exp(0.2) * half + 0.5 * math.exp(-0.2) * half
+    assert loss.item() == pytest.approx(expected, abs=1e-12)

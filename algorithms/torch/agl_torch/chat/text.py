@@ -1,0 +1,93 @@
+"""Between text and token ids, by a model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from agl_core.errors import EngineError
+from agl_torch.chat.errors import ChatError
+from agl_torch.chat.formats import ToolFormat, detect_format
+from agl_torch.chat.messages import Message
+
+
+class ChatText:
+    """Renders, encodes and decodes for one model."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
+        template = _template(tokenizer)
+        self.tool_format: ToolFormat | None = detect_format(template)
+        self.takes_tools = "tools" in template
+        """Whether the template shows tools to the model."""
+        self.eos_ids = frozenset(eos_ids)
+        self._tokenizer = tokenizer
+        self._eos_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)}
+        markers = self.tool_format.markers if self.tool_format else ()
+        kept = {tokenizer.convert_tokens_to_ids(marker) for marker in markers}
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self._hidden = frozenset(special | set(tokenizer.all_special_ids)) - kept
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text; with `prompt`, up to where the assistant's reply begins.
+
+        Raises ChatError with the template's own words when it refuses the conversation.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **(options or {}),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ChatError(
+                f"The model's chat template cannot render these messages: {error}",
+                param="messages",
+                code="template_error",
+            ) from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, as it stands: nothing is added."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_after(self, token: int, text: str) -> list[int]:
+        """Token ids of a text that follows a special token (some tokenizers begin a text differently)."""
+        ids = self.encode(self._eos_texts.get(token, "") + text) if token in self._eos_texts else []
+        return ids[1:] if ids[:1] == [token] else self.encode(text)
+
+    @property
+    def eos_texts(self) -> tuple[str, ...]:
+        """The end tokens as templates write them."""
+        return tuple(self._eos_texts.values())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response: without special tokens, but with the tool format's own."""
+        shown = [token for token in ids if token not in self._hidden and token not in self.eos_ids]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @functools.cached_property
+    def piece(self) -> Callable[[int], str]:
+        """The text of one token by itself."""
+        return functools.cache(lambda token: str(self._tokenizer.decode([token], skip_special_tokens=False)))
+
+
+def _template(tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        raise EngineError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so chat requests cannot be rendered: "
+            "use an instruction-tuned model, or put a chat_template.jinja beside its tokenizer."
+        ) from None

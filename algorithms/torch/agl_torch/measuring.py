@@ -1,0 +1,103 @@
+"""What an update measures while it works: means over optimizer steps, seconds by phase, the share done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from agl_core.protocols import Progress
+from agl_torch.optimizer import StepReport
+
+
+class StepSums:
+    """Sums over the micro-batches of one optimizer step."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._values: dict[str, float] = {}
+
+    def add(self, weights_R: Tensor, measured: Mapping[str, Tensor]) -> None:
+        """One micro-batch: its token weights, and sums over tokens of weight × value (of `…_max`: the largest)."""
+        self._weight += float(weights_R.sum())
+        for name, tensor in measured.items():
+            value = tensor.detach().item()
+            self._values[name] = (
+                max(self._values.get(name, value), value)
+                if name.endswith("_max")
+                else (self._values.get(name, 0.0) + value)
+            )
+
+    def means(self) -> dict[str, float]:
+        """Means over tokens by weight, and maxima."""
+        return {name: value if name.endswith("_max") else value / self._weight for name, value in self._values.items()}
+
+
+class Meter:
+    """Gathers the metrics of an update's optimizer steps."""
+
+    def __init__(self, learning_rate: float) -> None:
+        self._learning_rate = learning_rate
+        self._steps: list[dict[str, float]] = []
+        self._applied = 0
+        self._skipped = 0
+
+    def begin(self) -> StepSums:
+        return StepSums()
+
+    def skip(self) -> None:
+        """The loss was not finite."""
+        self._skipped += 1
+
+    def end(self, sums: StepSums, report: StepReport) -> None:
+        """The gradient is complete; the optimizer stepped, or skipped a gradient that was not finite."""
+        if not report.applied:
+            self._skipped += 1
+            return
+        self._applied += 1
+        self._learning_rate = report.learning_rate
+        self._steps.append(sums.means() | {"grad_norm": report.grad_norm})
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the steps that were applied, and maxima."""
+        metrics: dict[str, float] = {}
+        for name in self._steps[0] if self._steps else ():
+            values = [step[name] for step in self._steps]
+            metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        return metrics | {
+            "learning_rate": self._learning_rate,
+            "steps_applied": float(self._applied),
+            "steps_skipped": float(self._skipped),
+        }
+
+
+class Work:
+    """Tells how far an update is, and how long its phases took."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.total = 0.0
+        """Tokens × cost of the whole update."""
+        self._progress = progress
+        self._done = 0.0
+        self._started = self._lap_started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def advance(self, tokens: int, cost: float) -> None:
+        """`tokens` went through a pass that costs `cost` times a forward pass."""
+        self._done += tokens * cost
+        if self._progress is not None:
+            self._progress(min(1.0, self._done / self.total))
+
+    def finish(self) -> None:
+        if self._progress is not None:
+            self._progress(1.0)
+
+    def lap(self, phase: str) -> None:
+        """A phase ended."""
+        now = time.perf_counter()
+        self._seconds[f"seconds_{phase}"] = now - self._lap_started
+        self._lap_started = now
+
+    def seconds(self) -> dict[str, float]:
+        return self._seconds | {"seconds_update": time.perf_counter() - self._started}

@@ -1,0 +1,144 @@
+"""The policies of an engine process: weights, trainer and sampler of each, and what is done to them."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from agl_algorithms.interface import Algorithm
+from agl_core.config.models import OptimizerSection
+from agl_core.errors import ConfigError, EngineError, nearest
+from agl_core.plugins import Kind, Plugins
+from agl_core.protocols import PolicySpec, Progress, UpdateResult
+from agl_torch.checkpoint import load_policy, save_policy
+from agl_torch.model import LoadedModel, load_model
+from agl_torch.sampling import Sampler
+from agl_torch.trainer import PolicyTrainer
+from agl_torch.wire import Settings, UpdateRequest
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One set of weights that samples and trains."""
+
+    loaded: LoadedModel
+    trainer: PolicyTrainer
+    sampler: Sampler
+
+
+class Policies:
+    """All policies of the process. Every method runs on the tensor thread, while nothing is being sampled."""
+
+    def __init__(self, policies: Mapping[str, Policy], plugins: Plugins) -> None:
+        self.policies = dict(policies)
+        self._plugins = plugins
+
+    @classmethod
+    def load(cls, settings: Settings) -> Policies:
+        """Load every policy; each has its own share of the cache and its own seed."""
+        options = settings.options
+        device = choose_device(options.device)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        if settings.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.manual_seed(settings.seed)
+        share = options.cache_mib * 2**20 // len(settings.policies)
+        made = {
+            name: _make_policy(spec, settings, device, settings.seed + place, share)
+            for place, (name, spec) in enumerate(settings.policies.items())
+        }
+        return cls(made, Plugins.load(settings.plugin_files))
+
+    @property
+    def context_length(self) -> int:
+        """What every policy can take."""
+        return min(policy.loaded.context_length for policy in self.policies.values())
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version being served of each policy."""
+        return {name: policy.sampler.version for name, policy in self.policies.items()}
+
+    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
+        """Train one policy and publish its new version."""
+        if request.policy not in self.policies:
+            raise EngineError(f"There is no policy '{request.policy}'. {nearest(request.policy, self.policies)}")
+        policy = self.policies[request.policy]
+        algorithm = self._algorithm(request)
+        steps = policy.trainer.optimizer.steps
+        try:
+            return policy.trainer.update(request.batch, algorithm, progress)
+        except Exception:
+            if policy.trainer.optimizer.steps != steps:
+                policy.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
+            raise
+        finally:
+            policy.sampler.new_version(policy.trainer.version)
+
+    def save(self, folder: Path) -> None:
+        """Write each policy below `folder`."""
+        for name, policy in self.policies.items():
+            save_policy(folder / name, policy.loaded, policy.trainer)
+
+    def restore(self, folder: Path) -> None:
+        """Read each policy from below `folder`."""
+        for name, policy in self.policies.items():
+            load_policy(folder / name, policy.loaded, policy.trainer)
+            policy.sampler.new_version(policy.trainer.version)
+
+    def _algorithm(self, request: UpdateRequest) -> Algorithm:
+        component = self._plugins.component(Kind.ALGORITHM, request.algorithm, "algorithm.name")
+        try:
+            options = component.options.model_validate(dict(request.options))
+        except ValueError as error:
+            raise ConfigError(f"algorithm.{request.algorithm}: {error}") from error
+        algorithm: Algorithm = component.build(options)
+        return algorithm
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of `TorchOptions.device`."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise EngineError(
+            "engine.torch.device is 'cuda', and torch finds no CUDA GPU. Use device = 'cpu' or 'auto', or install a "
+            "torch build for your GPU."
+        )
+    return torch.device("cuda", 0) if available and wanted != "cpu" else torch.device("cpu")
+
+
+def memory(cached: Iterable[Policy]) -> dict[str, float]:
+    """Peak resident bytes of this process, and bytes held for keys and values."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "peak_rss_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit),
+        "cache_bytes": float(sum(policy.sampler.cache_nbytes for policy in cached)),
+    }
+
+
+def _make_policy(spec: PolicySpec, settings: Settings, device: torch.device, seed: int, cache_bytes: int) -> Policy:
+    options = settings.options
+    loaded = load_model(spec, device, seed)
+    if options.max_context is not None:
+        loaded = replace(loaded, context_length=min(loaded.context_length, options.max_context))
+    trainer = PolicyTrainer(
+        loaded,
+        OptimizerSection.model_validate(dict(spec.optimizer)),
+        tokens_per_micro_batch=options.tokens_per_micro_batch,
+        gradient_checkpointing=options.gradient_checkpointing,
+        seed=seed,
+        reference=lambda: load_model(spec, device, seed),
+    )
+    try:
+        sampler = Sampler(
+            loaded, cache_bytes=cache_bytes, max_rows=options.max_rows, deterministic=settings.deterministic
+        )
+    except EngineError as error:
+        raise EngineError(f"{error} Set engine.torch.cache_mib or engine.torch.max_context.") from error
+    return Policy(loaded, trainer, sampler)

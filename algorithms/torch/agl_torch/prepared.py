@@ -1,0 +1,117 @@
+"""What one update works on: the usable part of a batch, its advantages and weights, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agl_algorithms.interface import Algorithm, Samples
+from agl_core.protocols import UpdateResult
+from agl_core.types import Batch, DropReason
+from agl_torch.model import LoadedModel
+from agl_torch.validation import subset, unusable
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """N transitions came, M of them are usable; the arrays and tensors here are over these M."""
+
+    batch: Batch
+    samples: Samples
+    advantages_R: Tensor
+    weights_R: Tensor
+    """0 at every token that is not trained on."""
+    usable: NDArray[np.int64]
+    """[M] their places among the N."""
+    trained: NDArray[np.int64]
+    """Those of the M that the loss is computed on."""
+    dropped: tuple[DropReason | None, ...]
+    """[N] why each is not trained on."""
+
+    def result(self, version: int, metrics: Mapping[str, float]) -> UpdateResult:
+        """What became of all N transitions."""
+        advantage_N, weight_N = np.zeros(len(self.dropped)), np.zeros(len(self.dropped))
+        advantage_N[self.usable] = self._advantage_M()
+        weight_N[self.usable] = self.weight_M().cpu().numpy()
+        return UpdateResult(version, metrics, advantage_N, weight_N, self.dropped)
+
+    def metrics(self, old_R: Tensor) -> dict[str, float]:
+        """Those that do not come from optimizer steps."""
+        advantage = self._advantage_M()[self.trained]
+        counted_R = self.weights_R > 0
+        gap_R = (old_R - self.samples.behaviour_R)[counted_R].abs()
+        return {
+            "advantage_mean": float(advantage.mean()) if len(advantage) else 0.0,
+            "advantage_std": float(advantage.std()) if len(advantage) else 0.0,
+            "advantage_abs_max": float(np.abs(advantage).max(initial=0.0)),
+            "logprob_gap_max": float(gap_R.max()) if gap_R.numel() else 0.0,
+            "tokens_trained": float(counted_R.sum()),
+            "transitions_trained": float(len(self.trained)),
+            "transitions_dropped": float(len(self.dropped) - len(self.trained)),
+        }
+
+    def weight_M(self) -> Tensor:
+        """[M] summed token weights."""
+        return _sum_by_transition(self.weights_R, self.samples)
+
+    def _advantage_M(self) -> NDArray[np.float64]:
+        unmasked_R = self.samples.mask_R.to(self.advantages_R.dtype)
+        total = _sum_by_transition(self.advantages_R * unmasked_R, self.samples)
+        mean = total / _sum_by_transition(unmasked_R, self.samples).clamp(min=1)
+        return np.asarray(mean.cpu().numpy(), dtype=np.float64)
+
+
+def prepare(batch: Batch, algorithm: Algorithm, loaded: LoadedModel) -> Prepared:
+    """Leave out what cannot be used, then ask the algorithm for advantages and weights of the rest."""
+    dropped: list[DropReason | None] = list(
+        unusable(batch, context_length=loaded.context_length, vocabulary=loaded.vocabulary)
+    )
+    usable = np.array([i for i, reason in enumerate(dropped) if reason is None], dtype=np.int64)
+    part = subset(batch, usable)
+    samples = _samples(part, loaded)
+    if not len(usable):
+        nothing = samples.behaviour_R
+        return Prepared(part, samples, nothing, nothing, usable, usable, tuple(dropped))
+    advantages_R, weights_R = algorithm.advantages(samples), algorithm.weights(samples)
+    broken_M = _sum_by_transition(~(torch.isfinite(advantages_R) & torch.isfinite(weights_R)), samples) > 0
+    broken_R = broken_M[samples.transition_R]
+    advantages_R, weights_R = advantages_R.masked_fill(broken_R, 0.0), weights_R.masked_fill(broken_R, 0.0)
+    kept_M = algorithm.keep(samples, advantages_R) & (_sum_by_transition(weights_R, samples) > 0)
+    weights_R = weights_R.masked_fill(~kept_M[samples.transition_R], 0.0)
+    for i, broken, kept in zip(usable, broken_M.tolist(), kept_M.tolist(), strict=True):
+        if broken:
+            dropped[i] = DropReason.NON_FINITE
+        elif not kept:
+            dropped[i] = DropReason.NO_ADVANTAGE
+    trained = np.flatnonzero(kept_M.cpu().numpy()).astype(np.int64)
+    return Prepared(part, samples, advantages_R, weights_R, usable, trained, tuple(dropped))
+
+
+def _samples(batch: Batch, loaded: LoadedModel) -> Samples:
+    def on_device(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=loaded.device, dtype=dtype)
+
+    return Samples(
+        transition_R=on_device(np.repeat(np.arange(len(batch)), batch.response_lengths_N), torch.int64),
+        mask_R=on_device(batch.mask_R, torch.bool),
+        # What was recorded for a forced token means nothing, and may not be finite.
+        behaviour_R=on_device(
+            np.where(batch.mask_R, batch.behaviour_logprobs_R, 0.0), torch.promote_types(loaded.dtype, torch.float32)
+        ),
+        values_N=on_device(batch.values_N, torch.float64),
+        scores_N=on_device(batch.scores_N, torch.float64),
+        group_N=on_device(batch.group_N, torch.int64),
+        rollout_N=on_device(batch.rollout_N, torch.int64),
+        turn_N=on_device(batch.turn_N, torch.int64),
+    )
+
+
+def _sum_by_transition(values_R: Tensor, samples: Samples) -> Tensor:
+    totals = torch.zeros(samples.values_N.numel(), dtype=torch.float64, device=values_R.device)
+    return totals.index_add(0, samples.transition_R, values_R.to(torch.float64))

@@ -1,0 +1,236 @@
+"""The slot cache: keys and values of every row in one preallocated block per layer.
+
+A slot holds one token sequence: its ids (on the host) and its keys and values (on the device). Rows in progress
+occupy the first slots, so that a decoding step sees them as a view, without gathering; finished rows stay behind
+them until their place is needed, least recently used first. One operation, `arrange`, does all moving, copying and
+forgetting; nothing else changes which slot holds what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache
+
+from agl_core.types import Tokens
+
+
+class LayerShape(NamedTuple):
+    """What one layer keeps for one token."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Placement(NamedTuple):
+    """What a slot is to hold: the first `length` tokens of what slot `source` holds now."""
+
+    source: int
+    length: int
+
+
+EMPTY = Placement(-1, 0)
+
+
+class SlotCache:
+    """Slots of equal capacity, as many as `max_bytes` allows and at most `max_slots`."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_bytes: int,
+        max_slots: int,
+        capacity: int,
+    ) -> None:
+        self.bytes_per_token = sum(s.heads * (s.key_dim + s.value_dim) for s in layers) * dtype.itemsize
+        self._layers, self._dtype, self._device = tuple(layers), dtype, device
+        self._max_bytes, self._max_slots = max_bytes, max_slots
+        self._clock = 0
+        self._allocate(capacity)
+
+    def _allocate(self, capacity: int) -> None:
+        self.capacity, self.slots = capacity, self.slots_at(capacity)
+        # Zeros, not uninitialised memory: a masked NaN would still spoil a sum. Pages are taken when touched.
+        self._keys = [self._zeros(s.heads, s.key_dim) for s in self._layers]
+        self._values = [self._zeros(s.heads, s.value_dim) for s in self._layers]
+        self.tokens: NDArray[np.int32] = np.zeros((self.slots, capacity + 1), np.int32)
+        """[slots, capacity + 1]; slot s holds the keys and values of tokens[s, :lengths[s]].
+
+        One id more than there are keys: a row in progress has its last token there, which is yet to be fed.
+        """
+        self.lengths: NDArray[np.int64] = np.zeros(self.slots, np.int64)
+        self._used: NDArray[np.int64] = np.zeros(self.slots, np.int64)
+
+    def _zeros(self, heads: int, dim: int) -> Tensor:
+        return torch.zeros(self.slots, self.capacity, heads, dim, dtype=self._dtype, device=self._device)
+
+    def slots_at(self, capacity: int) -> int:
+        """How many slots there would be if each held `capacity` tokens."""
+        return min(self._max_slots, self._max_bytes // (capacity * self.bytes_per_token))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(t.nbytes for t in (*self._keys, *self._values))
+
+    def clear(self, capacity: int) -> None:
+        """Forget everything, and hold `capacity` tokens per slot from now on."""
+        if capacity == self.capacity:
+            self.lengths[:] = 0
+        else:
+            del self._keys, self._values
+            self._allocate(capacity)
+
+    def touch(self, slot: int) -> None:
+        """Note that a slot was of use now."""
+        self._clock += 1
+        self._used[slot] = self._clock
+
+    def longest_prefix(self, prompt: Tokens) -> tuple[int, int]:
+        """(slot, n): the slot that shares the longest prefix with `prompt`, and the prefix's length n."""
+        width = min(len(prompt), self.capacity)
+        return _longest_prefix(self.tokens[:, :width], self.lengths, prompt[:width])
+
+    def arrange(self, front: Sequence[Placement], taken: Sequence[int], slots: int | None = None) -> None:
+        """Fill the first slots by `front`, and keep what other slots hold behind it, most recently used first.
+
+        `taken` are slots whose content stands in `front` and is not to be kept a second time. A front placement
+        from a slot that is not taken is a copy. Only the first `slots` slots (default: all) are used.
+        """
+        slots = self.slots if slots is None else slots
+        source: NDArray[np.int64] = np.arange(self.slots)
+        lengths: NDArray[np.int64] = np.zeros(self.slots, np.int64)
+        for slot, placement in enumerate(front):
+            source[slot] = slot if placement.source < 0 else placement.source
+            lengths[slot] = placement.length
+        kept = self.lengths > 0
+        kept[list(taken)] = False
+        idle = np.flatnonzero(kept)
+        idle = idle[np.argsort(-self._used[idle], kind="stable")][: slots - len(front)]
+        staying = {int(slot) for slot in idle if len(front) <= slot < slots}
+        free = (slot for slot in range(len(front), slots) if slot not in staying)
+        for slot in idle.tolist():
+            to = slot if slot in staying else next(free)
+            source[to], lengths[to] = slot, self.lengths[slot]
+        self._move(source, lengths)
+
+    def _move(self, source: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        used = self._used[source]
+        to = np.flatnonzero((source != np.arange(self.slots)) & (lengths > 0))
+        self.lengths, self._used = lengths, used
+        if len(to) == 0:
+            return
+        width = int(lengths[to].max())
+        self.tokens[to, : width + 1] = self.tokens[source[to], : width + 1]
+        to_t = torch.from_numpy(to).to(self._device)
+        from_t = torch.from_numpy(source[to]).to(self._device)
+        for block in (*self._keys, *self._values):
+            block[:, :width].index_copy_(0, to_t, block[:, :width].index_select(0, from_t))
+
+    def resize(self, capacity: int, front: int) -> None:
+        """Hold `capacity` tokens per slot; the first `front` slots are kept, and as many others as there is room."""
+        slots = self.slots_at(capacity)
+        if slots < self.slots:
+            self.arrange([Placement(s, int(self.lengths[s])) for s in range(front)], range(front), slots)
+        keys, values, tokens, lengths, used = self._keys, self._values, self.tokens, self.lengths, self._used
+        rows, width = min(slots, self.slots), min(capacity, self.capacity)
+        self.capacity, self.slots = capacity, slots
+        # One block at a time, so that old and new do not stand in memory together.
+        for blocks in (keys, values):
+            for layer, old in enumerate(blocks):
+                new = self._zeros(*old.shape[2:])
+                new[:rows, :width] = old[:rows, :width]
+                blocks[layer] = new
+                del old
+        self.tokens = np.zeros((slots, capacity + 1), np.int32)
+        self.tokens[:rows, : width + 1] = tokens[:rows, : width + 1]
+        self.lengths, self._used = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.lengths[:rows], self._used[:rows] = lengths[:rows], used[:rows]
+
+    def view(self, slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> SlotView:
+        """The cache as one forward pass sees it: `counts[b]` new tokens of slot `slots[b]` from `starts[b]` on.
+
+        The pass's inputs are padded on the left to the largest count.
+        """
+        return SlotView(self, slots, starts, counts)
+
+
+def _longest_prefix(
+    tokens_SW: NDArray[np.int32], lengths_S: NDArray[np.int64], prompt_W: NDArray[np.int32]
+) -> tuple[int, int]:
+    differs = tokens_SW != prompt_W
+    first = np.where(differs.any(1), differs.argmax(1), len(prompt_W))
+    shared = np.minimum(first, lengths_S)
+    slot = int(shared.argmax())
+    return slot, int(shared[slot])
+
+
+class SlotView(Cache):
+    """The `past_key_values` of one forward pass: writes new keys and values into slots, shows each slot's past.
+
+    What a query may see is left to the mask, which `mask` makes: every position up to its own.
+    """
+
+    def __init__(
+        self, cache: SlotCache, slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> None:
+        super().__init__(layers=[])
+        device = cache._device
+        self._keys, self._values = cache._keys, cache._values
+        width = int(counts.max())
+        column_Q = np.arange(width)
+        positions_BQ = starts[:, None] + column_Q - (width - counts)[:, None]
+        real_BQ = column_Q >= (width - counts)[:, None]
+        targets_BQ = slots[:, None] * cache.capacity + positions_BQ
+        self._span = int((starts + counts).max())
+        self._targets_T = torch.from_numpy(targets_BQ[real_BQ]).to(device)
+        self._real_T = None if real_BQ.all() else torch.from_numpy(np.flatnonzero(real_BQ)).to(device)
+        contiguous = bool((np.diff(slots) == 1).all())
+        self._rows = (
+            slice(int(slots[0]), int(slots[0]) + len(slots)) if contiguous else torch.from_numpy(slots).to(device)
+        )
+        positions = np.where(real_BQ, positions_BQ, 0)
+        self.positions_BQ = torch.from_numpy(positions).to(device)
+        """[B, Q] int64: the position of each input; 0 for pads."""
+        ids_BQ = np.where(real_BQ, cache.tokens[slots[:, None], positions], 0)
+        self.inputs_BQ = torch.from_numpy(ids_BQ.astype(np.int64)).to(device)
+        """[B, Q] int64: the token ids to compute."""
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """[B, 1, Q, span]: 0 where a query may look, the lowest number elsewhere."""
+        sees = torch.arange(self._span, device=self.positions_BQ.device) <= self.positions_BQ[..., None]
+        return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, torch.finfo(dtype).min)[
+            :, None
+        ]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store [B, heads, Q, dim] and return [B, heads, span, dim]."""
+        return self._store(self._keys[layer_idx], key_states), self._store(self._values[layer_idx], value_states)
+
+    def _store(self, block_SCHD: Tensor, states_BHQD: Tensor) -> Tensor:
+        new_THD = states_BHQD.transpose(1, 2).flatten(0, 1)
+        if self._real_T is not None:
+            new_THD = new_THD.index_select(0, self._real_T)
+        block_SCHD.flatten(0, 1).index_copy_(0, self._targets_T, new_THD)
+        return block_SCHD[self._rows, : self._span].transpose(1, 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._span - self.inputs_BQ.shape[1]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._span, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        return False

@@ -1,0 +1,83 @@
+"""Which token comes next: exact log-probabilities, inverse-CDF sampling, counter-based random numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BLOCK = 64
+_MAX_CDF_ENTRIES = 1 << 23
+"""Rows are sampled in parts, so that the float64 tables of a large vocabulary stay small."""
+
+
+class Uniforms:
+    """The random numbers of one response: a function of (seed, choice, position) and nothing else.
+
+    >>> Uniforms(7, choice=0)[3] == Uniforms(7, choice=0)[3]
+    True
+    """
+
+    def __init__(self, seed: int, choice: int) -> None:
+        self._seed, self._choice = seed, choice
+        self._generator: np.random.Generator | None = None
+        self._drawn: list[float] = []
+
+    def __getitem__(self, position: int) -> float:
+        """A number in [0, 1) for the token at this position of the response."""
+        if self._generator is None:
+            key = np.array([self._seed % 2**64, self._choice], np.uint64)
+            self._generator = np.random.Generator(np.random.Philox(key=key))
+        while len(self._drawn) <= position:
+            self._drawn.extend(self._generator.random(_BLOCK).tolist())
+        return self._drawn[position]
+
+
+def choose(
+    logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor, forced_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The next token of each row and its log-probability.
+
+    `temperature_B` 0 means greedy, with the log-probability under temperature 1. With `top_p_B` below 1 the
+    token is drawn from the smallest set of likeliest tokens that has this probability; the log-probability is
+    that of the full distribution all the same. `uniform_B` (float64) are numbers in [0, 1); `forced_B` (int64)
+    are the tokens to take instead, or -1. Returns ids [B] int64 and log-probabilities [B] float32.
+    """
+    greedy_B = temperature_B == 0
+    scale_B = torch.where(greedy_B, torch.ones_like(temperature_B), temperature_B)
+    logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
+    ids_B = logprobs_BV.argmax(-1)
+    if not bool(greedy_B.all()):
+        ids_B = torch.where(greedy_B, ids_B, _draw(logprobs_BV, top_p_B, uniform_B))
+    ids_B = torch.where(forced_B >= 0, forced_B, ids_B)
+    return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+
+
+def _draw(logprobs_BV: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:
+    rows = max(1, _MAX_CDF_ENTRIES // logprobs_BV.shape[1])
+    return torch.cat(
+        [
+            _inverse_cdf(_nucleus(logprobs.double().exp(), top_p), uniform)
+            for logprobs, top_p, uniform in zip(
+                torch.split(logprobs_BV, rows), torch.split(top_p_B, rows), torch.split(uniform_B, rows), strict=True
+            )
+        ]
+    )
+
+
+def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
+    """Probabilities outside of each row's nucleus set to 0 (not renormalised)."""
+    if bool((top_p_B >= 1).all()):
+        return probs_BV
+    sorted_BV, order_BV = torch.sort(probs_BV, dim=-1, descending=True, stable=True)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    outside_BV = (before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
+    outside_BV[:, 0] = False
+    return torch.zeros_like(probs_BV).scatter_(1, order_BV, sorted_BV.masked_fill(outside_BV, 0.0))
+
+
+def _inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The first id whose cumulative weight exceeds uniform × total: never one of weight 0."""
+    cdf_BV = weights_BV.cumsum(-1)
+    target_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
+    return torch.searchsorted(cdf_BV, target_B1, right=True)[:, 0].clamp_(max=cdf_BV.shape[1] - 1)

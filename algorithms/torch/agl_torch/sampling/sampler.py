@@ -1,0 +1,373 @@
+"""Continuous batching over a slot cache: one thread, one step at a time.
+
+Every step admits waiting rows, prefills them, and decodes one token for each row in progress; a row that is complete
+leaves at once. A row is one response: a request for `n` responses makes `n` rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agl_core.errors import EngineError
+from agl_core.types import FinishReason, Tokens
+from agl_torch.sampling.attention import grouped_attention
+from agl_torch.sampling.cache import EMPTY, LayerShape, Placement, SlotCache
+from agl_torch.sampling.choose import Uniforms, choose
+from agl_torch.sampling.inspect import cache_layers
+from agl_torch.sampling.prefill import MIN_SHARED, PrefixScan, passes
+from agl_torch.sampling.types import Counters, Generated, Request, Response, SampledModel
+
+_FIRST_CAPACITY = 256
+_SLOTS_PER_ROW = 4
+"""Slots in all, for each row that may be in progress: how many finished rows are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request and its rows."""
+
+    request: Request
+    rows: list[_Row] = field(default_factory=list)
+    prefilled: int = 0
+    reused: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return all(row.finish_reason is not None for row in self.rows)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One response in the making."""
+
+    job: _Job
+    uniforms: Uniforms
+    limit: int
+    """Tokens that the response may have: by the request and by the context."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    started: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.job.request
+
+    @property
+    def tokens(self) -> Tokens:
+        """Prompt and response so far."""
+        return np.concatenate([self.request.prompt_ids, np.array(self.ids, np.int32)])
+
+    def __len__(self) -> int:
+        return len(self.request.prompt_ids) + len(self.ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that may have to be cached for it: all but the last, which is never fed."""
+        return len(self.request.prompt_ids) + self.limit - 1
+
+
+class Sampler:
+    """Answers requests with one set of weights. Not thread-safe: one thread drives it.
+
+    `cache_bytes` bounds the keys and values; `max_rows` how many responses are decoded at the same time;
+    `prefill_tokens` the inputs of one forward pass. With `deterministic`, every row is computed by itself and from its
+    own prompt alone, so that not one bit of it depends on what else is in flight.
+
+        sampler.submit(Request("a", prompt_ids, max_tokens=16))
+        while not sampler.idle:
+            for generated in sampler.step():
+                ...
+    """
+
+    def __init__(
+        self,
+        loaded: SampledModel,
+        *,
+        cache_bytes: int = 1 << 30,
+        max_rows: int = 256,
+        prefill_tokens: int = 4096,
+        deterministic: bool = False,
+    ) -> None:
+        self.counters = Counters()
+        self.version = 0
+        """The version of the weights, which each generation is marked with."""
+        self._model, self._device, self._eos_ids = loaded.model, loaded.device, loaded.eos_ids
+        self._context = loaded.context_length
+        self._max_rows, self._prefill_tokens, self._deterministic = max_rows, prefill_tokens, deterministic
+        layers, self._dtype = cache_layers(loaded)
+        self._cache = self._make_cache(layers, cache_bytes)
+        self._peak = 0
+        self._waiting: deque[_Row] = deque()
+        self._active: list[_Row] = []
+        """Row i of these is in slot i."""
+
+    def _make_cache(self, layers: Sequence[LayerShape], cache_bytes: int) -> SlotCache:
+        cache = SlotCache(
+            layers,
+            dtype=self._dtype,
+            device=self._device,
+            max_bytes=cache_bytes,
+            max_slots=_SLOTS_PER_ROW * self._max_rows,
+            capacity=1,
+        )
+        if cache.slots_at(self._context) < 1:
+            raise EngineError(
+                f"cache_bytes = {cache_bytes} is too small for one response of {self._context} tokens, the model's "
+                f"context: set it to at least {self._context * cache.bytes_per_token}, or lower context_length."
+            )
+        cache.clear(min(_FIRST_CAPACITY, self._context))
+        return cache
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is waiting or in progress."""
+        return not self._active and not self._waiting
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes held for keys and values."""
+        return self._cache.nbytes
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineError if its prompt leaves no room for a response."""
+        length = len(request.prompt_ids)
+        if not 0 < length < self._context:
+            raise EngineError(
+                f"Request {request.id}: a prompt of {length} tokens; it must have 1 to {self._context - 1}, "
+                f"since the model's context is {self._context} tokens."
+            )
+        job = _Job(request)
+        limit = min(request.max_tokens, self._context - length)
+        job.rows = [_Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]
+        self._waiting.extend(job.rows)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; it will not be among the finished. An unknown or finished one is no error."""
+        self._waiting = deque(row for row in self._waiting if row.request.id != request_id)
+        if any(row.request.id == request_id for row in self._active):
+            self._keep([row for row in self._active if row.request.id != request_id])
+
+    def reset(self) -> None:
+        """Forget every request and the whole cache: what an error in the middle of a step leaves cannot be trusted."""
+        self._waiting.clear()
+        self._active = []
+        self._cache.clear(self._cache.capacity)
+
+    def new_version(self, version: int) -> None:
+        """The weights are now this version; what was cached for the old one is dropped."""
+        if self._active or any(row.ids for row in self._waiting):
+            raise EngineError("A new version was published while responses were in progress; drain the sampler first.")
+        self.version = version
+        self._cache.clear(self._rounded(max(self._peak, _FIRST_CAPACITY)))
+        self._peak = 0
+
+    @torch.inference_mode()
+    def step(self) -> list[Generated]:
+        """Admit and prefill what fits, decode one token for every row in progress; return what is complete."""
+        touched: list[_Job] = []
+        with grouped_attention(self._model):
+            for phase in iter(self._next_phase, []):
+                self._prefill(phase)
+                touched += self._retire()
+            if self._active:
+                self._make_room()
+                self._decode()
+                touched += self._retire()
+        return [self._generated(job) for job in dict.fromkeys(touched) if job.complete]
+
+    # Admission.
+
+    def _next_phase(self) -> list[tuple[_Row, Placement]]:
+        """Rows to prefill now, each with what it can copy. Rows that can soon copy from these wait for the next."""
+        phase: list[tuple[_Row, Placement]] = []
+        if not self._waiting or not self._fits(self._waiting[0]):
+            return phase
+        cache, room = self._cache, min(self._max_rows, self._cache.slots) - len(self._active)
+        scan, later = PrefixScan(cache.capacity), deque[_Row]()
+        while self._waiting and len(phase) < room:
+            row = self._waiting[0]
+            if (row.longest if self._deterministic else len(row)) > cache.capacity:
+                break
+            self._waiting.popleft()
+            if self._deterministic:
+                phase.append((row, EMPTY))
+                continue
+            tokens = row.tokens
+            slot, shared = cache.longest_prefix(tokens)
+            shared = min(shared, len(tokens) - 1)
+            if min(scan.longest(tokens), len(tokens) - 1) > shared + MIN_SHARED:
+                later.append(row)
+            else:
+                phase.append((row, Placement(slot, shared) if shared else EMPTY))
+                scan.add(tokens)
+        self._waiting.extendleft(reversed(later))
+        return phase
+
+    def _fits(self, row: _Row) -> bool:
+        """Whether the next row can be admitted, with longer slots if it needs them."""
+        need, active = row.longest if self._deterministic else len(row), len(self._active)
+        if active >= self._max_rows:
+            return False
+        if need > self._cache.capacity:
+            capacity = self._rounded(need)
+            if self._cache.slots_at(capacity) <= active:
+                return False
+            self._cache.resize(capacity, front=active)
+        return active < self._cache.slots
+
+    def _rounded(self, tokens: int) -> int:
+        """The next power of two, up to the context."""
+        return min(1 << (tokens - 1).bit_length(), self._context)
+
+    def _prefill(self, phase: Sequence[tuple[_Row, Placement]]) -> None:
+        cache, first = self._cache, len(self._active)
+        taken = set(range(first))
+        for _, placement in phase:
+            # A finished row that is wholly a prefix of the new one moves on with it; any other is copied from.
+            if placement.length and placement.length == cache.lengths[placement.source]:
+                taken.add(placement.source)
+            elif placement.length:
+                cache.touch(placement.source)
+        stay = [Placement(slot, int(cache.lengths[slot])) for slot in range(first)]
+        cache.arrange([*stay, *(placement for _, placement in phase)], sorted(taken))
+        rows = [row for row, _ in phase]
+        starts, counts = [], []
+        for slot, (row, placement) in enumerate(phase, first):
+            cache.tokens[slot, : len(row)] = row.tokens
+            starts.append(placement.length)
+            counts.append(len(row) - placement.length)
+            self._count(row, starts[-1], counts[-1])
+        self._active += rows
+        slots = range(first, len(self._active))
+        for part in passes(slots, starts, counts, max_tokens=self._prefill_tokens, alone=self._deterministic):
+            self._forward(part.rows, part.starts, part.counts, sample=part.last)
+
+    def _count(self, row: _Row, reused: int, prefilled: int) -> None:
+        self.counters.reused += reused
+        self.counters.prefilled += prefilled
+        if not row.started:
+            row.started = True
+            row.job.reused += reused
+            row.job.prefilled += prefilled
+
+    # Decoding.
+
+    def _make_room(self) -> None:
+        """See that every row's next token can be cached; if need be, the newest rows give up their slots."""
+        cache, need = self._cache, max(map(len, self._active))
+        if need <= cache.capacity:
+            return
+        capacity = self._rounded(need)
+        room = cache.slots_at(capacity)
+        if len(self._active) > room:
+            preempted = self._active[room:]
+            self.counters.preempted += len(preempted)
+            self._keep(self._active[:room])
+            self._waiting.extendleft(reversed(preempted))
+        cache.resize(capacity, front=len(self._active))
+
+    def _decode(self) -> None:
+        slots = np.arange(len(self._active))
+        for part in np.split(slots, len(slots)) if self._deterministic else [slots]:
+            self._forward(part, self._cache.lengths[part], np.ones(len(part), np.int64), sample=True)
+
+    def _forward(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64], *, sample: bool
+    ) -> None:
+        """Compute `counts` tokens of each slot from `starts` on and, if asked, append the next token of each."""
+        view = self._cache.view(slots, starts, counts)
+        logits_BV = self._model(
+            input_ids=view.inputs_BQ,
+            attention_mask=view.mask(self._dtype),
+            position_ids=view.positions_BQ,
+            past_key_values=view,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        self._cache.lengths[slots] = starts + counts
+        self._peak = max(self._peak, int((starts + counts).max()))
+        if sample:
+            self._append(slots, logits_BV)
+
+    def _append(self, slots: NDArray[np.int64], logits_BV: Tensor) -> None:
+        rows = [self._active[slot] for slot in slots]
+        ids_B, logprobs_B = choose(
+            logits_BV,
+            self._tensor([row.request.temperature for row in rows], torch.float32),
+            self._tensor([row.request.top_p for row in rows], torch.float64),
+            self._tensor(
+                [row.uniforms[len(row.ids)] if row.request.temperature else 0.0 for row in rows], torch.float64
+            ),
+            self._tensor([_forced(row) for row in rows], torch.int64),
+        )
+        for row, slot, token, logprob in zip(rows, slots, ids_B.tolist(), logprobs_B.tolist(), strict=True):
+            forced = len(row.ids) < len(row.request.forced_ids)
+            self._cache.tokens[slot, len(row)] = token
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            row.finish_reason = self._finish_reason(row, token, forced)
+        self.counters.decoded += len(rows)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+    def _finish_reason(self, row: _Row, token: int, forced: bool) -> FinishReason | None:
+        if not forced and (token in self._eos_ids or (row.request.stop and row.request.stop(row.ids))):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(row.ids) >= row.limit else None
+
+    # Leaving.
+
+    def _retire(self) -> list[_Job]:
+        """Take complete rows out of the front; return their requests."""
+        done = [row for row in self._active if row.finish_reason is not None]
+        if done:
+            self._keep([row for row in self._active if row.finish_reason is None])
+        return [row.job for row in done]
+
+    def _keep(self, rows: Sequence[_Row]) -> None:
+        """Let only these rows stay in progress, with as little moving as can be."""
+        slot_of = {id(row): slot for slot, row in enumerate(self._active)}
+        staying = {id(row) for row in rows}
+        for slot, row in enumerate(self._active):
+            if id(row) not in staying:
+                self._cache.touch(slot)
+                if self._deterministic:
+                    self._cache.lengths[slot] = 0
+        front = list(rows)
+        movers = [row for row in rows if slot_of[id(row)] >= len(rows)]
+        for slot in range(len(rows)):
+            front[slot] = self._active[slot] if id(self._active[slot]) in staying else movers.pop()
+        sources = [slot_of[id(row)] for row in front]
+        self._cache.arrange([Placement(slot, int(self._cache.lengths[slot])) for slot in sources], sources)
+        self._active = front
+
+    def _generated(self, job: _Job) -> Generated:
+        return Generated(
+            request=job.request,
+            responses=tuple(_response(row) for row in job.rows),
+            version=self.version,
+            prefilled=job.prefilled,
+            reused=job.reused,
+        )
+
+
+def _forced(row: _Row) -> int:
+    position, forced = len(row.ids), row.request.forced_ids
+    return forced[position] if position < len(forced) else -1
+
+
+def _response(row: _Row) -> Response:
+    assert row.finish_reason is not None
+    mask = None
+    if row.request.forced_ids:
+        mask = np.arange(len(row.ids)) >= len(row.request.forced_ids)
+    return Response(np.array(row.ids, np.int32), np.array(row.logprobs, np.float32), mask, row.finish_reason)

@@ -1,0 +1,206 @@
+"""One thread that does all of the engine's tensor work, between steps of sampling and jobs that need it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from agl_core.errors import EngineError
+from agl_torch.sampling import Generated, Request, Sampler
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    model: str
+    request: Request
+    future: Future[Generated]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    model: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Exclusive:
+    job: Callable[[], Any]
+    future: Future[Any]
+
+
+class EngineLoop:
+    """Drives the samplers of an engine, one per model, from one thread.
+
+    Requests that arrived before an exclusive job are answered before it runs; later ones wait until it is over. So a
+    job may change weights, and no response sees two versions of them.
+
+        loop = EngineLoop({"default": sampler})
+        loop.start()
+        generated = await loop.generate("default", request)
+        metrics = await loop.run_exclusive(lambda: trainer.update(batch))
+        await loop.stop()
+    """
+
+    def __init__(self, samplers: Mapping[str, Sampler]) -> None:
+        self._samplers = dict(samplers)
+        self._inbox: deque[_Submit | _Abort | _Exclusive] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._futures: dict[tuple[str, str], Future[Generated]] = {}
+        self._held: deque[_Submit | _Abort | _Exclusive] = deque()
+        """From the first exclusive job on that could not run yet, what came after it, in order."""
+        self._thread = threading.Thread(target=self._run, name="agl-torch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after its current step; what is unanswered fails with EngineError. May be called again."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    async def generate(self, model: str, request: Request) -> Generated:
+        """Answer a request; its id must be unique among those in flight. Cancelling it frees its place at once."""
+        future: Future[Generated] = Future()
+        self._post(_Submit(model, request, future))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._post(_Abort(model, request.id))
+            raise
+
+    async def run_exclusive(self, job: Callable[[], Result]) -> Result:
+        """Run a function on the tensor thread while nothing is being sampled, and return its result.
+
+        It runs to its end even if the waiting task is cancelled.
+        """
+        future: Future[Result] = Future()
+        self._post(_Exclusive(job, future))
+        return await asyncio.wrap_future(future)
+
+    def counters(self) -> dict[str, int]:
+        """The samplers' counters, summed over the models."""
+        totals: dict[str, int] = {}
+        for sampler in self._samplers.values():
+            for name, value in sampler.counters.as_dict().items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
+
+    def _post(self, message: _Submit | _Abort | _Exclusive) -> None:
+        with self._wake:
+            closed = self._closing
+            if not closed:
+                self._inbox.append(message)
+                self._wake.notify()
+        if closed and not isinstance(message, _Abort):
+            message.future.set_exception(EngineError("The engine is stopping."))
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        while self._receive():
+            self._handle_held()
+            for name, sampler in self._samplers.items():
+                if not sampler.idle:
+                    self._step(name, sampler)
+        self._fail_all()
+
+    def _receive(self) -> bool:
+        """Take what was posted; wait for it when there is nothing else to do. False when closing."""
+        with self._wake:
+            while not (self._inbox or self._held or self._closing or self._busy):
+                self._wake.wait()
+            self._held += self._inbox
+            self._inbox.clear()
+            return not self._closing
+
+    @property
+    def _busy(self) -> bool:
+        return not all(sampler.idle for sampler in self._samplers.values())
+
+    def _handle_held(self) -> None:
+        """Handle messages in order, up to the first job that has to wait; an abort need not wait behind it."""
+        waiting: deque[_Submit | _Abort | _Exclusive] = deque()
+        for message in self._held:
+            if isinstance(message, _Abort):
+                waiting = deque(m for m in waiting if not self._is_of(m, message))
+                self._abort(message)
+            elif waiting:
+                waiting.append(message)
+            elif isinstance(message, _Submit):
+                self._submit(message)
+            elif self._busy:
+                waiting.append(message)
+            else:
+                _run_job(message)
+        self._held = waiting
+
+    @staticmethod
+    def _is_of(message: _Submit | _Abort | _Exclusive, abort: _Abort) -> bool:
+        return isinstance(message, _Submit) and message.model == abort.model and message.request.id == abort.request_id
+
+    def _submit(self, message: _Submit) -> None:
+        try:
+            self._samplers[message.model].submit(message.request)
+        except Exception as error:
+            _fail(message.future, error)
+        else:
+            self._futures[message.model, message.request.id] = message.future
+
+    def _abort(self, message: _Abort) -> None:
+        if self._futures.pop((message.model, message.request_id), None) is not None:
+            self._samplers[message.model].abort(message.request_id)
+
+    def _step(self, name: str, sampler: Sampler) -> None:
+        try:
+            finished = sampler.step()
+        except Exception as error:
+            _log.exception("Sampling from %r failed; its requests in flight are given up.", name)
+            sampler.reset()
+            for key in [key for key in self._futures if key[0] == name]:
+                _fail(self._futures.pop(key), EngineError(f"Sampling failed: {type(error).__name__}: {error}"))
+            return
+        for generated in finished:
+            _succeed(self._futures.pop((name, generated.request.id)), generated)
+
+    def _fail_all(self) -> None:
+        error = EngineError("The engine stopped before it could answer.")
+        for message in self._held:
+            if not isinstance(message, _Abort):
+                _fail(message.future, error)
+        for future in self._futures.values():
+            _fail(future, error)
+        self._held.clear()
+        self._futures.clear()
+
+
+def _run_job(message: _Exclusive) -> None:
+    try:
+        result = message.job()
+    except Exception as error:
+        _fail(message.future, error)
+    else:
+        _succeed(message.future, result)
+
+
+def _succeed(future: Future[Any], result: Any) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(result)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

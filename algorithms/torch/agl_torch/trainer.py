@@ -1,0 +1,218 @@
+"""One update of one policy: validate, compare, weigh, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agl_algorithms.interface import Algorithm, Logprobs, Samples
+from agl_core.config.models import OptimizerSection
+from agl_core.errors import EngineError
+from agl_core.protocols import Progress, UpdateResult
+from agl_core.types import Batch
+from agl_torch.batching import MicroBatch, lay_out, plan, score
+from agl_torch.measuring import Meter, Work
+from agl_torch.model import LoadedModel
+from agl_torch.optimizer import PolicyOptimizer
+from agl_torch.prepared import Prepared, prepare
+
+BACKWARD_COST = 2.0
+"""A backward pass takes about as long as two forward passes; for the progress bar."""
+
+
+class PolicyTrainer:
+    """Trains one policy's weights in place; call it from the one thread that also samples from them.
+
+    `reference` makes a frozen copy of the initial weights; it is called once, when an algorithm first needs it, and
+    never for a policy with an adapter, whose initial weights are those below the adapter.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: OptimizerSection,
+        *,
+        tokens_per_micro_batch: int,
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+        reference: Callable[[], LoadedModel] | None = None,
+    ) -> None:
+        self.version = 0
+        self.optimizer = PolicyOptimizer([p for p in loaded.model.parameters() if p.requires_grad], settings)
+        self._loaded = loaded
+        self._budget = tokens_per_micro_batch
+        self._seed = seed
+        self._make_reference = reference
+        self._reference: Any = None
+        self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in loaded.model.modules())
+        self._precision = torch.promote_types(loaded.dtype, torch.float32)
+        if gradient_checkpointing:
+            loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def update(self, batch: Batch, algorithm: Algorithm, progress: Progress | None = None) -> UpdateResult:
+        """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
+
+        The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient
+        is not finite is skipped and counted. `progress` gets the share of the work done, 0 … 1.
+
+        Metrics (means are over trained tokens by their weight in the loss, and over optimizer steps):
+
+        - loss, and whatever the algorithm's loss reports: policy_loss, kl_reference, kl_behaviour, clip_fraction,
+          ratio_mean, ratio_max for GRPO;
+        - entropy: of the policy's distribution, nats per token;
+        - grad_norm: before clipping, mean over optimizer steps; learning_rate: of the last step;
+        - advantage_mean, advantage_std, advantage_abs_max: over the trained transitions;
+        - logprob_gap_max: the largest |old − behaviour| of a trained token;
+        - tokens_trained, transitions_trained: what the loss was computed on; transitions_dropped: the others;
+        - steps_applied, steps_skipped: optimizer steps;
+        - seconds_prepare, seconds_reference, seconds_old, seconds_train, seconds_update (all of it).
+        """
+        if algorithm.needs_critic:
+            raise EngineError("The algorithm needs a critic, which the torch engine does not have.")
+        work = Work(progress)
+        prepared = prepare(batch, algorithm, self._loaded)
+        work.lap("prepare")
+        tokens = int(np.diff(prepared.batch.offsets)[prepared.trained].sum())
+        once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not self._dropout
+        work.total = tokens * ((1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (not once))
+        reference_R = self._reference_logprobs(prepared, work) if algorithm.needs_reference else None
+        work.lap("reference")
+        old_R = torch.zeros_like(prepared.samples.behaviour_R)
+        if not once:
+            old_R = self._logprobs(self._loaded.model, prepared, work)
+        work.lap("old")
+        meter = Meter(self.optimizer.learning_rate)
+        with self._training():
+            for epoch in range(algorithm.epochs):
+                for chosen in self._minibatches(prepared, algorithm.minibatches, epoch):
+                    self._step(prepared, chosen, algorithm, old_R, reference_R, once, meter, work)
+        work.lap("train")
+        self.version += 1
+        work.finish()
+        return prepared.result(self.version, meter.metrics() | prepared.metrics(old_R) | work.seconds())
+
+    def _minibatches(self, prepared: Prepared, count: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """The trained transitions in `count` parts, split between rollouts; fewer if there are fewer rollouts."""
+        if count == 1:
+            if len(prepared.trained):
+                yield prepared.trained
+            return
+        rollout_n = prepared.batch.rollout_N[prepared.trained]
+        shuffled = np.random.default_rng([self._seed, self.version, epoch]).permutation(np.unique(rollout_n))
+        for rollouts in np.array_split(shuffled, count):
+            if len(rollouts):
+                yield prepared.trained[np.isin(rollout_n, rollouts)]
+
+    def _step(
+        self,
+        prepared: Prepared,
+        chosen: NDArray[np.int64],
+        algorithm: Algorithm,
+        old_R: Tensor,
+        reference_R: Tensor | None,
+        old_is_current: bool,
+        meter: Meter,
+        work: Work,
+    ) -> None:
+        """One optimizer step on the chosen transitions. With `old_is_current`, `old_R` is filled in passing."""
+        samples = prepared.samples
+        share = float(prepared.weight_M()[chosen].sum()) / float(prepared.weights_R.sum())
+        step = meter.begin()
+        for micro in self._micro_batches(prepared.batch, chosen):
+            scores = score(self._loaded.model, micro)
+            if old_is_current:
+                old_R[micro.tokens_R] = scores.logprobs_R.detach()
+            weights_R = prepared.weights_R[micro.tokens_R] / share
+            loss, measured = algorithm.loss(
+                _samples_of(micro, samples),
+                Logprobs(
+                    current_R=scores.logprobs_R,
+                    old_R=old_R[micro.tokens_R],
+                    behaviour_R=samples.behaviour_R[micro.tokens_R],
+                    reference_R=None if reference_R is None else reference_R[micro.tokens_R],
+                ),
+                prepared.advantages_R[micro.tokens_R],
+                weights_R,
+            )
+            if not torch.isfinite(loss):
+                self.optimizer.discard()
+                meter.skip()
+                return
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.gather()
+            step.add(weights_R, {"loss": loss, "entropy": (weights_R * scores.entropy_R).sum(), **measured})
+            work.advance(micro.tokens, 1 + BACKWARD_COST)
+        meter.end(step, self.optimizer.step())
+
+    def _reference_logprobs(self, prepared: Prepared, work: Work) -> Tensor:
+        if self._loaded.has_adapter:
+            with self._loaded.model.disable_adapter():
+                return self._logprobs(self._loaded.model, prepared, work)
+        if self._reference is None:
+            if self._make_reference is None:
+                raise EngineError("The algorithm needs a reference model, and this policy was given none.")
+            self._reference = self._make_reference().model
+        return self._logprobs(self._reference, prepared, work)
+
+    def _logprobs(self, model: Any, prepared: Prepared, work: Work) -> Tensor:
+        """[R] of the trained transitions, without gradient; 0 elsewhere."""
+        logprobs_R = torch.zeros_like(prepared.samples.behaviour_R)
+        with torch.no_grad():
+            for micro in self._micro_batches(prepared.batch, prepared.trained):
+                logprobs_R[micro.tokens_R] = score(model, micro).logprobs_R
+                work.advance(micro.tokens, 1)
+        return logprobs_R
+
+    def _micro_batches(self, batch: Batch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
+        for part in plan(batch, chosen, token_budget=self._budget, vocabulary=self._loaded.vocabulary):
+            yield lay_out(batch, part, self._loaded.device)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Train mode, which an adapter's dropout and gradient checkpointing ask for."""
+        self._loaded.model.train()
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self.optimizer.discard()
+            self._loaded.model.eval()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights that later updates depend on; tensors and plain values only."""
+        device = self._loaded.device
+        return {
+            "version": self.version,
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; the weights must be those that belong to it."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+        torch.set_rng_state(state["random"].cpu())
+        if state["random_cuda"] is not None and self._loaded.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._loaded.device)
+
+
+def _samples_of(micro: MicroBatch, samples: Samples) -> Samples:
+    """The samples of one micro-batch, transitions renumbered as it numbers them."""
+    rows = micro.transitions_n
+    return Samples(
+        transition_R=micro.transition_R,
+        mask_R=samples.mask_R[micro.tokens_R],
+        behaviour_R=samples.behaviour_R[micro.tokens_R],
+        values_N=samples.values_N[rows],
+        scores_N=samples.scores_N[rows],
+        group_N=samples.group_N[rows],
+        rollout_N=samples.rollout_N[rows],
+        turn_N=samples.turn_N[rows],
+    )

@@ -1,0 +1,137 @@
+"""Who is answered when, what is computed again, and when a response ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from .conftest import Loaded, drive, random_ids, recomputed
+from transformers import MistralConfig, MistralForCausalLM
+
+from agl_core.errors import EngineError
+from agl_core.types import FinishReason
+from agl_torch.sampling import Request, Sampler
+
+
+def test_a_short_request_overtakes_a_long_one(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos())
+    sampler.submit(Request("long", random_ids(qwen, 20, 0), max_tokens=50))
+    for _ in range(5):
+        assert sampler.step() == []
+    sampler.submit(Request("short", random_ids(qwen, 30, 1), max_tokens=3))
+    order = []
+    while not sampler.idle:
+        order += [generated.request.id for generated in sampler.step()]
+    assert order == ["short", "long"]
+
+
+def test_choices_share_their_prompt_and_differ(qwen: Loaded) -> None:
+    prompt = random_ids(qwen, 60, 0)
+    sampler = Sampler(qwen.with_eos())
+    generated = drive(sampler, [Request("r", prompt, max_tokens=12, n=3, seed=5)])["r"]
+    assert len({response.ids.tobytes() for response in generated.responses}) == 3
+    assert generated.prefilled == 60 + 1 + 1, "each further choice computes the last prompt token for its logits"
+    assert generated.reused == 2 * 59
+    again = drive(Sampler(qwen.with_eos()), [Request("r", prompt, max_tokens=12, n=1, seed=5)])["r"]
+    np.testing.assert_array_equal(again.responses[0].ids, generated.responses[0].ids)
+    other = drive(Sampler(qwen.with_eos()), [Request("r", prompt, max_tokens=12, n=1, seed=6)])["r"]
+    assert other.responses[0].ids.tolist() != generated.responses[0].ids.tolist()
+
+
+def test_a_group_computes_its_shared_prompt_once(qwen: Loaded) -> None:
+    system = random_ids(qwen, 80, 0)
+    prompts = [np.concatenate([system, random_ids(qwen, 40, task)]) for task in (1, 2, 3)]
+    sampler = Sampler(qwen.with_eos())
+    drive(sampler, [Request(f"{t}.{m}", prompts[t], max_tokens=4, seed=m) for t in range(3) for m in range(8)])
+    assert sampler.counters.prefilled == 80 + 3 * 40 + 3 * 7
+    assert sampler.counters.reused == 24 * 120 - sampler.counters.prefilled
+
+
+def test_the_next_turn_computes_only_what_is_new(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos())
+    first = drive(sampler, [Request("a", random_ids(qwen, 50, 0), max_tokens=10)])["a"]
+    turn = np.concatenate([first.request.prompt_ids, first.responses[0].ids, random_ids(qwen, 7, 1)])
+    second = drive(sampler, [Request("b", turn, max_tokens=10)])["b"]
+    assert (second.reused, second.prefilled) == (59, 8), "the last sampled token was never fed"
+
+
+def test_a_new_version_uses_nothing_of_the_old_one(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos())
+    request = Request("a", random_ids(qwen, 50, 0), max_tokens=10)
+    assert drive(sampler, [request])["a"].version == 0
+    sampler.new_version(1)
+    generated = drive(sampler, [request])["a"]
+    assert (generated.version, generated.reused, generated.prefilled) == (1, 0, 50)
+    sampler.submit(request)
+    sampler.step()
+    with pytest.raises(EngineError, match="drain"):
+        sampler.new_version(2)
+
+
+def test_an_aborted_request_is_not_answered_and_frees_its_row(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos(), max_rows=2)
+    requests = [Request(f"r{i}", random_ids(qwen, 20 + i, i), max_tokens=9) for i in range(4)]
+    for request in requests:
+        sampler.submit(request)
+    sampler.step()
+    sampler.abort("r0")
+    sampler.abort("r3")
+    sampler.abort("unknown")
+    done = drive(sampler)
+    assert set(done) == {"r1", "r2"}
+    for generated in done.values():
+        np.testing.assert_allclose(generated.responses[0].logprobs, recomputed(qwen, generated), atol=1e-4)
+
+
+def test_a_response_ends_at_any_end_token_and_keeps_it(qwen: Loaded) -> None:
+    request = Request("r", random_ids(qwen, 20, 0), max_tokens=30, seed=3)
+    endless = drive(Sampler(qwen.with_eos()), [request])["r"].responses[0]
+    assert endless.finish_reason is FinishReason.LENGTH
+    assert len(endless.ids) == 30
+    ends = (int(endless.ids[11]), int(endless.ids[17]))
+    at = min(endless.ids.tolist().index(end) for end in ends)
+    ended = drive(Sampler(qwen.with_eos(*ends)), [request])["r"].responses[0]
+    assert ended.finish_reason is FinishReason.STOP
+    np.testing.assert_array_equal(ended.ids, endless.ids[: at + 1])
+
+
+def test_a_response_ends_where_its_stop_function_says(qwen: Loaded) -> None:
+    request = Request("r", random_ids(qwen, 20, 0), max_tokens=30, stop=lambda ids: len(ids) == 4)
+    response = drive(Sampler(qwen.with_eos()), [request])["r"].responses[0]
+    assert (len(response.ids), response.finish_reason) == (4, FinishReason.STOP)
+
+
+def test_a_response_ends_with_the_context(qwen: Loaded) -> None:
+    small = replace(qwen.with_eos(), context_length=40)
+    response = drive(Sampler(small), [Request("r", random_ids(qwen, 30, 0), max_tokens=99)])["r"].responses[0]
+    assert (len(response.ids), response.finish_reason) == (10, FinishReason.LENGTH)
+    with pytest.raises(EngineError, match="40 tokens"):
+        Sampler(small).submit(Request("r", random_ids(qwen, 40, 0), max_tokens=1))
+
+
+def test_old_rows_are_forgotten_first(qwen: Loaded) -> None:
+    cache_bytes = 3 * 256 * qwen.token_bytes
+    sampler = Sampler(qwen.with_eos(), cache_bytes=cache_bytes)
+    requests = [Request(f"r{i}", random_ids(qwen, 60, i), max_tokens=2) for i in range(4)]
+    for request in requests:
+        drive(sampler, [request])
+    assert drive(sampler, [requests[3]])["r3"].reused == 59
+    assert drive(sampler, [requests[0]])["r0"].reused == 0
+    assert sampler.cache_nbytes <= cache_bytes
+
+
+def test_a_cache_that_cannot_hold_one_context_is_refused(qwen: Loaded) -> None:
+    with pytest.raises(EngineError, match="cache_bytes = 1000 is too small.*at least"):
+        Sampler(qwen, cache_bytes=1000)
+
+
+def test_a_model_with_a_short_window_is_refused(qwen: Loaded) -> None:
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=32, sliding_window=16,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    with pytest.raises(EngineError, match="sliding window of 16"):
+        Sampler(replace(qwen, model=model, context_length=64))
+    Sampler(replace(qwen, model=model, context_length=16))

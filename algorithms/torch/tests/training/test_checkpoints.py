@@ -1,0 +1,180 @@
+"""Saving and loading: exact continuation, formats others can read, nothing half-written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.options import GrpoOptions
+from agl_core.config.models import OptimizerSection
+from agl_core.errors import CheckpointError
+from agl_core.protocols import PolicySpec
+from agl_torch.checkpoint import load_policy, save_policy
+from agl_torch.model import LoadedModel, load_model
+from agl_torch.trainer import PolicyTrainer
+
+from .conftest import LORA, TEXTS, Shape, make_batch, make_checkpoint, weights_of
+
+CPU = torch.device("cpu")
+SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=5)
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "lora": {"lora": LORA | {"dropout": 0.2}},
+    "bfloat16-lora": {"dtype": "bfloat16", "lora": LORA | {"dropout": 0.2}},
+}
+
+
+def start(checkpoint: Path, seed: int = 0, **settings: Any) -> tuple[LoadedModel, PolicyTrainer]:
+    loaded = load_model(PolicySpec(str(checkpoint), **settings), CPU, seed)
+    initial = PolicySpec(str(checkpoint), **settings)
+    trainer = PolicyTrainer(
+        loaded, SETTINGS, tokens_per_micro_batch=200, reference=lambda: load_model(initial, CPU, seed)
+    )
+    return loaded, trainer
+
+
+def everything(loaded: LoadedModel, trainer: PolicyTrainer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value.detach().clone())
+        elif isinstance(value, dict):
+            for each in value.values():
+                collect(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                collect(each)
+        elif isinstance(value, int | float):
+            found.append(torch.tensor(float(value)))
+
+    collect(weights_of(loaded.model))
+    collect(trainer.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    algorithm = Grpo(GrpoOptions(beta=0.1, epochs=2, minibatches=2))
+    batches = [make_batch(None, seed=i) for i in range(4)]
+    torch.manual_seed(1)
+    loaded, trainer = start(checkpoint, **KINDS[kind])
+    for batch in batches[:2]:
+        trainer.update(batch, algorithm)
+    save_policy(tmp_path / "p", loaded, trainer)
+    metrics = [trainer.update(batch, algorithm).metrics for batch in batches[2:]]
+    expected = everything(loaded, trainer)
+
+    torch.manual_seed(2)
+    again, resumed = start(checkpoint, seed=99, **KINDS[kind])
+    resumed.update(batches[3], algorithm)  # what it did before must not show
+    load_policy(tmp_path / "p", again, resumed)
+    assert resumed.version == 2
+    metrics_again = [resumed.update(batch, algorithm).metrics for batch in batches[2:]]
+    for mine, theirs in zip(metrics_again, metrics, strict=True):
+        assert {k: v for k, v in mine.items() if "seconds" not in k} == {
+            k: v for k, v in theirs.items() if "seconds" not in k
+        }
+    found = everything(again, resumed)
+    assert len(found) == len(expected) > 20
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape("llama", tied=False, eos=("<|eot_id|>",))], ids=["qwen2", "llama"])
+def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path, shape: Shape) -> None:
+    source = make_checkpoint(tmp_path / "source", shape)
+    loaded, trainer = start(source)
+    trainer.update(make_batch(loaded), Grpo(GrpoOptions(beta=0)))
+    save_policy(tmp_path / "p", loaded, trainer)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "p" / "model")
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(plain(ids).logits, loaded.model(ids).logits)
+    # And a policy to start from, that encodes as the first one did.
+    again = load_model(PolicySpec(str(tmp_path / "p" / "model")), CPU, seed=0)
+    assert again.eos_ids == loaded.eos_ids
+    for text in TEXTS:
+        assert again.tokenizer.encode(text) == loaded.tokenizer.encode(text)
+    messages = [{"role": "user", "content": text} for text in TEXTS]
+    render = {"tokenize": False, "add_generation_prompt": True}
+    assert again.tokenizer.apply_chat_template(messages, **render) == loaded.tokenizer.apply_chat_template(
+        messages, **render
+    )
+
+
+def test_a_lora_checkpoint_is_a_peft_adapter(checkpoint: Path, tmp_path: Path) -> None:
+    loaded, trainer = start(checkpoint, lora=LORA)
+    trainer.update(make_batch(loaded), Grpo(GrpoOptions(beta=0)))
+    save_policy(tmp_path / "p", loaded, trainer)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    ids = torch.tensor([[5, 6, 7]])
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, tmp_path / "p" / "model")(ids).logits
+    assert torch.equal(adapted, loaded.model(ids).logits)
+    assert not torch.equal(adapted, plain)
+    assert not (tmp_path / "p" / "model" / "model.safetensors").exists()
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoint(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, trainer = start(checkpoint)
+    save_policy(tmp_path / "p", loaded, trainer)
+    trainer.update(make_batch(loaded), Grpo(GrpoOptions(beta=0)))
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_policy(tmp_path / "p", loaded, trainer)
+    with pytest.raises(CheckpointError):
+        save_policy(tmp_path / "new", loaded, trainer)
+    assert not (tmp_path / "new").exists()
+    load_policy(tmp_path / "p", loaded, trainer)
+    assert trainer.version == 0
+    monkeypatch.undo()
+    trainer.update(make_batch(loaded), Grpo(GrpoOptions(beta=0)))
+    save_policy(tmp_path / "p", loaded, trainer)
+    load_policy(tmp_path / "p", loaded, trainer)
+    assert trainer.version == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+class TestErrors:
+    def test_not_a_checkpoint(self, checkpoint: Path, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            load_policy(tmp_path, *start(checkpoint))
+
+    def test_of_another_configuration(self, checkpoint: Path, tmp_path: Path) -> None:
+        save_policy(tmp_path / "p", *start(checkpoint, lora=LORA))
+        with pytest.raises(CheckpointError, match="lora was True, now False"):
+            load_policy(tmp_path / "p", *start(checkpoint))
+
+    def test_of_another_size(self, checkpoint: Path, tmp_path: Path) -> None:
+        other = make_checkpoint(tmp_path / "other", Shape(hidden=64))
+        save_policy(tmp_path / "p", *start(other))
+        with pytest.raises(CheckpointError, match="another model"):
+            load_policy(tmp_path / "p", *start(checkpoint))
+
+    @pytest.mark.parametrize("file", ["trainer.pt", "model/model.safetensors"])
+    def test_truncated(self, checkpoint: Path, tmp_path: Path, file: str) -> None:
+        loaded, trainer = start(checkpoint)
+        trainer.update(make_batch(loaded), Grpo(GrpoOptions(beta=0)))
+        save_policy(tmp_path / "p", loaded, trainer)
+        path = tmp_path / "p" / file
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_policy(tmp_path / "p", loaded, trainer)
+
+
+def test_batches_differ() -> None:
+    """The continuation test means something only if its batches are not all the same."""
+    assert not np.array_equal(make_batch(None, seed=0).values_N, make_batch(None, seed=1).values_N)

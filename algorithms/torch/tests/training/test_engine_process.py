@@ -1,0 +1,305 @@
+"""The whole engine: a real process, the openai client, a real update."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+
+from agl_core.errors import AglError, CheckpointError, ConfigError, EngineError, PluginError
+from agl_core.plugins import Kind, Plugins
+from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
+from agl_core.types import Batch, CreditKind, TransitionKey
+from agl_torch import plugin
+from agl_torch.engine import TorchEngine
+from agl_torch.options import TorchOptions
+
+from .conftest import LORA, Shape, make_batch, make_checkpoint
+
+OPTIMIZER = {"learning_rate": 1e-2}
+SMALL = {"threads": 1, "cache_mib": 16}
+
+
+def context(tmp_path: Path, checkpoint: Path, **changes: Any) -> EngineContext:
+    fields: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "seed": 3,
+        "policies": {"default": PolicySpec(str(checkpoint), optimizer=OPTIMIZER)},
+        "deterministic": False,
+        "plugin_files": (),
+        "api_key": "sk-test",
+    }
+    return EngineContext(**(fields | changes))
+
+
+@asynccontextmanager
+async def running(where: EngineContext, **options: Any) -> AsyncIterator[tuple[TorchEngine, Upstream]]:
+    engine = TorchEngine(TorchOptions(**(SMALL | options)), where)
+    try:
+        yield engine, await engine.start()
+    finally:
+        await engine.stop()
+
+
+async def chat(upstream: Upstream, question: str, model: str = "default", **more: Any) -> Any:
+    async with openai.AsyncOpenAI(base_url=upstream.urls[0], api_key=upstream.api_key) as client:
+        return await client.chat.completions.create(
+            model=upstream.models[model],
+            messages=[{"role": "user", "content": question}],
+            max_tokens=20,
+            logprobs=True,
+            extra_body={"return_token_ids": True},
+            **more,
+        )
+
+
+def batch_of(replies: list[Any], values: list[float], temperature: float) -> Batch:
+    """What the core would make of these replies: one group, one rollout each."""
+    prompts = [reply.model_extra["prompt_token_ids"] for reply in replies]
+    responses = [reply.choices[0].model_extra["token_ids"] for reply in replies]
+    logprobs = [[entry.logprob for entry in reply.choices[0].logprobs.content] for reply in replies]
+    count = len(replies)
+    return Batch(
+        tokens_T=np.concatenate([np.array(p + r) for p, r in zip(prompts, responses, strict=True)]).astype(np.int32),
+        offsets=np.cumsum([0, *(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))]),
+        prompt_lengths_N=np.array([len(p) for p in prompts]),
+        response_offsets=np.cumsum([0, *map(len, responses)]),
+        behaviour_logprobs_R=np.concatenate(logprobs).astype(np.float32),
+        mask_R=np.ones(sum(map(len, responses)), dtype=bool),
+        temperature_N=np.full(count, temperature, dtype=np.float32),
+        values_N=np.array(values),
+        kind=CreditKind.RETURN,
+        group_N=np.zeros(count, dtype=np.int64),
+        rollout_N=np.arange(count),
+        turn_N=np.zeros(count, dtype=np.int64),
+        version_N=np.zeros(count, dtype=np.int64),
+        scores_N=np.array(values),
+        keys=tuple(TransitionKey(f"r{i}", 0, reply.id, 0) for i, reply in enumerate(replies)),
+    )
+
+
+async def test_sample_train_sample(tmp_path: Path, checkpoint: Path) -> None:
+    async with running(context(tmp_path, checkpoint)) as (engine, upstream):
+        assert upstream.returns_ids
+        assert upstream.context_length == 256
+        assert await engine.versions() == {"default": 0}
+        questions = ["What is 12 plus 345?", "Tom", "Tom", "Grüße, 世界! What is 1234567890 minus 1?"]
+        replies = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
+        batch = batch_of(list(replies), [1.0, 0.0, 0.5, 0.0], temperature=0.7)
+        shares: list[float] = []
+        result = await engine.update("default", batch, "grpo", {"beta": 0.1}, shares.append)
+
+        assert result.version == 1
+        assert await engine.versions() == {"default": 1}
+        assert result.dropped == (None,) * 4
+        assert result.metrics["logprob_gap_max"] <= 1e-4
+        assert result.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+        assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-6)
+        assert shares[-1] == 1.0
+
+        # The new weights are served, and the trainer agrees with the sampler about them too.
+        again = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
+        second = batch_of(list(again), [0.0, 1.0, 0.0, 0.0], temperature=0.7)
+        assert not np.array_equal(second.behaviour_logprobs_R, batch.behaviour_logprobs_R)
+        result = await engine.update("default", second, "grpo", {"beta": 0.1})
+        assert result.version == 2
+        assert result.metrics["logprob_gap_max"] <= 1e-4
+        assert result.metrics["kl_reference"] > 1e-6
+
+        # An old batch is off-policy by now.
+        stale = await engine.update("default", batch, "grpo", {"beta": 0})
+        assert stale.metrics["logprob_gap_max"] > 1e-3
+        stats = await engine.stats()
+        assert stats["tokens_decoded"] == batch.mask_R.size + second.mask_R.size
+        assert stats["tokens_prefilled"] + stats["tokens_reused"] == 2 * batch.prompt_lengths_N.sum()
+        assert 2**26 < stats["peak_rss_bytes"] < 2**30
+
+
+async def test_save_and_load_restore_everything(tmp_path: Path, checkpoint: Path) -> None:
+    where = context(tmp_path, checkpoint, deterministic=True)
+    batches = [make_batch(None, seed=i) for i in range(3)]
+    async with running(where) as (engine, upstream):
+        await engine.update("default", batches[0], "grpo", {"beta": 0.1})
+        await engine.save(tmp_path / "checkpoint")
+        expected = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
+        said = await chat(upstream, "Tom", seed=1)
+    async with running(replace(where, seed=8)) as (engine, upstream):
+        await engine.load(tmp_path / "checkpoint")
+        assert await engine.versions() == {"default": 1}
+        found = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
+        assert found.version == expected.version
+        for name in ("loss", "grad_norm", "kl_reference", "entropy"):
+            assert found.metrics[name] == expected.metrics[name]
+        again = await chat(upstream, "Tom", seed=1)
+        assert again.choices[0].logprobs == said.choices[0].logprobs
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            await engine.load(tmp_path / "nowhere")
+
+
+async def test_several_policies_are_separate(tmp_path: Path, checkpoint: Path) -> None:
+    llama = make_checkpoint(tmp_path / "llama", Shape("llama", tied=False, eos=("<|eot_id|>",)))
+    policies = {
+        "writer": PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA),
+        "critic": PolicySpec(str(llama), optimizer=OPTIMIZER, dtype="bfloat16"),
+    }
+    async with running(context(tmp_path, checkpoint, policies=policies)) as (engine, upstream):
+        assert dict(upstream.models) == {"writer": "writer", "critic": "critic"}
+        before = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
+        await engine.update("writer", make_batch(None), "grpo", {"beta": 0.1})
+        await engine.update("writer", make_batch(None), "grpo", {"beta": 0.1})
+        assert await engine.versions() == {"writer": 2, "critic": 0}
+        after = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
+        assert before[0].choices[0].logprobs != after[0].choices[0].logprobs
+        assert before[1].choices[0].logprobs == after[1].choices[0].logprobs
+        with pytest.raises(EngineError, match="Did you mean 'writer'"):
+            await engine.update("writr", make_batch(None), "grpo", {})
+
+
+async def test_mistakes_come_back_as_what_they_are(tmp_path: Path, checkpoint: Path) -> None:
+    broken = tmp_path / "broken_algorithm.py"
+    broken.write_text(
+        "import agl_core\n"
+        "def build(options):\n"
+        '    """Cannot."""\n'
+        "    raise ZeroDivisionError('no such luck')\n"
+        "@agl_core.hookimpl\n"
+        "def register_algorithms(register):\n"
+        "    register('broken', build)\n"
+    )
+    async with running(context(tmp_path, checkpoint, plugin_files=(broken,))) as (engine, upstream):
+        batch = make_batch(None)
+        with pytest.raises(PluginError, match="Did you mean 'grpo'"):
+            await engine.update("default", batch, "grop", {})
+        with pytest.raises(ConfigError, match="clip"):
+            await engine.update("default", batch, "grpo", {"clip": -1})
+        with pytest.raises(EngineError, match="ZeroDivisionError: no such luck"):
+            await engine.update("default", batch, "broken", {})
+        assert "in build" in (tmp_path / "run" / "engine.log").read_text()
+        # It goes on, and no version was made.
+        assert await engine.versions() == {"default": 0}
+        assert (await engine.update("default", batch, "grpo", {"beta": 0})).version == 1
+        # An agent's key opens no control route.
+        control = upstream.urls[0].removesuffix("/v1") + "/engine/stats"
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(control)).status_code == 401
+            bearer = {"authorization": f"Bearer {upstream.api_key}"}
+            assert (await client.get(control, headers=bearer)).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "says"),
+    [
+        (PolicySpec("./nowhere"), {}, "no folder './nowhere'"),
+        (None, {"device": "cuda"}, "no CUDA GPU"),
+        (None, {"max_context": 200, "cache_mib": 1, "max_rows": 1}, None),
+    ],
+)
+async def test_why_it_does_not_start(
+    tmp_path: Path, checkpoint: Path, spec: PolicySpec | None, options: dict[str, Any], says: str | None
+) -> None:
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    where = context(tmp_path, checkpoint, policies={"default": spec or PolicySpec(str(checkpoint))})
+    if says is None:
+        async with running(where, **options) as (_, upstream):
+            assert upstream.context_length == 200
+        return
+    with pytest.raises(EngineError, match=says):
+        async with running(where, **options):
+            pass
+
+
+async def test_a_dead_process_is_an_error_at_once(tmp_path: Path, checkpoint: Path) -> None:
+    async with running(context(tmp_path, checkpoint)) as (engine, _):
+        process = engine._process
+        assert process is not None
+        started = asyncio.Event()
+        options = {"beta": 0, "epochs": 100, "minibatches": 3}
+        update = asyncio.ensure_future(
+            engine.update("default", make_batch(None), "grpo", options, lambda _: started.set())
+        )
+        await asyncio.wait_for(started.wait(), 60)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"lost during 'update'.*exit code: -9.*last checkpoint"):
+            await asyncio.wait_for(update, 60)
+        with pytest.raises(EngineError, match="lost during 'stats'"):
+            await asyncio.wait_for(engine.stats(), 60)
+        await engine.stop()
+        await engine.stop()
+        with pytest.raises(EngineError, match="not running"):
+            await engine.versions()
+
+
+def test_the_process_ends_with_its_parent(tmp_path: Path, checkpoint: Path) -> None:
+    code = f"""
+import asyncio, os, signal
+from pathlib import Path
+from agl_core.protocols import EngineContext, PolicySpec
+from agl_torch.engine import TorchEngine
+from agl_torch.options import TorchOptions
+async def main():
+    policies = {{"default": PolicySpec({str(checkpoint)!r})}}
+    context = EngineContext(Path({str(tmp_path)!r}), 0, policies, False, (), "k")
+    engine = TorchEngine(TorchOptions(threads=1, cache_mib=16), context)
+    await engine.start()
+    print(engine._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False, timeout=120)
+    assert parent.returncode == -signal.SIGKILL
+    child = int(parent.stdout)
+    for _ in range(600):
+        if not _alive(child):
+            return
+        subprocess.run(["sleep", "0.1"], check=True)
+    pytest.fail("the engine process outlived its parent")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_what_the_package_registers(tmp_path: Path, checkpoint: Path) -> None:
+    plugins = Plugins()
+    plugins.register(plugin, "test")
+    component = plugins.components(Kind.ENGINE)["torch"]
+    engine: Engine = component.build(component.options(), context(tmp_path, checkpoint))
+    assert isinstance(engine, TorchEngine)
+    assert all(field.description for field in component.options.model_fields.values())
+    assert issubclass(EngineError, AglError)
+
+
+def test_the_run_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, agl_torch.plugin as p, agl_torch.engine\n"
+        "from agl_core.plugins import NoOptions\n"
+        f"t = p.build_tensorboard(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
+        "t.log(3, {'reward/mean': 0.5}); t.close()\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    (event,) = events.Tensors("reward/mean")
+    assert event.step == 3
+    assert event.tensor_proto.float_val[0] == 0.5

@@ -1,0 +1,167 @@
+"""Loading checkpoints as they are found in the wild."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from agl_core.errors import EngineError
+from agl_core.protocols import PolicySpec
+from agl_torch.model import LoadedModel, load_model
+
+from .conftest import LORA, TEXTS, Shape, make_checkpoint
+
+CPU = torch.device("cpu")
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+CONVERSATION = [
+    {"role": "user", "content": "What is 12 plus 345?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12+345"}}}],
+    },
+]
+
+
+def load(folder: Path, **settings: object) -> LoadedModel:
+    return load_model(PolicySpec(str(folder), **settings), CPU, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "sharded", "dtype"),
+    [
+        (architecture, tied, sharded, torch.bfloat16 if sharded else torch.float32)
+        for architecture, tied, sharded in itertools.product(["qwen2", "llama"], [True, False], [True, False])
+    ],
+)
+def test_checkpoint_formats(tmp_path: Path, architecture: str, tied: bool, sharded: bool, dtype: torch.dtype) -> None:
+    ends = ("<|im_end|>", "<|endoftext|>") if architecture == "qwen2" else ("<|eot_id|>", "<|end_of_text|>")
+    folder = make_checkpoint(tmp_path / "model", Shape(architecture, tied, dtype, sharded, ends))
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == sharded
+    loaded = load(folder)
+    assert loaded.dtype == dtype
+    assert loaded.context_length == 256
+    assert loaded.eos_ids == {loaded.tokenizer.convert_tokens_to_ids(end) for end in ends}
+    embedding, head = loaded.model.get_input_embeddings().weight, loaded.model.get_output_embeddings().weight
+    assert (embedding.data_ptr() == head.data_ptr()) == tied
+    ids = torch.tensor([[5, 6, 7]])
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.model(ids).logits, plain(ids).logits)
+    assert not loaded.model.training
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_each_model_speaks_its_own_template(tmp_path: Path, architecture: str) -> None:
+    tokenizer = load(make_checkpoint(tmp_path / "m", Shape(architecture, eos=("<|endoftext|>",)))).tokenizer
+    text = tokenizer.apply_chat_template(CONVERSATION, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    if architecture == "qwen2":
+        assert "<tool_call>" in text
+        assert text.endswith("<|im_start|>assistant\n")
+    else:
+        assert '"parameters": {"expression": "12+345"}' in text
+        assert text.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_the_saved_tokenizer_is_the_tokenizer(tmp_path: Path, architecture: str) -> None:
+    folder = make_checkpoint(tmp_path / "first", Shape(architecture, eos=("<|endoftext|>",)))
+    trained_with = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = load(folder).tokenizer
+    expected = [trained_with.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS] == expected
+    assert [tokenizer.decode(ids) for ids in expected] == TEXTS
+
+
+def test_a_tokenizer_class_of_the_model_type_does_not_win(tmp_path: Path) -> None:
+    # What hand-made checkpoints say when they were saved with the architecture's class name.
+    folder = make_checkpoint(tmp_path / "m")
+    config = folder / "tokenizer_config.json"
+    text = config.read_text()
+    assert '"tokenizer_class"' in text
+    config.write_text(re.sub(r'"tokenizer_class": "\w+"', '"tokenizer_class": "Qwen2Tokenizer"', text))
+    expected = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXTS[0]).ids
+    assert load(folder).tokenizer.encode(TEXTS[0], add_special_tokens=False) == expected
+
+
+def test_dtype_is_converted_when_asked(checkpoint: Path, tmp_path: Path) -> None:
+    assert load(checkpoint, dtype="bfloat16").dtype == torch.bfloat16
+    half = make_checkpoint(tmp_path / "half", Shape(dtype=torch.float16))
+    assert load(half).dtype == torch.float32
+    with pytest.raises(EngineError, match="float32, bfloat16 or auto"):
+        load(checkpoint, dtype="int8")
+
+
+def test_lora_trains_only_its_adapter_and_starts_as_the_model(checkpoint: Path, loaded: LoadedModel) -> None:
+    adapted = load(checkpoint, lora=LORA)
+    trained = [name for name, weight in adapted.model.named_parameters() if weight.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(adapted.model(ids).logits, loaded.model(ids).logits)
+    again = load(checkpoint, lora=LORA)
+    assert all(torch.equal(a, b) for a, b in zip(adapted.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_lora_targets_that_do_not_exist_are_named(checkpoint: Path) -> None:
+    with pytest.raises(EngineError, match=r"targets is query.*q_proj"):
+        load(checkpoint, lora=LORA | {"targets": ["query"]})
+
+
+def test_pretraining_dropout_is_off(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    model, ids = load(folder).model, torch.tensor([[5, 6, 7]])
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+
+
+class TestErrors:
+    def test_no_such_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(EngineError, match=r"no folder '.*nowhere'.*hub name"):
+            load(tmp_path / "nowhere")
+
+    def test_a_folder_that_is_no_model(self, tmp_path: Path) -> None:
+        with pytest.raises(EngineError, match=r"no config\.json"):
+            load(tmp_path)
+
+    def test_a_hub_name_that_cannot_be_reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import huggingface_hub.constants
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(EngineError, match=r"hub did not give a model.*spelling and the network"):
+            load_model(PolicySpec("nobody/no-such-model"), CPU, seed=0)
+
+    def test_no_chat_template(self, tmp_path: Path) -> None:
+        with pytest.raises(EngineError, match="no chat template"):
+            load(make_checkpoint(tmp_path / "m", template=None))
+
+    def test_a_tokenizer_of_another_model(self, tmp_path: Path, checkpoint: Path) -> None:
+        folder = make_checkpoint(tmp_path / "m")
+        tokenizer = load(checkpoint).tokenizer
+        tokenizer.add_tokens([f"<extra{i}>" for i in range(5)])
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(EngineError, match="do not belong together"):
+            load(folder)
+
+    def test_incomplete_weights(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        folder = make_checkpoint(tmp_path / "m")
+        weights = load_file(folder / "model.safetensors")
+        weights.pop("model.norm.weight")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(EngineError, match=r"incomplete: model\.norm\.weight"):
+            load(folder)
+
+    def test_a_missing_shard(self, tmp_path: Path) -> None:
+        folder = make_checkpoint(tmp_path / "m", Shape(sharded=True))
+        next(iter(folder.glob("*.safetensors"))).unlink()
+        with pytest.raises(EngineError, match="cannot be loaded"):
+            load(folder)

@@ -1,0 +1,414 @@
+"""One update, against plain loops written here."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.interface import Logprobs, Samples
+from agl_algorithms.options import GrpoOptions
+from agl_core.config.models import OptimizerSection
+from agl_core.errors import EngineError
+from agl_core.protocols import PolicySpec
+from agl_core.types import Batch, DropReason
+from agl_torch.model import LoadedModel, load_model
+from agl_torch.trainer import PolicyTrainer
+
+from .conftest import LORA, make_batch, plain_logprobs, reordered, weights_of
+
+RATE = OptimizerSection(learning_rate=1e-2)
+
+
+def trainer_of(loaded: LoadedModel, settings: OptimizerSection = RATE, **more: Any) -> PolicyTrainer:
+    return PolicyTrainer(loaded, settings, **({"tokens_per_micro_batch": 100} | more))
+
+
+def grpo(**options: Any) -> Grpo:
+    return Grpo(GrpoOptions(**({"beta": 0.0} | options)))
+
+
+def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: Any) -> Tensor:
+    """GRPO's loss at ratio 1, one plain forward per transition, everything by hand."""
+    total = torch.zeros((), dtype=torch.float64)
+    groups = np.unique(batch.group_N)
+    for group in groups:
+        members = np.unique(batch.rollout_N[batch.group_N == group])
+        rewards = np.array([batch.values_N[batch.rollout_N == m][0] for m in members])
+        for member, reward in zip(members, rewards, strict=True):
+            deviation = rewards.std(ddof=1)
+            advantage = (reward - rewards.mean()) / (deviation + 1e-6)
+            turns = np.flatnonzero(batch.rollout_N == member)
+            for i in turns:
+                part = slice(batch.response_offsets[i], batch.response_offsets[i + 1])
+                mask = torch.from_numpy(batch.mask_R[part])
+                current = plain_logprobs(loaded.model, batch, int(i))[mask]
+                per_token = -advantage * torch.exp(current - current.detach())
+                if beta:
+                    with torch.no_grad():
+                        initial = plain_logprobs(reference, batch, int(i))[mask]
+                    per_token = per_token + beta * (torch.exp(initial - current) - (initial - current) - 1)
+                total = total + per_token.mean() / (len(groups) * len(members) * len(turns))
+    return total
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_an_update_equals_a_plain_adamw_loop(in_float64: LoadedModel, checkpoint: Path, beta: float) -> None:
+    settings = OptimizerSection(
+        learning_rate=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.95, epsilon=1e-6, max_grad_norm=0.05, warmup_steps=4
+    )
+    batch = make_batch(in_float64)
+    twin = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+    twin.model.double()
+    reference = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+    reference.model.double()
+    trainer = trainer_of(in_float64, settings, reference=lambda: reference)
+    optimizer = torch.optim.AdamW(twin.model.parameters(), betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    initial = weights_of(twin.model)
+    for step in range(3):
+        result = trainer.update(batch, grpo(beta=beta))
+        loss = trained_loss(twin, batch, beta=beta, reference=reference.model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.05)
+        optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / 4
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.version == step + 1
+        assert result.metrics["loss"] == pytest.approx(loss.item(), abs=1e-9)
+        assert result.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+        assert result.metrics["learning_rate"] == pytest.approx(1e-2 * (step + 1) / 4)
+    expected = weights_of(twin.model)
+    for name, weight in weights_of(in_float64.model).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+    assert any(not torch.equal(expected[name], initial[name]) for name in initial)
+    assert torch.equal(reference.model.get_input_embeddings().weight, initial["model.embed_tokens.weight"])
+
+
+class Recorder(Grpo):
+    """GRPO that remembers what it was called with."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(GrpoOptions(**({"beta": 0.0} | options)))
+        self.calls: list[tuple[Samples, Logprobs, Tensor, Tensor]] = []
+
+    def loss(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self.calls.append((samples, logprobs, advantages_R, weights_R))
+        return super().loss(samples, logprobs, advantages_R, weights_R)
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": "sequence"}, {"aggregation": "token-mean", "beta": 0.3}])
+def test_micro_batches_of_any_size_give_the_same_weights(checkpoint: Path, options: dict[str, Any]) -> None:
+    results = []
+    for budget in (1, 60, 10_000):
+        loaded = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+        loaded = replace(loaded, model=loaded.model.double(), dtype=torch.float64)
+        batch = make_batch(loaded, noise=0.01)
+        initial = copy.deepcopy(loaded)
+        trainer = trainer_of(loaded, tokens_per_micro_batch=budget, reference=lambda initial=initial: initial)
+        algorithm = Recorder(**options)
+        trainer.update(batch, algorithm)
+        results.append((weights_of(loaded.model), len(algorithm.calls)))
+    assert results[0][1] > results[1][1] > results[2][1]
+    for weights, _ in results[1:]:
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, results[0][0][name], rtol=1e-6, atol=1e-8)
+
+
+def test_gradient_checkpointing_changes_no_result(checkpoint: Path) -> None:
+    weights = []
+    for checkpointing in (False, True):
+        loaded = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+        forwards = 0
+
+        def count(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        loaded.model.model.layers[0].mlp.register_forward_pre_hook(count)
+        trainer = trainer_of(loaded, tokens_per_micro_batch=10_000, gradient_checkpointing=checkpointing)
+        batch = make_batch(loaded)
+        forwards = 0
+        trainer.update(batch, grpo())
+        weights.append((weights_of(loaded.model), forwards))
+    assert weights[1][1] == 2 * weights[0][1]
+    assert all(torch.equal(weights[0][0][name], weights[1][0][name]) for name in weights[0][0])
+
+
+def test_old_logprobs_are_those_before_the_update(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    before = {i: plain_logprobs(loaded.model, batch, i).detach() for i in range(len(batch))}
+    algorithm = Recorder(epochs=3, minibatches=2)
+    trainer_of(loaded, tokens_per_micro_batch=10_000).update(batch, algorithm)
+    assert len(algorithm.calls) >= 6
+    for samples, logprobs, _, _ in algorithm.calls:
+        for local in range(samples.values_N.numel()):
+            # Which transition it is shows in its group, rollout and turn.
+            (i,) = np.flatnonzero(
+                (batch.rollout_N == int(samples.rollout_N[local])) & (batch.turn_N == int(samples.turn_N[local]))
+            )
+            here = samples.transition_R == local
+            torch.testing.assert_close(logprobs.old_R[here], before[i], rtol=1e-4, atol=1e-5)
+    moved = [(call[1].current_R - call[1].old_R).abs().max().item() for call in algorithm.calls]
+    assert moved[0] < 1e-5
+    assert max(moved[2:]) > 1e-3
+
+
+def test_one_pass_compares_with_itself_exactly(loaded: LoadedModel) -> None:
+    algorithm = Recorder()
+    result = trainer_of(loaded).update(make_batch(loaded), algorithm)
+    assert all(torch.equal(call[1].current_R, call[1].old_R) for call in algorithm.calls)
+    assert result.metrics["ratio_max"] == 1.0
+    assert result.metrics["clip_fraction"] == 0.0
+    assert result.metrics["logprob_gap_max"] < 1e-4
+
+
+def test_minibatches_split_rollouts_and_carry_the_whole_weight(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded, groups=2, members=4)
+    algorithm = Recorder(minibatches=3, beta=0.1)
+    trainer = trainer_of(loaded, tokens_per_micro_batch=10**6, reference=lambda: loaded)
+    # A huge budget does not stop short transitions from going to another micro-batch: gather by optimizer step.
+    steps: list[list[int]] = [[]]
+    original = trainer.optimizer.step
+
+    def step() -> Any:
+        steps.append([])
+        return original()
+
+    trainer.optimizer.step = step  # type: ignore[method-assign]
+    loss = algorithm.loss
+
+    def record(samples: Samples, *rest: Any) -> Any:
+        steps[-1].append(len(algorithm.calls))
+        return loss(samples, *rest)
+
+    algorithm.loss = record  # type: ignore[method-assign]
+    result = trainer.update(batch, algorithm)
+    assert result.metrics["steps_applied"] == 3
+    rollouts = [{int(r) for call in step for r in algorithm.calls[call][0].rollout_N} for step in steps[:3]]
+    assert set.union(*rollouts) == set(range(8))
+    assert sum(map(len, rollouts)) == 8
+    for step_calls in steps[:3]:
+        assert sum(float(algorithm.calls[call][3].sum()) for call in step_calls) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_same_update_twice_is_bit_equal(checkpoint: Path) -> None:
+    outcomes = []
+    for _ in range(2):
+        loaded = load_model(PolicySpec(str(checkpoint), lora=LORA | {"dropout": 0.3}), torch.device("cpu"), seed=0)
+        torch.manual_seed(9)
+        result = trainer_of(loaded, seed=4).update(make_batch(loaded), grpo(epochs=2, minibatches=2))
+        outcomes.append((weights_of(loaded.model), result.metrics["loss"]))
+    assert outcomes[0][1] == outcomes[1][1]
+    assert all(torch.equal(outcomes[0][0][name], outcomes[1][0][name]) for name in outcomes[0][0])
+
+
+def test_the_result_is_in_the_order_of_the_batch(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    result = trainer_of(loaded).update(batch, grpo())
+    for i in range(len(batch)):
+        higher = batch.values_N[i] - np.mean(
+            [batch.values_N[j] for j in range(len(batch)) if batch.group_N[j] == batch.group_N[i]]
+        )
+        assert result.dropped[i] is None
+        assert result.weight_N[i] > 0
+        assert math.isfinite(result.advantage_N[i])
+        assert abs(higher) < 0.2 or np.sign(higher) == np.sign(result.advantage_N[i])
+    assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_lora_moves_the_adapter_and_nothing_else(checkpoint: Path) -> None:
+    loaded = load_model(PolicySpec(str(checkpoint), lora=LORA), torch.device("cpu"), seed=0)
+    before = weights_of(loaded.model)
+    batch = make_batch(loaded)
+    algorithm = Recorder(beta=0.2)
+    trainer = trainer_of(loaded, OptimizerSection(learning_rate=1e-2, weight_decay=0.1))
+    trainer.update(batch, algorithm)
+    trainer.update(batch, algorithm)
+    after = weights_of(loaded.model)
+    assert any(not torch.equal(before[name], after[name]) for name in before if "lora_" in name)
+    assert all(torch.equal(before[name], after[name]) for name in before if "lora_" not in name)
+    # The reference is the model below the adapter: equal at first, another afterwards.
+    first, last = algorithm.calls[0][1], algorithm.calls[-1][1]
+    assert first.reference_R is not None
+    assert last.reference_R is not None
+    torch.testing.assert_close(first.reference_R, first.old_R)
+    assert (last.reference_R - last.old_R).abs().max() > 1e-3
+
+
+def test_small_steps_are_not_rounded_away_in_bfloat16(checkpoint: Path) -> None:
+    loaded = load_model(PolicySpec(str(checkpoint), dtype="bfloat16"), torch.device("cpu"), seed=0)
+    before = weights_of(loaded.model)
+    trainer = trainer_of(loaded, OptimizerSection(learning_rate=2e-5))
+    batch = make_batch(loaded)
+    result = trainer.update(batch, grpo())
+    assert result.metrics["logprob_gap_max"] < 0.1
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(weights_of(loaded.model)[norm], before[norm])  # 1 + 2e-5 is 1 in bfloat16
+    for _ in range(250):
+        trainer.update(reordered(batch, np.arange(3)), grpo())
+    # 250 steps of 2e-5 do add up, in the master.
+    assert not torch.equal(weights_of(loaded.model)[norm], before[norm])
+    assert loaded.model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_progress_rises_to_one(loaded: LoadedModel) -> None:
+    seen: list[float] = []
+    trainer_of(loaded, reference=lambda: loaded).update(
+        make_batch(loaded), grpo(epochs=2, minibatches=2, beta=0.1), seen.append
+    )
+    assert seen == sorted(seen)
+    assert len(seen) > 5
+    assert seen[-1] == 1.0
+    assert 0 < seen[0] < 0.5
+
+
+def poisoned(batch: Batch, field: str, place: int, value: float) -> Batch:
+    array = getattr(batch, field).copy()
+    array[place] = value
+    return replace(batch, **{field: array})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("behaviour_logprobs_R", math.nan),
+        ("behaviour_logprobs_R", -math.inf),
+        ("values_N", math.inf),
+        ("scores_N", math.nan),
+        ("temperature_N", 0.0),
+        ("temperature_N", math.nan),
+        ("tokens_T", 320),
+        ("tokens_T", -1),
+    ],
+)
+def test_a_fault_in_any_field_drops_its_transition_and_no_other(
+    checkpoint: Path, loaded: LoadedModel, field: str, value: float
+) -> None:
+    batch = make_batch(loaded)
+    result = trainer_of(loaded).update(poisoned(batch, field, 0, value), grpo(std_normalization=False))
+    assert result.dropped[0] is DropReason.NON_FINITE
+    assert result.weight_N[0] == 0
+    assert result.advantage_N[0] == 0
+    assert not any(result.dropped[1:])
+    assert all(map(math.isfinite, result.metrics.values()))
+    clean = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+    trainer_of(clean).update(reordered(batch, np.arange(1, len(batch))), grpo(std_normalization=False))
+    expected = weights_of(clean.model)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(loaded.model).items())
+
+
+def test_what_is_recorded_for_forced_tokens_does_not_matter(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    forced = int(np.flatnonzero(~batch.mask_R)[0])
+    result = trainer_of(loaded).update(poisoned(batch, "behaviour_logprobs_R", forced, math.nan), grpo(beta=0.0))
+    assert not any(result.dropped)
+    assert all(map(math.isfinite, result.metrics.values()))
+
+
+def test_other_reasons_to_drop(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    mask = batch.mask_R.copy()
+    mask[: batch.response_offsets[1]] = False
+    prompts = batch.prompt_lengths_N.copy()
+    prompts[1] = 0
+    longest = int(np.diff(batch.offsets)[2:].max())
+    values = np.where(batch.group_N == 1, 0.25, batch.values_N)
+    changed = replace(batch, mask_R=mask, prompt_lengths_N=prompts, values_N=values)
+    result = trainer_of(replace(loaded, context_length=longest - 1)).update(changed, grpo())
+    assert result.dropped[0] is DropReason.FULLY_MASKED
+    assert result.dropped[1] is DropReason.EMPTY_RESPONSE
+    for i in range(2, len(batch)):
+        if np.diff(batch.offsets)[i] == longest:
+            assert result.dropped[i] is DropReason.TOO_LONG
+        elif batch.group_N[i] == 1:
+            assert result.dropped[i] is DropReason.NO_ADVANTAGE
+
+
+def test_nothing_to_train_on_changes_no_weight(loaded: LoadedModel) -> None:
+    before = weights_of(loaded.model)
+    batch = make_batch(loaded)
+    trainer = trainer_of(loaded, OptimizerSection(learning_rate=1.0, weight_decay=0.5))
+    equal = replace(batch, values_N=np.ones(len(batch)))
+    for given in (
+        equal,
+        reordered(batch, np.arange(0)),
+        poisoned(reordered(batch, np.arange(1)), "values_N", 0, math.nan),
+    ):
+        result = trainer.update(given, grpo())
+        assert result.metrics["steps_applied"] == 0
+        assert result.metrics["transitions_dropped"] == len(given)
+        assert all(map(math.isfinite, result.metrics.values()))
+    assert trainer.version == 3
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(loaded.model).items())
+
+
+class Faulty(Grpo):
+    """GRPO whose loss, gradient or advantage breaks."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(GrpoOptions(beta=0.0, minibatches=2))
+        self.fault = fault
+        self.left = 1
+
+    def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
+        advantages = super().advantages(samples)
+        if self.fault == "advantage":
+            advantages[samples.transition_R == 0] = math.nan
+        return advantages
+
+    def loss(
+        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        loss, metrics = super().loss(samples, logprobs, advantages_R, weights_R)
+        if self.left and self.fault in ("loss", "gradient"):
+            self.left -= 1
+            zero = (logprobs.current_R - logprobs.current_R.detach()).sum()
+            # The square root of zero is finite; its gradient is not.
+            loss = loss * math.nan if self.fault == "loss" else loss + zero.abs().sqrt()
+        return loss, metrics
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(loaded: LoadedModel, fault: str) -> None:
+    before = weights_of(loaded.model)
+    result = trainer_of(loaded).update(make_batch(loaded, members=4), Faulty(fault))
+    assert (result.metrics["steps_skipped"], result.metrics["steps_applied"]) == (1, 1)
+    after = weights_of(loaded.model)
+    assert all(torch.isfinite(weight).all() for weight in after.values())
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(map(math.isfinite, result.metrics.values()))
+
+
+def test_an_advantage_that_is_not_finite_drops_its_transition(loaded: LoadedModel) -> None:
+    result = trainer_of(loaded).update(make_batch(loaded), Faulty("advantage"))
+    assert result.dropped[0] is DropReason.NON_FINITE
+    assert not any(result.dropped[1:])
+    assert all(map(math.isfinite, result.metrics.values()))
+
+
+def test_a_critic_is_refused(loaded: LoadedModel) -> None:
+    algorithm = grpo()
+    algorithm.needs_critic = True
+    with pytest.raises(EngineError, match="critic"):
+        trainer_of(loaded).update(make_batch(loaded), algorithm)
+
+
+def test_updates_raise_what_was_rewarded(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    result = trainer_of(loaded).update(batch, grpo())
+    for i in np.flatnonzero(np.abs(result.advantage_N) > 0.5):
+        part = slice(batch.response_offsets[i], batch.response_offsets[i + 1])
+        with torch.no_grad():
+            change = plain_logprobs(loaded.model, batch, int(i)).numpy() - batch.behaviour_logprobs_R[part]
+        assert np.sign(change[batch.mask_R[part]].sum()) == np.sign(result.advantage_N[i])

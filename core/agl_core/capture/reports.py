@@ -1,0 +1,120 @@
+"""The doors through which adapters and agents report to the attempt that is running."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from agl_core.capture.context import current_attempt
+from agl_core.capture.jsonable import jsonable
+from agl_core.capture.recording import describe_error, status_of
+from agl_core.errors import AgentError
+from agl_core.types import OutcomeStatus
+from agl_core.wire import OutcomeReport, RewardReport
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+def reward(value: float, name: str = "reward") -> None:
+    """Report a reward that only the agent can know; it is kept as an event of the current attempt.
+
+    It may be called several times. Outside any rollout it does nothing, so that the agent runs unchanged in
+    production. AgentError if `value` is not a finite number.
+
+    >>> reward(0.5, name="tests_passed")
+    """
+    number = _finite(value)
+    if number is None:
+        raise AgentError(f"agl_core.reward('{name}'): {value!r} is not a finite number. Give it an int or a float.")
+    active = current_attempt()
+    if active is not None:
+        active.recording.reward(RewardReport(name=name, value=number))
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def record_outcome(report: OutcomeReport) -> None:
+    """Report what a tool did to the current attempt; outside any rollout it does nothing."""
+    active = current_attempt()
+    if active is not None:
+        active.recording.outcome(report)
+
+
+def outcome_report(
+    id: str,
+    tool: str,
+    result: Any,
+    *,
+    status: OutcomeStatus | None = None,
+    tool_call_id: str | None = None,
+    arguments: Any = None,
+    agent: str | None = None,
+    span: str | None = None,
+    parent_span: str | None = None,
+    started: float | None = None,
+    ended: float | None = None,
+) -> OutcomeReport:
+    """What a tool returned, or the exception that it raised, as a report of bounded size.
+
+    `id` names this run of the tool: the same id is recorded once. `status` is classified from the result unless
+    the framework knows better; times are Unix seconds.
+
+    >>> outcome_report("1", "search", ["a", "b"]).status
+    <OutcomeStatus.OK: 'ok'>
+    """
+    raised = isinstance(result, BaseException)
+    return OutcomeReport(
+        id=id,
+        tool=tool,
+        status=status or status_of(result),
+        tool_call_id=tool_call_id,
+        arguments=jsonable(arguments),
+        result=None if raised else jsonable(result),
+        error=describe_error(result) if raised else None,
+        agent=agent,
+        span=span,
+        parent_span=parent_span,
+        started=started,
+        ended=ended,
+    )
+
+
+def report_problem(where: str, error: BaseException) -> None:
+    """Log that an adapter failed, once per attempt, and add it to the attempt's problems; the agent goes on."""
+    text = f"{where} failed: {describe_error(error)}"
+    active = current_attempt()
+    if active is None or active.recording.problem(text):
+        logger.warning("%s. The agent goes on; what it did here may be missing from the record.", text)
+        logger.debug("Where it failed:", exc_info=error)
+
+
+def guarded(event: Callable[P, None]) -> Callable[P, None]:
+    """Make an adapter's event handler one that never raises: what it raises is reported as a problem.
+
+    >>> @guarded
+    ... def on_end() -> None:
+    ...     raise KeyError("no such run")
+    >>> on_end()
+    """
+
+    @functools.wraps(event)
+    def handle(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            event(*args, **kwargs)
+        except Exception as error:
+            report_problem(f"{event.__module__}.{event.__qualname__}", error)
+
+    return handle

@@ -1,0 +1,44 @@
+"""`agl eval`: evaluate a run's checkpoint, or the initial weights of a configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agl_core.cli.train import Seed, Set, find_run
+
+Target = Annotated[Path, typer.Argument(help="A run's folder, or a configuration file (its initial weights).")]
+Step = Annotated[int | None, typer.Option(help="The checkpoint's step; the last by default.", show_default=False)]
+
+
+def evaluate(target: Target, step: Step = None, seed: Seed = None, set_: Set = []) -> None:  # noqa: B006
+    """Evaluate on every held-out set, greedy and sampled, and print the rewards."""
+    from rich.console import Console
+
+    from agl_core.cli.observer import ConsoleObserver
+    from agl_core.cli.tables import print_evaluation
+    from agl_core.config.check import check
+    from agl_core.config.load import load
+    from agl_core.errors import CheckpointError
+    from agl_core.training.checkpoints import Checkpoints
+    from agl_core.training.run import CONFIG_FILE, new_run_dir
+    from agl_core.training.run import evaluate as run_evaluation
+
+    of_run = not target.is_file()
+    file = find_run(target) / CONFIG_FILE if of_run else target
+    loaded = load(file, set_, seed)
+    check(loaded)
+    checkpoint = None
+    if of_run:
+        checkpoints = Checkpoints(file.parent / "checkpoints", loaded.config.train.keep_checkpoints)
+        checkpoint = checkpoints.latest() if step is None else checkpoints.path(step)
+        if not checkpoint.is_dir():
+            kept = ", ".join(path.name for path in checkpoints.all())
+            raise CheckpointError(f"{file.parent} keeps no checkpoint of step {step}. It has: {kept}.")
+    run_dir = file.parent if of_run else new_run_dir(loaded)
+    console = Console()
+    observer = ConsoleObserver(console, loaded.config.train.steps)
+    print_evaluation(console, asyncio.run(run_evaluation(loaded, run_dir, checkpoint, observer)))

@@ -1,0 +1,84 @@
+"""`agl plugins`: what is installed, from where, what it honours and needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agl_core.plugins import Component
+
+Files = Annotated[
+    list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def list_plugins(files: Files = None, as_json: AsJson = False) -> None:
+    """List every installed component: its kind and name, where it comes from, its settings, what it needs."""
+    from rich.console import Console
+
+    from agl_core.plugins import Kind, Plugins
+
+    plugins = Plugins.load(files or ())
+    described = [describe(component) for kind in Kind for _, component in sorted(plugins.components(kind).items())]
+    if as_json:
+        typer.echo(json.dumps(described, indent=2))
+    else:
+        Console().print(_table(described))
+
+
+def describe(component: Component) -> dict[str, Any]:
+    """A component as JSON; `needs` is None where it depends on settings that have no default."""
+    from pydantic import ValidationError
+
+    try:
+        needs = sorted(component.needs(component.options()))
+    except ValidationError:
+        needs = None
+    schema = component.options.model_json_schema()
+    return {
+        "kind": component.kind.value,
+        "name": component.name,
+        "origin": component.origin,
+        "doc": component.doc,
+        "settings": [
+            {
+                "name": field.alias or name,
+                "required": field.is_required(),
+                "default": schema["properties"][field.alias or name].get("default"),
+                "description": field.description or "",
+            }
+            for name, field in component.options.model_fields.items()
+        ],
+        "needs": needs,
+        "provides": sorted(component.provides),
+    }
+
+
+def _table(described: list[dict[str, Any]]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("kind", "name", "from", "honours", "needs", "provides", show_lines=True)
+    for row in described:
+        settings = "\n".join(
+            setting["name"] + ("" if setting["required"] else f" = {json.dumps(setting['default'])}")
+            for setting in row["settings"]
+        )
+        needs = ["depends on its settings"] if row["needs"] is None else row["needs"]
+        cells = (
+            row["kind"],
+            f"{row['name']}\n{row['doc']}",
+            row["origin"],
+            settings,
+            "\n".join(needs),
+            "\n".join(row["provides"]),
+        )
+        table.add_row(*(escape(cell) for cell in cells))
+    return table

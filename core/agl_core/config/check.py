@@ -1,0 +1,101 @@
+"""Do the chosen parts of a run go together? Asked before anything starts, so that nothing is a silent no-op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from agl_core.config.load import LoadedConfig
+from agl_core.config.resolve import Chosen
+from agl_core.errors import CapabilityError
+from agl_core.plugins import Kind, Need
+
+_TIME_AXIS = frozenset({Need.RETURNS, Need.REWARDS})
+
+_WHY_NOT = {
+    Need.RETURNS: (
+        "takes returns, but {credit} yields rewards of one step each: the time axis has no owner, and nobody would "
+        "add up what came after a step"
+    ),
+    Need.REWARDS: (
+        "takes rewards of one step each and adds up what came after itself, but {credit} yields returns, which "
+        "already contain it: a return would be counted twice"
+    ),
+}
+
+_OF_THE_ENGINE = {Need.REFERENCE: "a reference model", Need.CRITIC: "a critic", Need.TOKEN_IDS: "token ids"}
+
+
+def check(loaded: LoadedConfig) -> None:
+    """CapabilityError with everything that does not go together, and what to do about each."""
+    problems = [*_groups(loaded), *_time_axis(loaded), *_engine(loaded)]
+    if problems:
+        raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
+
+
+def _all_chosen(loaded: LoadedConfig) -> Iterator[Chosen]:
+    yield from (loaded.algorithm, loaded.engine, loaded.credit, loaded.store)
+    for several in (loaded.tasks, loaded.rewards, loaded.trackers):
+        yield from several.values()
+
+
+def _needing(loaded: LoadedConfig, need: Need) -> Iterator[Chosen]:
+    return (chosen for chosen in _all_chosen(loaded) if need in chosen.component.needs(chosen.options))
+
+
+def _groups(loaded: LoadedConfig) -> Iterator[str]:
+    train = loaded.config.train
+    for chosen in _needing(loaded, Need.GROUPS):
+        if train.group_size == 1:
+            yield (
+                f"{chosen.label} compares several rollouts of each task, but [train] group_size is 1. "
+                f"Set it to 2 or more (8 is usual)."
+            )
+        elif train.min_group_size == 1:
+            yield (
+                f"{chosen.label} compares several rollouts of each task, but [train] min_group_size is 1, which "
+                f"keeps groups with nothing to compare. Set it to 2 or more."
+            )
+    if train.min_group_size > train.group_size > 1:
+        yield (
+            f"[train] min_group_size is {train.min_group_size}, more than group_size {train.group_size}: every "
+            f"group would be dropped. Set it to {train.group_size} or less."
+        )
+
+
+def _time_axis(loaded: LoadedConfig) -> Iterator[str]:
+    """Either the credit rule or the algorithm adds up what came after a step: exactly one of them."""
+    credit = loaded.credit
+    kinds = credit.component.provides & _TIME_AXIS
+    if len(kinds) != 1:
+        yield (
+            f"{credit.label} must provide either returns or rewards, and provides "
+            f"{'both' if kinds else 'neither'}. Correct its registration."
+        )
+        return
+    for need in (Need.RETURNS, Need.REWARDS):
+        for chosen in _needing(loaded, need):
+            if need not in kinds:
+                yield (
+                    f"{chosen.label} {_WHY_NOT[need].format(credit=credit.label)}. "
+                    f"{_others(loaded, Kind.CREDIT, need)}, or another {chosen.component.kind}."
+                )
+
+
+def _engine(loaded: LoadedConfig) -> Iterator[str]:
+    engine = loaded.engine
+    for need, in_words in _OF_THE_ENGINE.items():
+        for chosen in _needing(loaded, need):
+            if chosen is not engine and need not in engine.component.provides:
+                yield (
+                    f"{chosen.label} needs {in_words}, which {engine.label} does not provide. "
+                    f"{_others(loaded, Kind.ENGINE, need)}, or change the settings of the {chosen.component.kind}."
+                )
+
+
+def _others(loaded: LoadedConfig, kind: Literal[Kind.CREDIT, Kind.ENGINE], need: Need) -> str:
+    able = sorted(name for name, each in loaded.plugins.components(kind).items() if need in each.provides)
+    named = "a credit rule" if kind is Kind.CREDIT else f"an {kind}"
+    if not able:
+        return f"Install a plugin with {named} that provides {need} (none of the installed does)"
+    return f"Choose {named} that provides {need} ({', '.join(able)})"

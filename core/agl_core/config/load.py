@@ -1,0 +1,137 @@
+"""From a TOML file to a configuration in which every key is known, every value valid and every plugin found."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from agl_core.config.models import ModelSection, PolicySection, RunConfig
+from agl_core.config.overrides import apply_overrides
+from agl_core.config.problems import Report
+from agl_core.config.resolve import Chosen, Resolver
+from agl_core.errors import ConfigError
+from agl_core.plugins import Kind, Plugins
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedConfig:
+    """A configuration, read and resolved."""
+
+    config: RunConfig
+    """As resolved: settings of plugins with their defaults, paths absolute, secrets left out."""
+    folder: Path
+    """Where relative paths and the agent's module start; absolute."""
+    plugins: Plugins
+    algorithm: Chosen
+    engine: Chosen
+    credit: Chosen
+    store: Chosen
+    tasks: Mapping[str, Chosen]
+    """By the name of the set."""
+    rewards: Mapping[str, Chosen]
+    """By the name of the table, which need not be the rule's."""
+    trackers: Mapping[str, Chosen]
+
+
+def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> LoadedConfig:
+    """Read a run's configuration.
+
+    `overrides` are `KEY=VALUE` texts with dotted keys; `seed` replaces the file's. ConfigError tells everything
+    that is wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported.
+
+        loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
+        tasks = loaded.tasks["train"]
+        source = tasks.component.build(tasks.options, loaded.folder, loaded.config.seed)
+    """
+    data = _read(path)
+    report = Report(path, apply_overrides(data, overrides))
+    if seed is not None:
+        data["seed"] = seed
+    config = report.validated(RunConfig, data)
+    report.raise_if_any()
+    assert config is not None
+    folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
+    plugins = tuple(_below(folder, file) for file in config.plugins)
+    config = config.model_copy(
+        update={"folder": folder, "plugins": plugins, "policies": _policies(config.policies, folder, report)}
+    )
+    return _with_plugins(config, folder, Plugins.load(plugins), report)
+
+
+def dump(config: RunConfig) -> str:
+    """A resolved configuration as TOML, which loads back to the same one, from any folder. Secrets are not in it."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"The configuration {path} does not exist (looked in {Path.cwd()}).") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration {path} cannot be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+
+
+def _below(folder: Path, path: Path) -> Path:
+    return (folder / path.expanduser()).resolve()
+
+
+def _policies(policies: Mapping[str, PolicySection], folder: Path, report: Report) -> dict[str, PolicySection]:
+    """The policies with absolute paths to the weights that are folders here."""
+    resolved = {}
+    for name, policy in policies.items():
+        found = _weights(policy.model, folder)
+        if found is None:
+            report.add(
+                ("policies", name, "model", "path"),
+                f"there is no folder {_below(folder, Path(policy.model.path))}, and '{policy.model.path}' is not a "
+                f"hub name like 'Qwen/Qwen2.5-0.5B-Instruct'.",
+            )
+            continue
+        resolved[name] = policy.model_copy(update={"model": policy.model.model_copy(update={"path": found})})
+    return resolved
+
+
+def _weights(model: ModelSection, folder: Path) -> str | None:
+    local = _below(folder, Path(model.path))
+    if local.is_dir():
+        return str(local)
+    return model.path if _HUB_NAME.fullmatch(model.path) and not local.exists() else None
+
+
+def _with_plugins(config: RunConfig, folder: Path, plugins: Plugins, report: Report) -> LoadedConfig:
+    resolver = Resolver(plugins, report)
+    algorithm_section, algorithm = resolver.choice(Kind.ALGORITHM, "algorithm", config.algorithm)
+    engine_section, engine = resolver.choice(Kind.ENGINE, "engine", config.engine)
+    credit_section, credit = resolver.choice(Kind.CREDIT, "credit", config.credit)
+    store_section, store = resolver.choice(Kind.STORE, "store", config.store)
+    task_sections, tasks = resolver.tasks(config.tasks)
+    reward_sections, rewards = resolver.rewards(config.rewards)
+    tracker_sections, trackers = resolver.trackers(config.trackers, must_exist="trackers" in config.model_fields_set)
+    report.raise_if_any()
+    assert algorithm is not None
+    assert engine is not None
+    assert credit is not None
+    assert store is not None
+    resolved = config.model_copy(
+        update={
+            "algorithm": algorithm_section,
+            "engine": engine_section,
+            "credit": credit_section,
+            "store": store_section,
+            "tasks": task_sections,
+            "rewards": reward_sections,
+            "trackers": tracker_sections,
+        }
+    )
+    return LoadedConfig(resolved, folder, plugins, algorithm, engine, credit, store, tasks, rewards, trackers)

@@ -1,0 +1,129 @@
+"""What the tools did, read from the conversation itself, for agents that no adapter watches."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agl_core.types import Call, Json, Outcome, OutcomeStatus, TransitionKey
+
+FROM_MESSAGES = "messages:"
+"""The ids of outcomes that were read from messages begin with this."""
+
+_EMPTY = frozenset({"", "null", "None", "[]", "{}", "()", "set()", '""', "''"})
+_ERROR = re.compile(
+    r"""
+    (?: (?: [\w.]*(?:Error|Exception) | (?i:error) ) \s*:  # "Error: …", "ValueError: …", "sqlite3.OperationalError: …"
+      | Error\ (?:executing|invoking)\ tool\b            # langgraph
+      | An\ error\ occurred\ while\ running\ the\ tool   # OpenAI Agents SDK
+      | Traceback\ \(most\ recent\ call\ last\) )
+    """,
+    re.VERBOSE,
+)
+_TIMEOUT = re.compile("timed?[ -]?out", re.IGNORECASE)
+_HEAD = 200
+"""Characters of an error in which a timeout is looked for: its type and message, not what it quotes."""
+
+
+def outcomes_from_messages(
+    calls: Sequence[Call], joined: Mapping[TransitionKey, Sequence[Outcome]] | None = None
+) -> list[Outcome]:
+    """The outcomes that later requests of the same attempt tell by their `tool` messages.
+
+    `calls` are in order; the first `tool` message with a tool call's id is its outcome. `joined` is what adapters
+    reported, which wins: nothing is added to a tool call that has an outcome, nor to a response that has outcomes
+    without ids. A tool call that no later request answers has no outcome. See `message_status` for the status.
+    """
+    asked: dict[str, tuple[Call, Mapping[str, Any]]] = {}
+    found: dict[str, Outcome] = {}
+    for call in calls:
+        for message in _tool_messages(call):
+            tool_call_id = message.get("tool_call_id")
+            if isinstance(tool_call_id, str) and tool_call_id in asked and tool_call_id not in found:
+                found[tool_call_id] = _outcome(*asked[tool_call_id], message)
+        for tool_call in _unreported(call, joined or {}):
+            asked.setdefault(tool_call["id"], (call, tool_call))
+    return list(found.values())
+
+
+def message_status(content: Json, status: Json = None) -> OutcomeStatus:
+    """What a `tool` message says became of the tool.
+
+    `status` is the message's own field, where a framework sends one (LangChain's "success" or "error"). Otherwise
+    the content decides. EMPTY: nothing, or what frameworks make of an empty result (null, None, [], {}). ERROR: it
+    begins like an exception ("ValueError: …", "Error: …", a traceback) or with the sentence that langgraph or
+    the OpenAI Agents SDK put before one. TIMEOUT: an error whose beginning names a timeout. Else OK: a tool that tells
+    of its failure in words of its own needs an adapter or a rule of the user's.
+
+    >>> [str(message_status(each)) for each in ("22 °C", "5 errors", "null", "Error: no city", "TimeoutError: 5 s")]
+    ['ok', 'ok', 'empty', 'error', 'timeout']
+    >>> str(message_status("no such city", "error"))
+    'error'
+    """
+    text = message_text(content).strip()
+    if status == "error" or (status is None and _ERROR.match(text)):
+        return OutcomeStatus.TIMEOUT if _TIMEOUT.search(text[:_HEAD]) else OutcomeStatus.ERROR
+    return OutcomeStatus.EMPTY if text in _EMPTY else OutcomeStatus.OK
+
+
+def message_text(content: Json) -> str:
+    """A message's content as text: a string, or the text of its parts; other parts (images) as their type.
+
+    >>> message_text([{"type": "text", "text": "22 °C"}, {"type": "image_url", "image_url": {"url": "…"}}])
+    '22 °C[image_url]'
+    """
+    if isinstance(content, list):
+        return "".join(_part_text(part) for part in content)
+    return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def _part_text(part: Json) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    text = part.get("text")
+    return text if isinstance(text, str) else f"[{part.get('type')}]"
+
+
+def _tool_messages(call: Call) -> Iterator[Mapping[str, Any]]:
+    for message in call.request.get("messages") or ():
+        if isinstance(message, Mapping) and message.get("role") == "tool":
+            yield message
+
+
+def _unreported(call: Call, joined: Mapping[TransitionKey, Sequence[Outcome]]) -> Iterator[Mapping[str, Any]]:
+    """The tool calls of a call's responses that no adapter reported on."""
+    for choice in call.choices:
+        key = TransitionKey(call.rollout, call.attempt, call.id, choice.index)
+        reported = {outcome.tool_call_id for outcome in joined.get(key, ())}
+        if None not in reported:
+            tool_calls = choice.message.get("tool_calls") or ()
+            yield from (each for each in tool_calls if isinstance(each.get("id"), str) and each["id"] not in reported)
+
+
+def _outcome(call: Call, tool_call: Mapping[str, Any], message: Mapping[str, Any]) -> Outcome:
+    content = message.get("content")
+    status = message_status(content, message.get("status"))
+    failed = status in (OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT)
+    function = tool_call.get("function") or {}
+    return Outcome(
+        id=f"{FROM_MESSAGES}{call.id}:{tool_call['id']}",
+        rollout=call.rollout,
+        attempt=call.attempt,
+        tool=function.get("name") or "tool",
+        status=status,
+        tool_call_id=tool_call["id"],
+        arguments=_parsed(function.get("arguments")),
+        result=None if failed else content,
+        error=message_text(content) if failed else None,
+        agent=call.agent,
+        parent_span=call.parent_span,
+    )
+
+
+def _parsed(arguments: Json) -> Json:
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError):
+        return arguments

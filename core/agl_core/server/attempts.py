@@ -1,0 +1,84 @@
+"""One leased attempt as queue and gateway share it, and how its end is judged."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from agl_core.server.faults import ApiError
+from agl_core.server.retries import RetryBook
+from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout
+from agl_core.wire import CloseReply, CloseRequest
+
+_TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
+_NO_CALL = (
+    "The agent finished without one LLM call through agl, so there is nothing to learn from. Its LLM client does "
+    "not use agl's base URL: let it read OPENAI_BASE_URL (do not set base_url in code), or pass it "
+    "`context.base_url` and `context.api_key`."
+)
+_NOT_AWAITED = "The agent finished before its first LLM call did: let it wait for the reply."
+
+
+@dataclass(slots=True, eq=False)
+class ActiveAttempt:
+    """An attempt that a worker holds. The gateway counts its calls here; after its end it stays known as closed."""
+
+    rollout: Rollout
+    record: Attempt
+    deadline: float
+    """Event loop time after which it counts as lost."""
+    started_calls: int = 0
+    completed_calls: int = 0
+    """Calls that were recorded while it was open."""
+    context_overflows: int = 0
+    last_failure: str | None = None
+    """What the last request that failed was told."""
+    closed: bool = False
+    retries: RetryBook = field(default_factory=RetryBook)
+    committing: set[asyncio.Task[object]] = field(default_factory=set)
+    """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
+    closing: asyncio.Task[CloseReply] | None = None
+    reported: Ending | None = None
+    """The ending with which it was closed, as reported."""
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.record.key
+
+    @property
+    def mode(self) -> Mode:
+        return self.rollout.mode
+
+    def next_sequence(self) -> int:
+        """The start sequence of the call that begins now."""
+        self.started_calls += 1
+        return self.started_calls - 1
+
+    def count_failure(self, error: ApiError) -> None:
+        """A request of the agent got an error instead of a reply."""
+        self.last_failure = error.message
+        self.context_overflows += error.is_context_overflow
+
+
+def judge(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str | None]:
+    """The ending and error to record: what the worker reports, and what only the gateway knows."""
+    ending, error = request.ending, request.error
+    if ending is Ending.CRASHED and attempt.context_overflows:
+        return Ending.CONTEXT_OVERFLOW, error
+    if ending is not Ending.FINISHED or attempt.completed_calls:
+        return ending, error
+    if attempt.context_overflows:
+        return Ending.CONTEXT_OVERFLOW, error or attempt.last_failure
+    if attempt.last_failure:
+        return Ending.NO_CALL, f"None of the agent's LLM calls got a reply. The last was told: {attempt.last_failure}"
+    return Ending.NO_CALL, _NOT_AWAITED if attempt.started_calls else _NO_CALL
+
+
+def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
+    """Whether the rollout gets another attempt: if this one was lost, or broke before the policy acted in it.
+
+    An attempt in which the policy already acted is data. `budget` is the number of attempts a rollout may have.
+    """
+    if attempt.record.attempt + 1 >= budget:
+        return False
+    return ending is Ending.LOST or (ending in _TRIED_AGAIN and attempt.completed_calls == 0)

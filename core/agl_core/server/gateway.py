@@ -1,0 +1,271 @@
+"""The gateway: it stands between agents and the model server, and is the only source of recorded tokens.
+
+For each call: whose is it (attempt), what may it ask for (the mode's sampling), forward it, record it, and only
+then answer. What differs between APIs is in their dialects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agl_core.config.models import SamplingSection
+from agl_core.errors import nearest
+from agl_core.protocols import Upstream
+from agl_core.server.attempts import ActiveAttempt
+from agl_core.server.dialect import Dialect, ModelRequest
+from agl_core.server.faults import ApiError, attempt_closed
+from agl_core.server.keys import check_key
+from agl_core.server.queue import RolloutQueue
+from agl_core.server.reply import Reply, read_reply
+from agl_core.server.retries import Exchange
+from agl_core.server.sampling import DISTORTING, call_seed, effective_sampling
+from agl_core.server.upstream import UpstreamClient
+from agl_core.store.interface import Store
+from agl_core.types import AttemptKey, Call, Json, Sampling
+from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the gateway counted since its start."""
+
+    calls: int = 0
+    """Calls recorded."""
+    without_ids: int = 0
+    """Recorded calls for which the upstream returned no token ids."""
+    retried: int = 0
+    """Requests that were a client's own retry of an earlier one."""
+    late: int = 0
+    """Recorded calls that ended after their attempt was closed."""
+    upstream_errors: int = 0
+    """Calls that the upstream refused or failed."""
+
+
+class Gateway:
+    """Answers agents' model calls. `versions` maps policies to versions, for upstreams that do not tell theirs."""
+
+    def __init__(
+        self,
+        queue: RolloutQueue,
+        store: Store,
+        upstream: Upstream,
+        client: UpstreamClient,
+        *,
+        sampling: SamplingSection,
+        seed: int,
+        versions: Mapping[str, int],
+        key: str,
+    ) -> None:
+        self.counters = Counters()
+        self._queue, self._store, self._upstream, self._client = queue, store, upstream, client
+        self._sampling, self._seed, self._versions, self._key = sampling, seed, versions, key
+        self._tasks: set[asyncio.Task[Reply]] = set()
+
+    @property
+    def models(self) -> list[str]:
+        """The names that agents may ask for."""
+        return sorted(self._upstream.models)
+
+    def check_key(self, request: Request) -> None:
+        """ApiError 401 unless the request carries the agents' key."""
+        check_key(request, self._key, hint="Use the key that agl gives the agent (OPENAI_API_KEY, context.api_key).")
+
+    async def answer(self, request: Request, dialect: Dialect) -> Response:
+        """One model call, from the agent's request to the agent's reply."""
+        attempt: ActiveAttempt | None = None
+        try:
+            self.check_key(request)
+            attempt = self._attempt_of(request)
+            raw = await request.body()
+            asked = dialect.parse(raw)
+            reply = await self._reply(request, attempt, dialect.api, raw, asked)
+            return dialect.render(asked, reply)
+        except ApiError as refused:
+            error = refused
+        except Exception:
+            logger.exception("The gateway failed in %s %s", request.method, request.url.path)
+            error = ApiError(
+                500, "agl's gateway failed; the server's log says why.", type="server_error", code="gateway_failed"
+            )
+        if attempt is not None:
+            attempt.count_failure(error)
+        return dialect.refuse(error)
+
+    async def stop(self) -> None:
+        """Give up the calls that are still in flight."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _attempt_of(self, request: Request) -> ActiveAttempt:
+        """Whose call it is, by path prefix or by header."""
+        place, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
+        if "rollout" in place:
+            rollout, number = place["rollout"], place["attempt"]
+            if header is not None and header != f"{rollout}/{number}":
+                raise ApiError(
+                    400,
+                    f"The path says rollout {rollout}, attempt {number}, but the header {HEADER_ROLLOUT} says "
+                    f"{header!r}. Send one of them, or the same in both.",
+                    code="rollout_mismatch",
+                )
+        elif header is not None:
+            rollout, _, number = header.rpartition("/")
+        else:
+            raise ApiError(
+                400,
+                f"agl cannot tell which rollout this call belongs to. Use the base URL that the agent was given "
+                f"(OPENAI_BASE_URL, context.base_url: …/rollout/ROLLOUT/attempt/ATTEMPT/v1), or send the header "
+                f"{HEADER_ROLLOUT}: ROLLOUT/ATTEMPT.",
+                code="rollout_missing",
+            )
+        attempt = self._queue.attempt(AttemptKey(rollout, int(number))) if number.isdecimal() else None
+        if attempt is None:
+            raise ApiError(
+                404,
+                f"There is no attempt {number!r} of rollout {rollout!r} on this server. A call needs the rollout and "
+                f"attempt of a lease that is held now; an old base URL or another run's server does not do.",
+                code="rollout_unknown",
+            )
+        if attempt.closed:
+            raise attempt_closed(*attempt.key)
+        return attempt
+
+    async def _reply(
+        self, request: Request, attempt: ActiveAttempt, api: str, raw: bytes, asked: ModelRequest
+    ) -> Reply:
+        """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
+        headers = request.headers
+        exchange = attempt.retries.find(api, headers, raw)
+        if exchange is None:
+            exchange = attempt.retries.add(api, headers, raw, attempt.next_sequence())
+        else:
+            self.counters.retried += 1
+        if exchange.task is None or exchange.failed:
+            exchange.task = asyncio.create_task(
+                self._call(attempt, exchange, api, asked, _agent(headers), headers.get(HEADER_PARENT_SPAN))
+            )
+            self._tasks.add(exchange.task)
+            exchange.task.add_done_callback(self._forget)
+        try:
+            return await asyncio.shield(exchange.task)
+        except asyncio.CancelledError:
+            if exchange.task.cancelled():
+                raise ApiError(503, "agl's server is stopping.", type="server_error", code="stopping") from None
+            raise
+
+    def _forget(self, task: asyncio.Task[Reply]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its client may be gone: nobody else asks for it
+
+    async def _call(
+        self,
+        attempt: ActiveAttempt,
+        exchange: Exchange,
+        api: str,
+        asked: ModelRequest,
+        agent: str | None,
+        parent_span: str | None,
+    ) -> Reply:
+        started = time.time()
+        policy = self._policy(asked.model)
+        seed = call_seed(self._seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
+        effective = effective_sampling(attempt.rollout, asked.requested, self._sampling, seed)
+        try:
+            payload, headers = await self._client.complete(
+                self._forwarded(asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
+            )
+            reply = read_reply(payload, headers, f"chatcmpl-{uuid.uuid4().hex}", logprobs=asked.logprobs)
+        except ApiError:
+            self.counters.upstream_errors += 1
+            raise
+        late = attempt.closed
+        call = Call(
+            id=reply.id,
+            rollout=attempt.record.rollout,
+            attempt=attempt.record.attempt,
+            sequence=exchange.sequence,
+            policy=policy,
+            version=self._versions.get(policy) if reply.version is None else reply.version,
+            request=asked.body,
+            choices=reply.choices,
+            started=started,
+            ended=time.time(),
+            api=api,
+            agent=agent,
+            parent_span=parent_span,
+            prompt_ids=reply.prompt_ids,
+            requested=asked.requested,
+            effective=effective,
+            prefix_broken=reply.prefix_broken,
+            prefilled=reply.prefilled,
+            reused=reply.reused,
+            late=late,
+            retry_of=exchange.marker,
+        )
+        await self._commit(attempt, call)
+        self.counters.calls += 1
+        self.counters.without_ids += not reply.has_ids
+        self.counters.late += late
+        if late:
+            raise attempt_closed(*attempt.key)
+        return reply
+
+    async def _commit(self, attempt: ActiveAttempt, call: Call) -> None:
+        """Write the call; an attempt that is closed meanwhile waits for it, so that the count is right."""
+        task = asyncio.current_task()
+        assert task is not None
+        attempt.committing.add(task)
+        try:
+            asyncio.ensure_future(self._store.put(call))
+            attempt.completed_calls += not call.late
+        finally:
+            attempt.committing.discard(task)
+
+    def _policy(self, model: str) -> str:
+        """The policy a model name stands for: its own name, else the default policy, else the only one."""
+        policies = self._upstream.models
+        if model in policies:
+            return model
+        if "default" in policies:
+            return "default"
+        if len(policies) == 1:
+            return next(iter(policies))
+        raise ApiError(
+            404,
+            f"The run trains several policies, and none is named {model!r} or 'default'. {nearest(model, policies)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def _forwarded(
+        self, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
+    ) -> dict[str, Json]:
+        body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
+        body["model"] = self._upstream.models[policy]
+        body["temperature"] = effective.temperature
+        body["top_p"] = effective.top_p
+        body["max_tokens"] = effective.max_tokens
+        body["seed"] = effective.seed
+        if self._upstream.returns_ids:
+            body["return_token_ids"] = True
+            body["logprobs"] = True
+        return body
+
+
+def _agent(headers: Headers) -> str | None:
+    name = headers.get(HEADER_AGENT)
+    return None if name is None else unquote(name)

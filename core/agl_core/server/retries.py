@@ -1,0 +1,88 @@
+"""Telling a client's own retry of a call from a second, equal call."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from starlette.datastructures import Headers
+
+from agl_core.server.reply import Reply
+from agl_core.wire import HEADER_RETRY
+
+HEADER_STAINLESS = "x-stainless-retry-count"
+"""OpenAI's and Anthropic's SDKs count their retries in it, from 0."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One call and everything the client sent to get its reply."""
+
+    sequence: int
+    marker: str | None
+    """The value of `x-agl-retry`, if the client sent one."""
+    tries: int = 0
+    """The highest retry count seen."""
+    task: asyncio.Task[Reply] | None = None
+    """The call in flight or finished; None until it is started."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without a reply, so that a retry has to ask the upstream again."""
+        task = self.task
+        return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
+
+
+@dataclass(slots=True, eq=False)
+class RetryBook:
+    """The exchanges of one attempt."""
+
+    _by_marker: dict[str, Exchange] = field(default_factory=dict)
+    _by_body: dict[bytes, list[Exchange]] = field(default_factory=dict)
+
+    def find(self, api: str, headers: Headers, body: bytes) -> Exchange | None:
+        """The exchange that this request retries; None if it is a call of its own.
+
+        Only the client's own marker makes a retry: `x-agl-retry`, or an SDK's count of its retries. Of several
+        equal calls, a retry with count k claims the oldest one of those that were last tried with a smaller
+        count, nearest to k, so that each keeps its own retries.
+        """
+        marker, count = headers.get(HEADER_RETRY), retry_count(headers)
+        if marker is not None:
+            exchange = self._by_marker.get(marker)
+            if exchange is not None:
+                exchange.tries = max(exchange.tries, count)
+            return exchange
+        if count == 0:
+            return None
+        equal = [each for each in self._by_body.get(_digest(api, body), ()) if each.tries < count]
+        if not equal:
+            return None
+        exchange = max(equal, key=lambda each: each.tries)
+        exchange.tries = count
+        return exchange
+
+    def add(self, api: str, headers: Headers, body: bytes, sequence: int) -> Exchange:
+        """Open an exchange for a call that retries none."""
+        marker = headers.get(HEADER_RETRY)
+        exchange = Exchange(sequence, marker, tries=retry_count(headers))
+        if marker is not None:
+            self._by_marker[marker] = exchange
+        self._by_body.setdefault(_digest(api, body), []).append(exchange)
+        return exchange
+
+    def clear(self) -> None:
+        """Forget all: the attempt is closed."""
+        self._by_marker.clear()
+        self._by_body.clear()
+
+
+def retry_count(headers: Headers) -> int:
+    """How often the client's SDK has sent this request before."""
+    value = headers.get(HEADER_STAINLESS, "0")
+    return int(value) if value.isascii() and value.isdigit() else 0
+
+
+def _digest(api: str, body: bytes) -> bytes:
+    return blake2b(body, digest_size=16, person=api.encode()[:16]).digest()

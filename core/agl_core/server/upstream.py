@@ -1,0 +1,134 @@
+"""The gateway's client of the model server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from zlib import crc32
+
+import aiohttp
+import orjson
+
+from agl_core.protocols import Upstream
+from agl_core.server.faults import CONTEXT_OVERFLOW, ApiError
+from agl_core.types import AttemptKey, Json
+from agl_core.wire import HEADER_ROLLOUT
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE = 4.0
+"""Seconds an idle connection is kept: less than the 5 after which uvicorn, vLLM's server, closes it."""
+_CONNECT = 10.0
+_OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
+
+
+class UpstreamClient:
+    """Forwards chat completions; every failure becomes a `ApiError` that says what is wrong with which server.
+
+    aiohttp, because httpx's connection pool takes time quadratic in the number of concurrent requests.
+    """
+
+    def __init__(self, upstream: Upstream, timeout: float) -> None:
+        self._urls = tuple(f"{url.rstrip('/')}/chat/completions" for url in upstream.urls)
+        self._headers = {
+            "Authorization": f"Bearer {upstream.api_key}",
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> UpstreamClient:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
+            timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=_CONNECT),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent",),
+            headers=self._headers,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def url(self, rollout: str) -> str:
+        """The server for a rollout: always the same one, where its prefixes are cached."""
+        return self._urls[crc32(rollout.encode()) % len(self._urls)]
+
+    async def complete(self, body: Mapping[str, Json], key: AttemptKey) -> tuple[bytes, Mapping[str, str]]:
+        """POST a chat completion; the reply's body and headers if its status is 200."""
+        if self._session is None:
+            raise RuntimeError("use the UpstreamClient as a context manager")
+        url = self.url(key.rollout)
+        try:
+            async with self._session.post(
+                url,
+                data=orjson.dumps(body),
+                headers={HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"},
+                allow_redirects=False,
+            ) as response:
+                payload = await response.read()
+                if response.status != 200:
+                    raise _refused(response.status, payload, url)
+                return payload, response.headers
+        except TimeoutError as error:
+            raise _failed(
+                504, f"The model server at {url} did not answer in {self._timeout:g} seconds.", "upstream_timeout"
+            ) from error
+        except aiohttp.ClientConnectorError as error:
+            raise _failed(
+                502, f"The model server at {url} cannot be reached ({error}). Is the engine running?", "upstream_down"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise _failed(
+                502,
+                f"The model server at {url} broke off its reply ({type(error).__name__}: {error}).",
+                "upstream_broken",
+            ) from error
+
+
+def _failed(status: int, message: str, code: str) -> ApiError:
+    return ApiError(status, message, type="upstream_error", code=code)
+
+
+def _refused(status: int, payload: bytes, url: str) -> ApiError:
+    """A status other than 200. 4xx is the agent's affair and is passed on; the rest is not."""
+    error = _error_object(payload)
+    message = str(error.get("message") or payload[:500].decode("utf-8", "replace"))
+    if status in (401, 403):
+        return _failed(502, f"The model server at {url} refuses agl's own API key: {message}", "upstream_key")
+    if not 400 <= status < 500:
+        return _failed(502, f"The model server at {url} answered {status}: {message}", "upstream_failed")
+    code = error.get("code")
+    if any(phrase in f"{code} {message}" for phrase in _OVERFLOW_PHRASES):
+        code = CONTEXT_OVERFLOW
+    kind, param = error.get("type"), error.get("param")
+    return ApiError(
+        status,
+        message,
+        type=kind if isinstance(kind, str) else "invalid_request_error",
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, str) else None,
+    )
+
+
+def _error_object(payload: bytes) -> Mapping[str, Json]:
+    """The error in OpenAI's shape, in older vLLM's (fields at the top) or in FastAPI's (`detail`)."""
+    try:
+        body = orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return {}
+    if not isinstance(body, dict):
+        return {}
+    inner = body.get("error")
+    if isinstance(inner, dict):
+        return inner
+    if isinstance(inner, str):
+        return {"message": inner}
+    if "detail" in body:
+        return {"message": orjson.dumps(body["detail"]).decode()}
+    return body

@@ -1,0 +1,117 @@
+"""What is asked of the store: each function runs in one read transaction and returns records."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from agl_core.errors import StoreError
+from agl_core.store import codec, schema
+from agl_core.store.pieces import hashes_in
+from agl_core.store.schema import Table
+from agl_core.types import Attempt, AttemptKey, Call, Choice, Outcome, Reward, Rollout, Run, Use
+
+_HASHES_PER_STATEMENT = 500
+_PREFIX_MATCHES_SHOWN = 5
+
+
+def runs(connection: sqlite3.Connection) -> list[Run]:
+    """All, oldest first."""
+    return [codec.decode_run(row) for row in connection.execute(f"{_select(schema.RUNS)} ORDER BY seq")]
+
+
+def rollouts(connection: sqlite3.Connection, wanted: dict[str, Any], limit: int | None) -> list[Rollout]:
+    """Those whose columns have the wanted values, oldest first; at most `limit`."""
+    where = " AND ".join(f"{column} = ?" for column in wanted)
+    sql = f"{_select(schema.ROLLOUTS)} {'WHERE ' if where else ''}{where} ORDER BY seq LIMIT ?"
+    rows = connection.execute(sql, (*wanted.values(), -1 if limit is None else limit))
+    return [codec.decode_rollout(row) for row in rows]
+
+
+def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
+    """The only one whose id starts with `prefix`, or is `prefix`; `where` names the store in errors."""
+    rows = connection.execute(
+        f"{_select(schema.ROLLOUTS)} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
+        (prefix, prefix + "\U0010ffff", _PREFIX_MATCHES_SHOWN),
+    ).fetchall()
+    found = [codec.decode_rollout(row) for row in rows]
+    if not found:
+        raise StoreError(f"No rollout in {where} has an id that starts with {prefix!r}. `agl rollouts` lists them.")
+    if len(found) > 1 and found[0].id != prefix:
+        more = ", …" if len(found) == _PREFIX_MATCHES_SHOWN else ""
+        raise StoreError(
+            f"Several rollouts in {where} have ids that start with {prefix!r}: "
+            f"{', '.join(each.id for each in found)}{more}. Give more of the id."
+        )
+    return found[0]
+
+
+def attempts(connection: sqlite3.Connection, rollout_id: str) -> list[Attempt]:
+    """Those of one rollout, in order."""
+    rows = connection.execute(f"{_select(schema.ATTEMPTS)} WHERE rollout = ? ORDER BY attempt", (rollout_id,))
+    return [codec.decode_attempt(row) for row in rows]
+
+
+def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Call]:
+    """Those of these attempts: by attempt as asked, then in the order they started."""
+    unique = tuple(dict.fromkeys(keys))
+    rows = _of_attempts(connection, schema.CALLS, unique, "asked.key, calls.sequence, calls.seq").fetchall()
+    choices: dict[tuple[str, int, str], list[Choice]] = defaultdict(list)
+    for row in _of_attempts(connection, schema.CHOICES, unique, "choices.position"):
+        choices[row[:3]].append(codec.decode_choice(row))
+    columns = schema.CALLS.columns
+    references = [columns.index(name) for name in ("request_pieces", "prompt_blocks")]
+    pieces = _pieces(connection, {digest for row in rows for column in references for digest in hashes_in(row[column])})
+    n_choices = columns.index("n_choices")
+    # Further choices are left from a call with the same key that this one replaced.
+    return [codec.decode_call(row, tuple(choices[row[:3]][: row[n_choices]]), pieces) for row in rows]
+
+
+def outcomes(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Outcome]:
+    """Those of these attempts, in the order they were recorded."""
+    return [codec.decode_outcome(row) for row in _of_attempts(connection, schema.OUTCOMES, keys, "outcomes.seq")]
+
+
+def rewards(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Reward]:
+    """Those of these attempts, in the order they were recorded."""
+    return [codec.decode_reward(row) for row in _of_attempts(connection, schema.REWARDS, keys, "rewards.seq")]
+
+
+def uses(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Use]:
+    """Those of these attempts, in the order they were recorded."""
+    return [codec.decode_use(row) for row in _of_attempts(connection, schema.USES, keys, "uses.seq")]
+
+
+def _select(table: Table) -> str:
+    return f"SELECT {', '.join(table.columns)} FROM {table.name}"
+
+
+def _of_attempts(
+    connection: sqlite3.Connection, table: Table, keys: Iterable[AttemptKey], order: str
+) -> sqlite3.Cursor:
+    """One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
+    columns = ", ".join(f"{table.name}.{column}" for column in table.columns)
+    asked = orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
+    return connection.execute(
+        f"SELECT {columns} FROM json_each(?) AS asked CROSS JOIN {table.name} "
+        f"ON {table.name}.rollout = json_extract(asked.value, '$[0]') "
+        f"AND {table.name}.attempt = json_extract(asked.value, '$[1]') ORDER BY {order}",
+        (asked,),
+    )
+
+
+def _pieces(connection: sqlite3.Connection, hashes: set[bytes]) -> dict[bytes, str | bytes]:
+    found: dict[bytes, str | bytes] = {}
+    for chunk in _chunks(list(hashes), _HASHES_PER_STATEMENT):
+        found.update(
+            connection.execute(f"{_select(schema.PIECES)} WHERE hash IN ({', '.join('?' * len(chunk))})", chunk)
+        )
+    return found
+
+
+def _chunks(items: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -1,0 +1,158 @@
+"""Rollouts go into the queue; episodes with rewards come out, in the order of the plan."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agl_core.errors import PluginError
+from agl_core.learning import ScoringRule, build_episode, score
+from agl_core.store.interface import Store
+from agl_core.training.progress import Phase
+from agl_core.types import AttemptKey, DropReason, Ending, Episode, Json, Reward, Rollout
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL = 2.0
+
+
+class Queue(Protocol):
+    """What the trainer needs of the rollout queue, near or far."""
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None: ...
+
+    async def next_done(self) -> Rollout: ...
+
+    async def cancel(self, ids: Sequence[str]) -> None: ...
+
+
+@dataclass
+class Collected:
+    """What came back."""
+
+    groups: list[list[Episode]]
+    reward_errors: list[Exception] = field(default_factory=list)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [episode for group in self.groups for episode in group]
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Runs planned rollouts and makes episodes of what was recorded."""
+
+    store: Store
+    queue: Queue
+    rules: Sequence[ScoringRule]
+    endings: Mapping[Ending, float | Json]
+    hook: Any
+    check_health: Callable[[], None]
+    """Raises if a part of the run has died, so that nothing waits for ever."""
+
+    async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> Collected:
+        """Enqueue the groups and wait for all of them; cancelled, it cancels what is still out."""
+        planned = {rollout.id for group in groups for rollout in group}
+        waiting = set(planned)
+        episodes: dict[str, Episode] = {}
+        errors: list[Exception] = []
+        await self.queue.enqueue([rollout for group in groups for rollout in group])
+        try:
+            while waiting:
+                done = [r for r in await self._next_done() if r.id in waiting]
+                waiting -= {rollout.id for rollout in done}
+                for episode, failed in await self._episodes(done):
+                    episodes[episode.rollout] = episode
+                    errors += failed
+                phase.advance(1 - len(waiting) / len(planned), _note(list(episodes.values())))
+        finally:
+            if waiting:
+                await self.queue.cancel(sorted(waiting))
+        if errors and all(e.dropped is DropReason.REWARD_FAILED for e in episodes.values()):
+            raise PluginError(
+                f"A reward rule failed on every rollout: {type(errors[0]).__name__}: {errors[0]}. Mend the rule; "
+                f"the run can be resumed."
+            ) from errors[0]
+        for error in errors[:1]:
+            logger.warning("A reward rule failed on %d rollouts, which were dropped: %r", len(errors), error)
+        return Collected([[episodes[rollout.id] for rollout in group] for group in groups], errors)
+
+    async def _next_done(self) -> list[Rollout]:
+        """At least one finished rollout, and all that finished with it."""
+        first = asyncio.ensure_future(self.queue.next_done())
+        try:
+            while not (await asyncio.wait({first}, timeout=_HEALTH_INTERVAL))[0]:
+                self.check_health()
+        except BaseException:
+            first.cancel()
+            raise
+        done = [first.result()]
+        while True:
+            try:
+                done.append(await asyncio.wait_for(self.queue.next_done(), 0))
+            except TimeoutError:
+                return done
+
+    async def _episodes(self, rollouts: Sequence[Rollout]) -> list[tuple[Episode, list[Exception]]]:
+        keys = [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
+        calls, outcomes, rewards = (
+            _by_rollout(await self.store.calls(keys)),
+            _by_rollout(await self.store.outcomes(keys)),
+            _by_rollout(await self.store.rewards(keys)),
+        )
+        scored: list[tuple[Episode, list[Exception]]] = []
+        for rollout in rollouts:
+            attempts = [a for a in await self.store.attempts(rollout.id) if a.attempt == rollout.counted_attempt]
+            if not attempts:
+                scored.append((_lost(rollout), []))
+                continue
+            episode = build_episode(
+                rollout,
+                attempts[0],
+                calls.get(rollout.id, ()),
+                outcomes.get(rollout.id, ()),
+                rewards.get(rollout.id, ()),
+            )
+            for changed in self.hook.episode_built(episode=episode):
+                episode = changed if changed is not None else episode
+            scored.append(await score(episode, self.rules, self.endings))
+        new = [reward for episode, _ in scored for reward in _given(episode)]
+        if new:
+            await self.store.put(*new)
+        return scored
+
+
+def _given(episode: Episode) -> list[Reward]:
+    """The rewards that rules gave (what the agent reported is stored already)."""
+    terminal = [r for r in episode.rewards if r.source != "agent"]
+    return terminal + [r for t in episode.transitions for r in t.rewards]
+
+
+def _lost(rollout: Rollout) -> Episode:
+    return Episode(
+        rollout=rollout.id,
+        attempt=0,
+        group=rollout.group,
+        member=rollout.member,
+        task=rollout.task,
+        mode=rollout.mode,
+        ending=rollout.ending or Ending.CANCELLED,
+        transitions=(),
+        dropped=DropReason.ENDING,
+        step=rollout.step,
+    )
+
+
+def _by_rollout(records: Sequence[Any]) -> dict[str, list[Any]]:
+    grouped: dict[str, list[Any]] = {}
+    for record in records:
+        grouped.setdefault(record.rollout, []).append(record)
+    return grouped
+
+
+def _note(episodes: Sequence[Episode]) -> str:
+    judged = [e.terminal for e in episodes if e.terminal is not None]
+    return f"reward {sum(judged) / len(judged):.3f}" if judged else ""

@@ -1,0 +1,196 @@
+"""The training loop: sample tasks, run groups of rollouts, reward, credit, update, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agl_core.config.models import RunConfig
+from agl_core.learning import Prepared, credit_group, prepare
+from agl_core.protocols import CreditRule, Engine, TaskSource, UpdateResult
+from agl_core.store.interface import Store
+from agl_core.training.checkpoints import Checkpoints, Progress
+from agl_core.training.collect import Collected, Collector
+from agl_core.training.evaluate import Evaluator
+from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, peak_rss_bytes
+from agl_core.training.plan import plan_groups, train_indices
+from agl_core.training.progress import Observer
+from agl_core.types import CreditKind, Mode, Use
+
+Result = TypeVar("Result")
+
+
+async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+    """Finish `work` even if the caller is cancelled meanwhile; the cancellation follows afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
+@dataclass
+class Trainer:
+    """One run's training; every part is handed in, started."""
+
+    config: RunConfig
+    run: str
+    incarnation: int
+    tasks: TaskSource
+    engine: Engine
+    store: Store
+    collector: Collector
+    evaluator: Evaluator
+    credit: CreditRule
+    credit_kind: CreditKind
+    algorithm_options: Mapping[str, Any]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    observer: Observer
+    hook: Any
+    versions: dict[str, int]
+    """The gateway's record of the version being served of each policy."""
+    progress: Progress = field(default_factory=Progress)
+    saved_step: int = 0
+    """The step of the latest checkpoint."""
+    _resumed: float = field(default_factory=time.monotonic, init=False)
+
+    async def train(self) -> None:
+        """Train from where `progress` is to the last step."""
+        settings = self.config.train
+        last = settings.steps
+        self._resumed = time.monotonic() - self.progress.seconds
+        if not self.progress.evaluations:
+            await self._evaluate()
+        while self.progress.step < last:
+            step = self.progress.step + 1
+            started, tokens = time.monotonic(), await self._tokens()
+            collected = await self._rollouts(step)
+            await uninterrupted(self._learn(step, collected, started, tokens))
+            if step % self.config.eval.every == 0 or step == last:
+                await self._evaluate()
+            if step % settings.checkpoint_every == 0 or step == last:
+                await uninterrupted(self.checkpoint())
+
+    async def _rollouts(self, step: int) -> Collected:
+        settings = self.config.train
+        groups = plan_groups(
+            self.tasks,
+            train_indices(self.tasks, step, settings.groups_per_step, self.config.seed),
+            run=self.run,
+            incarnation=self.incarnation,
+            step=step,
+            mode=Mode.TRAIN,
+            split="train",
+            size=settings.group_size,
+        )
+        with self.observer.phase("rollouts", step) as phase:
+            return await self.collector.collect(groups, phase)
+
+    async def _learn(self, step: int, collected: Collected, started: float, tokens: Mapping[str, float]) -> None:
+        """Credit, update and record; once the weights move, the record has to follow."""
+        prepared = prepare(
+            collected.groups,
+            lambda episodes: credit_group(self.credit, self.config.credit.name, episodes),
+            self.credit_kind,
+            agents=self.config.train.agents,
+            min_group_size=self.config.train.min_group_size,
+            step=step,
+        )
+        rolled_out = time.monotonic()
+        results = await self._update(step, prepared)
+        updated = time.monotonic()
+        uses = await self._store_uses(step, prepared, results)
+        drops = Counter(use.dropped for use in uses if use.dropped)
+        found = episode_metrics(collected.episodes)
+        stats = await self.engine.stats()
+        metrics = {
+            **found,
+            **{f"update/{key}": value for result in results.values() for key, value in result.metrics.items()},
+            **{f"tokens/{key}": value - tokens[key] for key, value in (await self._tokens()).items()},
+            **drop_metrics(use.dropped for use in uses),
+            **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
+            "transitions/kept": float(len(uses) - drops.total()),
+            "transitions/dropped": float(drops.total()),
+            "seconds/rollouts": rolled_out - started,
+            "seconds/update": updated - rolled_out,
+            "seconds/step": time.monotonic() - started,
+        }
+        self.log.write(step, "train", metrics)
+        progress = self.progress
+        progress.step = step
+        progress.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in collected.episodes)
+        progress.kept += len(uses) - drops.total()
+        progress.count_dropped(drops)
+        progress.train_rewards.append(found["reward/mean"])
+        self._count_memory(stats)
+
+    async def _update(self, step: int, prepared: Prepared) -> dict[str, UpdateResult]:
+        results = {}
+        with self.observer.phase("update", step) as phase:
+            for policy, batch in prepared.batches.items():
+                results[policy] = await self.engine.update(
+                    policy, batch, self.config.algorithm.name, self.algorithm_options, phase.advance
+                )
+                self.versions[policy] = results[policy].version
+                self.hook.policy_updated(
+                    policy=policy, version=results[policy].version, metrics=results[policy].metrics
+                )
+        return results
+
+    async def _store_uses(self, step: int, prepared: Prepared, results: Mapping[str, UpdateResult]) -> list[Use]:
+        """What training made of every transition."""
+        uses = [
+            Use(*key, step=step, credit=credit, advantage=advantage, weight=weight, dropped=reason)
+            for policy, result in results.items()
+            for key, credit, advantage, weight, reason in zip(
+                prepared.batches[policy].keys,
+                prepared.batches[policy].values_N.tolist(),
+                result.advantage_N.tolist(),
+                result.weight_N.tolist(),
+                result.dropped,
+                strict=True,
+            )
+        ]
+        uses += prepared.dropped
+        await self.store.put(*uses)
+        return uses
+
+    async def _tokens(self) -> dict[str, float]:
+        """The engine's counters of tokens prefilled, reused and decoded, since it started."""
+        stats = await self.engine.stats()
+        return {key.removeprefix("tokens_"): value for key, value in stats.items() if key.startswith("tokens_")}
+
+    async def _evaluate(self) -> None:
+        step = self.progress.step
+        entries, metrics, calls = await self.evaluator.evaluate(step)
+        self.progress.evaluations += entries
+        self.progress.llm_calls += calls
+        self._count_memory(await self.engine.stats())
+        if entries:
+            self.log.write(step, "eval", metrics)
+            rewards = ", ".join(f"{e['set']} {e['mode']} {e['reward']:.3f}" for e in entries)
+            self.observer.say(f"step {step}: {rewards}")
+
+    async def checkpoint(self) -> Path:
+        """Save everything that resuming needs."""
+        self.count_time()
+        part = self.checkpoints.begin(self.progress.step)
+        await self.engine.save(part)
+        self.saved_step = self.progress.step
+        return self.checkpoints.commit(part, self.progress)
+
+    def count_time(self) -> None:
+        """Bring `progress.seconds` up to now."""
+        self.progress.seconds = time.monotonic() - self._resumed
+
+    def _count_memory(self, stats: Mapping[str, float]) -> None:
+        """Resident memory of the run: this process and the engine's."""
+        peak = peak_rss_bytes() + int(stats.get("peak_rss_bytes", 0))
+        self.progress.peak_rss_bytes = max(self.progress.peak_rss_bytes, peak)

@@ -1,0 +1,92 @@
+"""The numbers of a step, by documented key (docs/metrics.md), and where they are written."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agl_core.protocols import Tracker
+from agl_core.types import Episode
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean, NaN of nothing."""
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else math.nan
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Rewards and their parts, endings, lengths, turns and calls of one set of rollouts.
+
+    An episode without a terminal reward (it was dropped) counts as 0 in `reward/mean`.
+    """
+    rewards = [e.terminal or 0.0 for e in episodes]
+    transitions = [t for e in episodes for t in e.transitions]
+    metrics = {
+        "reward/mean": mean(rewards),
+        "reward/std": math.sqrt(mean([(r - mean(rewards)) ** 2 for r in rewards])) if rewards else math.nan,
+        "rollouts": float(len(episodes)),
+        "rollout/turns": mean(len(e.transitions) for e in episodes),
+        "rollout/calls": mean(len({t.key.call for t in e.transitions}) for e in episodes),
+        "rollout/outcomes": mean(sum(len(t.outcomes) for t in e.transitions) for e in episodes),
+        "length/prompt": mean(len(t.prompt_ids) for t in transitions if t.prompt_ids is not None),
+        "length/response": mean(len(t.response_ids) for t in transitions if t.response_ids is not None),
+        "calls/prefix_broken": float(sum(t.prefix_broken for t in transitions)),
+        "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
+        "outcomes/unjoined": float(sum(len(e.unjoined) for e in episodes)),
+    }
+    parts: dict[str, float] = {}
+    for reward in (r for e in episodes for r in e.rewards):
+        parts[reward.name] = parts.get(reward.name, 0.0) + reward.value
+    metrics |= {f"reward/{name}": total / len(episodes) for name, total in parts.items()}
+    endings = Counter(e.ending.value for e in episodes)
+    metrics |= {f"ending/{name}": float(count) for name, count in endings.items()}
+    return {key: value for key, value in metrics.items() if not math.isnan(value)}
+
+
+def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:
+    """Transitions left out of training, by reason."""
+    return {f"dropped/{reason}": float(n) for reason, n in Counter(r for r in reasons if r).items()}
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one line per training step and per evaluation, and whatever trackers the run has."""
+
+    def __init__(self, path: Path, trackers: Sequence[Tracker], incarnation: int) -> None:
+        self._path, self._trackers, self._incarnation = path, trackers, incarnation
+
+    def forget_after(self, step: int) -> None:
+        """Take out the lines of superseded steps, when a run resumes from an earlier checkpoint."""
+        if not self._path.exists():
+            return
+        kept = [line for line in self._path.read_bytes().splitlines() if orjson.loads(line)["step"] <= step]
+        part = self._path.with_suffix(".part")
+        part.write_bytes(b"".join(line + b"\n" for line in kept))
+        os.replace(part, self._path)
+
+    def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
+        """Append one line; `kind` is `train` or `eval`."""
+        line: dict[str, Any] = {"step": step, "kind": kind, "incarnation": self._incarnation, **metrics}
+        with self._path.open("ab") as file:
+            file.write(orjson.dumps(line) + b"\n")
+        for tracker in self._trackers:
+            tracker.log(step, {f"{kind}/{key}": value for key, value in metrics.items()})
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process ever had resident."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

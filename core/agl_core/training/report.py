@@ -1,0 +1,77 @@
+"""What a run ends with: `summary.json`, and the same for the screen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agl_core.training.checkpoints import Progress
+
+HEADLINE_SET = "eval"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The outcome of a run."""
+
+    run_dir: Path
+    seed: int
+    progress: Progress
+    interrupted: bool
+    checkpoint: Path | None
+    abandoned: int
+    """Agents that could not be ended when their time was up."""
+    problems: dict[str, int]
+    """What adapters could not do."""
+
+    def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
+        """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set."""
+        of_set = [e for e in self.progress.evaluations if e["set"] == set_name]
+        steps = sorted({e["step"] for e in of_set})
+
+        def at(step: int) -> dict[str, float | None]:
+            found = {e["mode"]: e["reward"] for e in of_set if e["step"] == step}
+            return {mode: found.get(mode) for mode in ("greedy", "sampled")}
+
+        if not steps:
+            return {"before": {"greedy": None, "sampled": None}, "after": {"greedy": None, "sampled": None}}
+        return {"before": at(steps[0]), "after": at(steps[-1])}
+
+    @property
+    def sets(self) -> list[str]:
+        """The held-out sets, in the order of their evaluation."""
+        return list(dict.fromkeys(e["set"] for e in self.progress.evaluations))
+
+    @property
+    def headline(self) -> str:
+        return HEADLINE_SET if HEADLINE_SET in self.sets or not self.sets else self.sets[0]
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of `summary.json`."""
+        progress = self.progress
+        return {
+            "reward": self.rewards(self.headline),
+            "rewards": {name: self.rewards(name) for name in self.sets},
+            "steps": progress.step,
+            "seconds": progress.seconds,
+            "peak_rss_bytes": progress.peak_rss_bytes,
+            "llm_calls": progress.llm_calls,
+            "transitions": {"kept": progress.kept, "dropped": progress.dropped},
+            "seed": self.seed,
+            "interrupted": self.interrupted,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "agents_abandoned": self.abandoned,
+            "adapter_problems": self.problems,
+            "evaluations": progress.evaluations,
+            "train_rewards": progress.train_rewards,
+        }
+
+    def write(self) -> None:
+        """Write `summary.json`, whole."""
+        part = self.run_dir / "summary.json.part"
+        part.write_bytes(orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
+        os.replace(part, self.run_dir / "summary.json")

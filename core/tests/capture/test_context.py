@@ -1,0 +1,199 @@
+"""Attempt and identity follow the code that runs, into tasks, threads and pools."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import agl_core
+from agl_core.capture import (
+    ActiveAttempt,
+    Identity,
+    Recording,
+    current_attempt,
+    current_identity,
+    enter_identity,
+    identify,
+    running,
+)
+
+
+@pytest.fixture
+def attached() -> Iterator[None]:
+    attachment = agl_core.attach([])
+    yield
+    attachment.detach()
+
+
+def attempt(rollout: str = "r1") -> ActiveAttempt:
+    return ActiveAttempt(rollout, 0, "http://127.0.0.1:8000", "key", Recording())
+
+
+def here() -> tuple[str | None, str | None]:
+    """The rollout and the agent of the code that calls this."""
+    active, identity = current_attempt(), current_identity()
+    return (active.rollout if active else None, identity.agent if identity else None)
+
+
+def test_an_attempt_runs_inside_the_block_only() -> None:
+    with running(attempt()):
+        assert here() == ("r1", None)
+        with running(attempt("r2")):
+            assert here() == ("r2", None)
+        assert here() == ("r1", None)
+    assert here() == (None, None)
+
+
+def test_identities_nest_and_the_name_is_inherited() -> None:
+    with identify("outer", span="s1"):
+        with identify(parent_span="s1"):
+            assert current_identity() == Identity("outer", None, "s1")
+        with identify("inner"):
+            assert here() == (None, "inner")
+        assert current_identity() == Identity("outer", "s1")
+    assert current_identity() is None
+
+
+async def test_an_identity_closed_in_another_task_ends_here_too() -> None:
+    scope = enter_identity(Identity("solver"))
+
+    async def end() -> None:
+        scope.close()
+
+    await asyncio.create_task(end())
+    assert current_identity() is None
+
+
+def test_closing_an_outer_identity_first_leaves_the_inner_one() -> None:
+    outer, inner = enter_identity(Identity("outer")), enter_identity(Identity("inner"))
+    outer.close()
+    assert here() == (None, "inner")
+    inner.close()
+    assert current_identity() is None
+
+
+def test_many_calls_one_after_the_other_do_not_pile_up() -> None:
+    def chain() -> int:
+        depth, scope = 0, enter_identity(Identity("last"))
+        scope.close()
+        while scope._outer is not None:
+            depth, scope = depth + 1, scope._outer
+        return depth
+
+    def calls() -> int:
+        for _ in range(100):
+            enter_identity(Identity("solver")).close()
+        return chain()
+
+    assert contextvars.copy_context().run(calls) == 0
+
+
+async def test_concurrent_tasks_are_told_apart() -> None:
+    entered = asyncio.Barrier(10)
+
+    async def agent(name: str) -> tuple[str | None, str | None]:
+        with running(attempt(name)), identify(f"agent-{name}"):
+            await entered.wait()
+            return here()
+
+    names = [f"r{number}" for number in range(10)]
+    assert await asyncio.gather(*map(agent, names)) == [(name, f"agent-{name}") for name in names]
+
+
+def in_thread() -> tuple[str | None, str | None]:
+    found = []
+    thread = threading.Thread(target=lambda: found.append(here()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_bare_thread_belongs_to_the_attempt_that_started_it(attached: None) -> None:
+    with running(attempt()), identify("solver"):
+        assert in_thread() == ("r1", "solver")
+    assert in_thread() == (None, None)
+
+
+def test_a_thread_that_overrides_run_and_starts_another(attached: None) -> None:
+    found = []
+
+    class Inner(threading.Thread):
+        def run(self) -> None:
+            found.append(here())
+
+    class Outer(threading.Thread):
+        def run(self) -> None:
+            inner = Inner()
+            inner.start()
+            inner.join()
+
+    with running(attempt()):
+        outer = Outer()
+        outer.start()
+        outer.join()
+    assert found == [("r1", None)]
+
+
+def test_other_context_variables_stay_as_python_has_them(attached: None) -> None:
+    theirs = contextvars.ContextVar("theirs", default="default")
+    theirs.set("set")
+    found = []
+    with running(attempt()):
+        thread = threading.Thread(target=lambda: found.append(theirs.get()))
+        thread.start()
+        thread.join()
+    assert found == ["default"]
+
+
+def test_a_pool_shared_by_attempts_works_for_whoever_submits(attached: None) -> None:
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        with running(attempt("r1")), identify("a"):
+            assert pool.submit(here).result() == ("r1", "a")
+        with running(attempt("r2")):
+            assert pool.submit(here).result() == ("r2", None)
+            assert list(pool.map(lambda _: here(), range(2))) == [("r2", None)] * 2
+        assert pool.submit(here).result() == (None, None)
+
+
+async def test_the_loops_own_pool(attached: None) -> None:
+    loop = asyncio.get_running_loop()
+    with running(attempt()):
+        assert await loop.run_in_executor(None, here) == ("r1", None)
+        assert await asyncio.to_thread(here) == ("r1", None)
+    assert await loop.run_in_executor(None, here) == (None, None)
+
+
+def test_a_pool_passes_arguments_results_and_errors_on(attached: None) -> None:
+    with ThreadPoolExecutor(1) as pool, running(attempt()):
+        assert pool.submit(divmod, 7, 2).result() == (3, 1)
+        assert pool.submit(int, "ff", base=16).result() == 255
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(divmod, 1, 0).result()
+
+
+def test_detaching_restores_the_threads_of_python() -> None:
+    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+    attachment = agl_core.attach([])
+    assert agl_core.attach([]) is attachment
+    assert threading.Thread.start is not start
+    attachment.detach()
+    assert (threading.Thread.start, ThreadPoolExecutor.submit) == (start, submit)
+    with running(attempt()):
+        assert in_thread() == (None, None)
+
+
+def test_what_others_patched_since_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment = agl_core.attach([])
+    ours = threading.Thread.start
+
+    def theirs(thread: threading.Thread) -> None:
+        ours(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", theirs)
+    attachment.detach()
+    assert threading.Thread.start is theirs

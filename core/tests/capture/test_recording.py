@@ -1,0 +1,225 @@
+"""What an attempt's recording keeps, and how results become reports."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import subprocess
+import threading
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+import agl_core
+from agl_core.capture import (
+    ActiveAttempt,
+    Recording,
+    ToolRequest,
+    guarded,
+    jsonable,
+    outcome_report,
+    record_outcome,
+    report_problem,
+    running,
+    status_of,
+)
+from agl_core.errors import AgentError
+from agl_core.types import OutcomeStatus
+
+
+def attempt(recording: Recording | None = None) -> ActiveAttempt:
+    return ActiveAttempt("r1", 0, "http://127.0.0.1:8000", "key", recording or Recording())
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("result", "status"),
+    [
+        (None, OutcomeStatus.EMPTY),
+        ("", OutcomeStatus.EMPTY),
+        ([], OutcomeStatus.EMPTY),
+        ({}, OutcomeStatus.EMPTY),
+        ((), OutcomeStatus.EMPTY),
+        (set(), OutcomeStatus.EMPTY),
+        (b"", OutcomeStatus.EMPTY),
+        (0, OutcomeStatus.OK),
+        (False, OutcomeStatus.OK),
+        ("0", OutcomeStatus.OK),
+        ([None], OutcomeStatus.OK),
+        (ValueError("x"), OutcomeStatus.ERROR),
+        (KeyboardInterrupt(), OutcomeStatus.ERROR),
+        (TimeoutError(), OutcomeStatus.TIMEOUT),
+        (httpx.ReadTimeout("x"), OutcomeStatus.TIMEOUT),
+        (subprocess.TimeoutExpired("ls", 1), OutcomeStatus.TIMEOUT),
+        (caused(RuntimeError("tool failed"), httpx.ConnectTimeout("x")), OutcomeStatus.TIMEOUT),
+        (caused(RuntimeError("tool failed"), KeyError("x")), OutcomeStatus.ERROR),
+    ],
+)
+def test_status(result: Any, status: OutcomeStatus) -> None:
+    assert status_of(result) is status
+
+
+def test_an_exception_becomes_an_error_and_a_value_a_result() -> None:
+    raised = outcome_report("1", "search", ValueError("no index"), arguments={"q": "x"})
+    assert (raised.status, raised.error, raised.result) == (OutcomeStatus.ERROR, "ValueError: no index", None)
+    returned = outcome_report("2", "search", {"hits": 3}, tool_call_id="c1")
+    assert (returned.status, returned.error, returned.result) == (OutcomeStatus.OK, None, {"hits": 3})
+
+
+def test_an_exception_whose_text_raises_is_still_reported() -> None:
+    class AwkwardError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert outcome_report("1", "t", AwkwardError()).error == "AwkwardError"
+
+
+def test_an_outcome_counts_once_and_the_first_report_stays() -> None:
+    recording = Recording()
+    recording.outcome(outcome_report("1", "add", 3))
+    recording.outcome(outcome_report("1", "add", 4))
+    recording.outcome(outcome_report("2", "add", 5))
+    assert [outcome.result for outcome in recording.outcomes] == [3, 5]
+
+
+def test_what_comes_after_the_end_is_counted_and_not_kept() -> None:
+    recording = Recording()
+    with running(attempt(recording)):
+        recording.close()
+        recording.close()
+        agl_core.reward(1.0)
+        record_outcome(outcome_report("1", "add", 3))
+    assert (recording.outcomes, recording.rewards, recording.late) == ((), (), 2)
+
+
+def test_a_tool_request_is_answered_by_an_outcome_with_its_id() -> None:
+    recording = Recording()
+    recording.asked(ToolRequest("c1", "add", {"a": 1}, "solver"))
+    assert recording.unanswered("c1") == ToolRequest("c1", "add", {"a": 1}, "solver")
+    assert recording.unanswered("c2") is None
+    recording.outcome(outcome_report("1", "add", 3, tool_call_id="c1"))
+    assert recording.unanswered("c1") is None
+    assert recording.request("c1") is not None
+
+
+def test_reports_from_many_threads_are_all_kept() -> None:
+    recording = Recording()
+    start = threading.Barrier(8)
+
+    def report(worker: int) -> None:
+        start.wait()
+        for number in range(200):
+            recording.outcome(outcome_report(f"{worker}/{number}", "t", number))
+            recording.outcome(outcome_report(f"shared/{number}", "t", number))
+
+    threads = [threading.Thread(target=report, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(recording.outcomes) == 8 * 200 + 200
+
+
+def test_rewards_are_kept_in_order_with_their_names() -> None:
+    active = attempt()
+    with running(active):
+        agl_core.reward(1)
+        agl_core.reward(0.25, name="format")
+    assert [(r.name, r.value) for r in active.recording.rewards] == [("reward", 1.0), ("format", 0.25)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", None, [1.0], 10**400])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_reward_that_is_no_number_is_refused_inside_a_rollout_and_outside(value: Any, inside: bool) -> None:
+    active = attempt()
+    context = running(active) if inside else contextlib.nullcontext()
+    with context, pytest.raises(AgentError, match="not a finite number"):
+        agl_core.reward(value)
+    assert active.recording.rewards == ()
+
+
+def test_outside_a_rollout_reports_go_nowhere() -> None:
+    agl_core.reward(1.0)
+    record_outcome(outcome_report("1", "add", 3))
+
+
+def test_what_an_adapter_raises_becomes_a_problem(caplog: pytest.LogCaptureFixture) -> None:
+    @guarded
+    def on_tool_end(run: str) -> None:
+        raise KeyError(run)
+
+    active = attempt()
+    with running(active):
+        on_tool_end("run-1")
+        on_tool_end("run-1")
+        report_problem("Reading the trace", OSError("gone"))
+    first, second = active.recording.problems
+    assert "on_tool_end failed: KeyError: 'run-1'" in first
+    assert second == "Reading the trace failed: OSError: gone"
+    assert caplog.text.count("run-1") == 1
+
+
+class Point(BaseModel):
+    x: int
+    tags: set[str] = set()
+
+
+@dataclasses.dataclass
+class Box:
+    at: Point
+    note: object = None
+
+
+def test_models_and_dataclasses_are_their_fields() -> None:
+    assert jsonable(Box(Point(x=1, tags={"a"}))) == {"at": {"x": 1, "tags": ["a"]}, "note": None}
+
+
+class Unreadable(dict[str, int]):
+    def items(self) -> Any:
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    "odd", [Unreadable(a=1), 2**70, float("nan"), b"bytes", object(), ValueError("x"), "\ud800", {1: {2: 3}}]
+)
+def test_what_is_not_json_is_kept_as_text(odd: Any) -> None:
+    orjson.dumps(jsonable({"odd": odd}))
+
+
+def test_a_value_that_contains_itself_ends() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    orjson.dumps(jsonable(loop))
+
+
+def test_what_was_left_out_is_said() -> None:
+    assert jsonable("x" * 100, limit=10) == "x" * 10 + "… (90 more characters)"
+    long_list = jsonable(list(range(10_000)), limit=200)
+    assert long_list[:3] == [0, 1, 2]
+    assert "more items" in long_list[-1]
+    assert "more entries" in jsonable({str(i): i for i in range(10_000)}, limit=200)["…"]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    max_leaves=40,
+)
+
+
+@given(anything, st.integers(0, 2000))
+def test_anything_becomes_json_of_bounded_size(value: Any, limit: int) -> None:
+    converted = jsonable(value, limit)
+    assert len(orjson.dumps(converted)) <= 8 * limit + 1000
+    if limit == 2000 and isinstance(value, str | bool | None) and "\ud800" not in str(value):
+        assert converted == value or len(str(value)) > limit

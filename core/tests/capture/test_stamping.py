@@ -1,0 +1,217 @@
+"""Which requests are stamped, with what; seen from the transport of real clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import pytest
+
+import agl_core
+from agl_core.capture import ActiveAttempt, Identity, Recording, identify, running
+from agl_core.capture.stamping import Stamping
+
+BASE = "http://127.0.0.1:8000"
+
+
+class Wire:
+    """Answers every request and keeps its headers."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.requests: list[Any] = []
+        self.statuses = iter([200] * 100)
+        self.transport = library.MockTransport(self.answer)
+
+    def answer(self, request: Any) -> Any:
+        self.requests.append(request)
+        reply = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
+        return self.library.Response(next(self.statuses), json=reply, headers={"retry-after-ms": "1"})
+
+    def stamps(self) -> list[dict[str, str]]:
+        return [{k: v for k, v in r.headers.items() if k.startswith("x-agl")} for r in self.requests]
+
+
+@pytest.fixture(autouse=True)
+def attached() -> Iterator[None]:
+    attachment = agl_core.attach([])
+    yield
+    attachment.detach()
+
+
+@pytest.fixture(params=[httpx, httpx2], ids=["httpx", "httpx2"])
+def wire(request: pytest.FixtureRequest) -> Wire:
+    return Wire(request.param)
+
+
+def attempt(rollout: str = "r1", base_url: str = BASE) -> ActiveAttempt:
+    return ActiveAttempt(rollout, 2, base_url, "key", Recording())
+
+
+def test_rollout_agent_and_parent_span_are_stamped(wire: Wire) -> None:
+    with wire.library.Client(transport=wire.transport) as client, running(attempt()):
+        client.post(f"{BASE}/v1/chat/completions", json={})
+        with identify("solver", span="s2", parent_span="s1"):
+            client.post(f"{BASE}/v1/chat/completions", json={})
+    assert wire.stamps() == [
+        {"x-agl-rollout": "r1/2"},
+        {"x-agl-rollout": "r1/2", "x-agl-agent": "solver", "x-agl-parent-span": "s1"},
+    ]
+
+
+def test_one_async_client_shared_by_concurrent_attempts(wire: Wire) -> None:
+    async def run() -> None:
+        async with wire.library.AsyncClient(transport=wire.transport) as client:
+            ready = asyncio.Barrier(10)
+
+            async def agent(name: str) -> None:
+                with running(attempt(name)), identify(f"of-{name}"):
+                    await ready.wait()
+                    await client.get(f"{BASE}/v1/{name}")
+
+            await asyncio.gather(*(agent(f"r{number}") for number in range(10)))
+
+    asyncio.run(run())
+    assert sorted((r.url.path, r.headers["x-agl-rollout"], r.headers["x-agl-agent"]) for r in wire.requests) == sorted(
+        (f"/v1/r{number}", f"r{number}/2", f"of-r{number}") for number in range(10)
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:8001/v1/chat/completions",
+        "https://127.0.0.1:8000/v1",
+        "http://127.0.0.1/v1",
+        "http://api.openai.com/v1",
+        "http://127.0.0.1:8000@evil.example/v1",
+        "http://127.0.0.1.evil.example:8000/v1",
+    ],
+)
+def test_no_other_host_is_told_anything(wire: Wire, url: str) -> None:
+    with wire.library.Client(transport=wire.transport) as client, running(attempt()), identify("solver"):
+        client.get(url)
+    assert wire.stamps() == [{}]
+
+
+def test_only_below_the_path_of_the_base_url(wire: Wire) -> None:
+    with wire.library.Client(transport=wire.transport) as client, running(attempt(base_url="https://h/agl")):
+        for path in ("agl/v1", "agl", "aglet/v1", "v1"):
+            client.get(f"https://h:443/{path}")
+    assert [bool(stamp) for stamp in wire.stamps()] == [True, True, False, False]
+
+
+def test_outside_an_attempt_nothing_is_stamped(wire: Wire) -> None:
+    with wire.library.Client(transport=wire.transport) as client, identify("solver"):
+        client.get(f"{BASE}/v1")
+    assert wire.stamps() == [{}]
+
+
+@pytest.mark.parametrize("name", ["研究员", "a\r\nx-evil: 1", "é", "100%", " spaced ", "x" * 5000])
+def test_any_name_makes_a_header_that_is_legal(wire: Wire, name: str) -> None:
+    with wire.library.Client(transport=wire.transport) as client, running(attempt()), identify(name):
+        client.get(f"{BASE}/v1")
+    value = wire.stamps()[0]["x-agl-agent"]
+    assert value.isascii()
+    assert value.isprintable()
+    assert len(value) <= 512
+
+
+def client_of(wire: Wire, asynchronous: bool) -> Any:
+    """An openai client; 3.x speaks through httpx2."""
+    kind, http = (openai.AsyncOpenAI, httpx2.AsyncClient) if asynchronous else (openai.OpenAI, httpx2.Client)
+    return kind(base_url=f"{BASE}/v1", api_key="k", max_retries=3, http_client=http(transport=wire.transport))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_retries_of_the_openai_client_carry_the_marker_of_their_first_try(asynchronous: bool) -> None:
+    wire = Wire(httpx2)
+    wire.statuses = iter([500, 429, 200, 200, 503, 200])
+    client = client_of(wire, asynchronous)
+
+    async def ask_async() -> None:
+        for _ in range(3):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "same"}])
+
+    with running(attempt()):
+        if asynchronous:
+            asyncio.run(ask_async())
+        else:
+            for _ in range(3):
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": "same"}])
+    markers = [stamp["x-agl-retry"] for stamp in wire.stamps()]
+    first, second, third = markers[0], markers[3], markers[4]
+    assert markers == [first, first, first, second, third, third]
+    assert len({first, second, third}) == 3
+
+
+def test_retries_of_concurrent_identical_requests_are_told_apart() -> None:
+    wire = Wire(httpx2)
+    seen: dict[str, int] = {}
+
+    def answer(request: Any) -> Any:
+        marker = request.headers["x-agl-retry"]
+        seen[marker] = seen.get(marker, 0) + 1
+        return httpx2.Response(500 if seen[marker] == 1 else 200, json={"choices": []}, headers={"retry-after-ms": "1"})
+
+    wire.transport = httpx2.MockTransport(answer)
+    client = client_of(wire, asynchronous=True)
+
+    async def run() -> None:
+        message: Any = {"role": "user", "content": "same"}
+        await asyncio.gather(*(client.chat.completions.create(model="m", messages=[message]) for _ in range(5)))
+
+    with running(attempt()):
+        asyncio.run(run())
+    assert sorted(seen.values()) == [2] * 5
+
+
+def test_a_retry_whose_first_try_is_not_known_is_not_marked(wire: Wire) -> None:
+    with wire.library.Client(transport=wire.transport) as client, running(attempt()):
+        client.post(f"{BASE}/v1", content=b"a", headers={"x-stainless-retry-count": "0"})
+        client.post(f"{BASE}/v1", content=b"another", headers={"x-stainless-retry-count": "1"})
+        client.post(f"{BASE}/v1", content=iter([b"a"]), headers={"x-stainless-retry-count": "0"})
+        client.post(f"{BASE}/v1", content=b"a")
+    assert ["x-agl-retry" in stamp for stamp in wire.stamps()] == [True, False, False, False]
+
+
+def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> None:
+    stamping, answers = Stamping(), iter([None, Identity("from-trace", parent_span="turn-1")])
+
+    def broken() -> Identity | None:
+        raise RuntimeError("trace is gone")
+
+    stamping.add_resolver(broken)
+    stamping.add_resolver(lambda: next(answers))
+    stamping.install(wire.library)
+    active = attempt()
+    try:
+        with wire.library.Client(transport=wire.transport) as client, running(active):
+            client.get(f"{BASE}/v1")
+            client.get(f"{BASE}/v1")
+            with identify("entered"):
+                client.get(f"{BASE}/v1")
+    finally:
+        stamping.uninstall()
+    assert [stamp.get("x-agl-agent") for stamp in wire.stamps()] == [None, "from-trace", "entered"]
+    assert active.recording.problems == ("Asking a framework who makes a call failed: RuntimeError: trace is gone",)
+
+
+def test_a_failure_of_stamping_does_not_fail_the_request(wire: Wire) -> None:
+    active = attempt(base_url="http://127.0.0.1:not-a-port")
+    with wire.library.Client(transport=wire.transport) as client, running(active):
+        assert client.get("http://127.0.0.1:8000/v1").status_code == 200
+    assert active.recording.problems
+
+
+def test_detaching_restores_the_clients(wire: Wire) -> None:
+    stamped = wire.library.Client.send
+    agl_core.attach([]).detach()
+    assert wire.library.Client.send is not stamped
+    with wire.library.Client(transport=wire.transport) as client, running(attempt()):
+        client.get(f"{BASE}/v1")
+    assert wire.stamps() == [{}]

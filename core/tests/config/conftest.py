@@ -1,0 +1,52 @@
+"""A plugin file with one small component of every kind that a configuration chooses, and a configuration using it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from agl_core.config import LoadedConfig, load
+
+PLUGIN_FILE = Path(__file__).with_name("fakes.py")
+
+MINIMAL: dict[str, Any] = {
+    "config_version": 1,
+    "plugins": [str(PLUGIN_FILE)],
+    "agent": {"entry": "my_agent:solve"},
+    "tasks": {"train": {"source": "counting"}},
+    "policies": {"default": {"model": {"path": "weights"}}},
+    "credit": {"name": "whole"},
+    "algorithm": {"name": "comparing"},
+    "engine": {"name": "pretending"},
+    "store": {"name": "forgetting"},
+}
+
+
+@pytest.fixture
+def minimal() -> dict[str, Any]:
+    """A configuration to change."""
+    return copy.deepcopy(MINIMAL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the configuration stands, with the weights it names."""
+    (tmp_path / "weights").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def loaded(folder: Path) -> Callable[..., LoadedConfig]:
+    """Writes a configuration to `train.toml` and loads it."""
+
+    def write_and_load(config: dict[str, Any] | str, *overrides: str, seed: int | None = None) -> LoadedConfig:
+        file = folder / "train.toml"
+        file.write_text(config if isinstance(config, str) else tomli_w.dumps(config))
+        return load(file, overrides, seed)
+
+    return write_and_load

@@ -1,0 +1,115 @@
+"""A plugin file as a user would write it: one small component of every kind that a configuration chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+import agl_core
+from agl_core import Need
+from agl_core.plugins import Register
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ComparingOptions(Strict):
+    beta: float = Field(0.04, ge=0, description="Weight of the distance to the reference; 0: no reference.")
+    epsilon: float = Field(0.2, gt=0, description="Clip range.")
+
+
+class EngineOptions(Strict):
+    class Cache(Strict):
+        slots: int = Field(4, ge=1, description="Sequences kept.")
+
+    cache: Cache = Field(Cache(), description="What is kept between calls.")
+    threads: int | None = Field(None, description="Threads of the engine.")
+    token: SecretStr = Field(SecretStr(""), description="A secret.")
+
+
+class CountingOptions(Strict):
+    limit: int = Field(10, ge=1, description="How far to count.")
+    file: Path = Field(Path("numbers.txt"), description="A path.")
+
+
+class CarelessOptions(BaseModel):
+    """Its author forgot to forbid unknown keys."""
+
+    loud: bool = Field(False, description="Whether to shout.")
+
+
+class NeedyOptions(Strict):
+    url: str = Field(description="Where to send metrics.")
+
+
+def built(options: BaseModel, *context: Any) -> tuple[Any, ...]:
+    """A stand-in."""
+    return (options, *context)
+
+
+@agl_core.hookimpl
+def register_algorithms(register: Register) -> None:
+    register(
+        "comparing",
+        built,
+        options=ComparingOptions,
+        needs=lambda options: {Need.GROUPS, Need.RETURNS, *([Need.REFERENCE] if options.beta else [])},
+    )
+    register("judging", built, needs={Need.CRITIC, Need.REWARDS, Need.TOKEN_IDS})
+    register("easy", built)
+
+
+@agl_core.hookimpl
+def register_engines(register: Register) -> None:
+    register("pretending", built, options=EngineOptions, provides={Need.REFERENCE, Need.TOKEN_IDS})
+    register("poor", built)
+    register("rich", built, provides={Need.REFERENCE, Need.TOKEN_IDS, Need.CRITIC})
+
+
+@agl_core.hookimpl
+def register_credit_rules(register: Register) -> None:
+    register("confused", built, provides={Need.REWARDS, Need.RETURNS})
+    register("silent", built)
+
+
+@agl_core.credit_rule(kind=Need.RETURNS)
+def whole(episodes: Any) -> Any:
+    """Everything to everyone."""
+
+
+@agl_core.credit_rule(kind=Need.REWARDS)
+def stepwise(episodes: Any) -> Any:
+    """Each step its own."""
+
+
+@agl_core.hookimpl
+def register_stores(register: Register) -> None:
+    register("forgetting", built)
+
+
+@agl_core.hookimpl
+def register_task_sources(register: Register) -> None:
+    register("counting", built, options=CountingOptions)
+
+
+@agl_core.hookimpl
+def register_trackers(register: Register) -> None:
+    register("shouting", built, options=CarelessOptions)
+    register("posting", built, options=NeedyOptions)
+
+
+@agl_core.hookimpl
+def register_rewards(register: Register) -> None:
+    class Clashing(Strict):
+        weight: float = Field(1.0, description="Clashes with the table's own.")
+
+    register("clashing", built, options=Clashing)
+
+
+@agl_core.reward_rule
+def brevity(episode: Any, *, limit: int = 200) -> float:
+    """1 if the answer is short."""
+    return float(len(str(episode.result)) <= limit)

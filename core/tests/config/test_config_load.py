@@ -1,0 +1,273 @@
+"""Loading: what is accepted, what is resolved, and what a user is told about mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.config import LoadedConfig, dump, load
+from agl_core.errors import ConfigError, PluginError
+from agl_core.types import Ending
+
+Load = Callable[..., LoadedConfig]
+
+
+def change(config: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    *parents, key = dotted.split(".")
+    table = config
+    for parent in parents:
+        table = table.setdefault(parent, {})
+    table[key] = value
+    return config
+
+
+def test_the_chosen_components_come_with_validated_options(loaded: Load, minimal: dict[str, Any]) -> None:
+    change(minimal, "algorithm.comparing", {"beta": 0})
+    change(minimal, "rewards.short", {"rule": "brevity", "weight": 2, "limit": 7})
+    change(minimal, "trackers.shouting", {"loud": True})
+
+    run = loaded(minimal)
+
+    assert (run.algorithm.component.name, run.algorithm.options.model_dump()) == (
+        "comparing",
+        {"beta": 0.0, "epsilon": 0.2},
+    )
+    assert run.engine.component.name == "pretending"
+    assert run.rewards["short"].component.name == "brevity"
+    assert run.rewards["short"].options.model_dump() == {"limit": 7}
+    assert run.trackers["shouting"].options.model_dump() == {"loud": True}
+    assert run.tasks["train"].options.model_dump()["limit"] == 10
+    assert run.credit.component.name == "whole"
+    assert run.store.component.name == "forgetting"
+
+
+def test_paths_are_resolved_against_the_file(
+    folder: Path, minimal: dict[str, Any], loaded: Load, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    (folder / "mine.py").write_text("")
+    minimal["plugins"].append("mine.py")
+
+    run = loaded(minimal)
+
+    assert run.folder == folder.resolve()
+    assert run.config.policies["default"].model.path == str(folder / "weights")
+    assert run.config.plugins[1] == folder / "mine.py"
+
+
+def test_a_model_that_is_no_folder_is_a_hub_name(minimal: dict[str, Any], loaded: Load) -> None:
+    change(minimal, "policies.default.model.path", "Qwen/Qwen2.5-0.5B-Instruct")
+
+    assert loaded(minimal).config.policies["default"].model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_the_folder_can_be_given(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
+    (folder / "inside" / "other").mkdir(parents=True)
+    change(minimal, "folder", "inside")
+    change(minimal, "policies.default.model.path", "other")
+
+    run = loaded(minimal)
+
+    assert run.folder == folder / "inside"
+    assert run.config.policies["default"].model.path == str(folder / "inside" / "other")
+
+
+def test_endings_that_are_not_named_keep_their_default(minimal: dict[str, Any], loaded: Load) -> None:
+    change(minimal, "train.endings", {"crashed": -1.0})
+
+    endings = loaded(minimal).config.train.endings
+
+    assert endings[Ending.CRASHED] == -1.0
+    assert endings[Ending.FINISHED] == "score"
+    assert set(endings) == set(Ending)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=5", ("train", "steps", 5)),
+        ("train.steps = 5", ("train", "steps", 5)),
+        ("sampling.temperature=0.5", ("sampling", "temperature", 0.5)),
+        ("name=first-try", ("name", None, "first-try")),
+        ('name="quoted"', ("name", None, "quoted")),
+        ("agent.entry=other:run", ("agent", "entry", "other:run")),
+        ("train.deterministic=true", ("train", "deterministic", True)),
+        ('train.agents=["a", "b*"]', ("train", "agents", ("a", "b*"))),
+    ],
+)
+def test_set_overrides_one_key(
+    minimal: dict[str, Any], loaded: Load, override: str, expected: tuple[str, str | None, Any]
+) -> None:
+    section, key, value = expected
+    found = getattr(loaded(minimal, override).config, section)
+
+    assert (found if key is None else getattr(found, key)) == value
+
+
+def test_set_reaches_plugins_and_new_tables(minimal: dict[str, Any], loaded: Load) -> None:
+    run = loaded(
+        minimal, "algorithm.comparing.beta=0.5", "trackers.shouting.loud=true", "engine.pretending.cache.slots=9"
+    )
+
+    assert run.config.algorithm.settings["beta"] == 0.5
+    assert "shouting" in run.trackers
+    assert run.config.engine.settings["cache"] == {"slots": 9}
+
+
+def test_the_later_override_wins_and_seed_beats_the_file(minimal: dict[str, Any], loaded: Load) -> None:
+    change(minimal, "seed", 1)
+
+    run = loaded(minimal, "train.steps=5", "train.steps=6", seed=7)
+
+    assert (run.config.train.steps, run.config.seed) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.steps", "must be KEY=VALUE"),
+        ("=5", "not a dotted key"),
+        ("a b=5", "not a dotted key"),
+        ("name.x.y=5", "'name' is a value, not a table"),
+        ("train.agents=[1,", "not valid TOML"),
+        ("train.steps=1\nseed=2", "more than one key"),
+        ("train.stepz=5", "Did you mean 'steps'? Known: steps, "),
+        ("train.steps=0", "[train] steps: must be greater than or equal to 1, not 0. (It comes from --set.)"),
+    ],
+)
+def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override: str, said: str) -> None:
+    minimal["name"] = "run"
+    if "stepz" in override:
+        said = "there is no such key. Did you mean 'steps'?"
+
+    with pytest.raises(ConfigError) as error:
+        loaded(minimal, override)
+
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("config_version", 2, "config_version: must be 1, not 2."),
+        ("tarin", {"steps": 1}, "tarin: there is no such key. Did you mean 'train'?"),
+        ("train.stps", 1, "[train] stps: there is no such key. Did you mean 'steps'?"),
+        ("train.steps", "5", "[train] steps: must be a valid integer, not '5'."),
+        ("train.steps", True, "[train] steps: must be a valid integer, not true."),
+        ("train", 5, "train: must be a table, not 5."),
+        ("train.agents", "a", "[train] agents: must be a list, not 'a'."),
+        ("sampling.temperature", float("inf"), "[sampling] temperature: must be a finite number, not inf."),
+        ("agent.entry", "module", "[agent] entry: must be 'module:function', for instance 'my_agent:solve'."),
+        ("agent", {}, "[agent] entry: is missing: The agent as 'module:function'"),
+        ("name", "a/b", "name: must match pattern"),
+        ("policies.default.model.dtype", "flaot32", ".model] dtype: cannot be 'flaot32'. Did you mean 'float32'?"),
+        ("policies.default.model.lora", {"rnk": 4}, ".lora] rnk: there is no such key. Did you mean 'rank'?"),
+        ("policies.default.optimizer", {"lr": 1}, "[policies.default.optimizer] lr: there is no such key."),
+        ("policies", {}, "policies: needs a policy, for instance [policies.default]."),
+        ("policies.default.model.path", "./nowhere", "[policies.default.model] path: there is no folder"),
+        ("tasks", {"eval": {"source": "counting"}}, "tasks: needs the table [tasks.train]."),
+        ("tasks.train.source", "count", "[tasks.train] source: there is no task source 'count'. Did you mean"),
+        ("tasks.train.limt", 3, "[tasks.train] limt: task source 'counting' ("),
+        ("train.endings", {"crash": 0}, "[train.endings] crash: there is no such key. Did you mean 'crashed'?"),
+        ("train.endings", {"crashed": "scor"}, "[train.endings] crashed: must be a valid number or 'drop' or 'score'"),
+        ("eval.modes", ["eval-greddy"], "[eval] modes[0]: cannot be 'eval-greddy'. Did you mean 'eval-greedy'?"),
+        ("eval.modes", ["train"], "[eval] modes: must name 'eval-greedy', 'eval-sampled' or both."),
+        ("algorithm.name", "compare", "[algorithm] name: there is no algorithm 'compare'. Did you mean 'comparing'?"),
+        ("algorithm.beta", 1, "[algorithm] beta: there is no such key here; settings stand in [algorithm.comparing]."),
+        ("algorithm.comparin", {}, "[algorithm] comparin: there is no algorithm 'comparin'. Did you mean 'comparing'?"),
+        ("algorithm.comparing", {"beta": -1}, "[algorithm.comparing] beta: must be greater than or equal to 0"),
+        ("algorithm.judging", {"x": 1}, "[algorithm.judging] x: algorithm 'judging' ("),
+        ("engine.pretending", {"cache": {"slts": 1}}, "Did you mean 'slots'? Known: slots."),
+        ("rewards.brevty", {}, "[rewards] brevty: there is no reward 'brevty'. Did you mean 'brevity'?"),
+        ("rewards.short", {"rule": "brevty"}, "[rewards.short] rule: there is no reward 'brevty'."),
+        ("rewards.clashing", {}, "[rewards] clashing: reward 'clashing' ("),
+        ("trackers.tensorbored", {}, "[trackers] tensorbored: there is no tracker 'tensorbored'."),
+        ("trackers.shouting", {"lowd": True}, "does not honour it. Did you mean 'loud'?"),
+        ("trackers.posting", {}, "[trackers.posting] url: is missing: Where to send metrics."),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_place_and_remedy(
+    minimal: dict[str, Any], loaded: Load, folder: Path, key: str, value: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        loaded(change(minimal, key, value))
+
+    assert said in str(error.value)
+    assert str(error.value).startswith(f"{folder / 'train.toml'}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_an_unsupported_setting_names_key_plugin_and_nearest(minimal: dict[str, Any], loaded: Load) -> None:
+    origin = minimal["plugins"][0]
+
+    with pytest.raises(ConfigError) as error:
+        loaded(change(minimal, "algorithm.comparing", {"betta": 1}))
+
+    assert (
+        f"[algorithm.comparing] betta: algorithm 'comparing' ({origin}) does not honour it. "
+        f"Did you mean 'beta'? Known: beta, epsilon."
+    ) in str(error.value)
+
+
+def test_all_problems_are_told_together(minimal: dict[str, Any], loaded: Load) -> None:
+    for key, value in {"algorithm.name": "x", "engine.pretending": {"y": 1}, "rewards.z": {}}.items():
+        change(minimal, key, value)
+
+    with pytest.raises(ConfigError) as error:
+        loaded(minimal)
+
+    message = str(error.value)
+    assert message.splitlines()[0].endswith("has 3 problems:")
+    for place in ("[algorithm] name", "[engine.pretending] y", "[rewards] z"):
+        assert f"\n  {place}: " in message
+
+
+def test_tables_of_plugins_that_are_not_chosen_may_stay(minimal: dict[str, Any], loaded: Load) -> None:
+    change(minimal, "algorithm.comparing", {"beta": 0.5})
+    change(minimal, "algorithm.name", "easy")
+
+    run = loaded(minimal)
+
+    assert run.algorithm.component.name == "easy"
+    assert run.config.algorithm.tables["comparing"]["beta"] == 0.5
+
+
+def test_a_missing_file_and_bad_toml(loaded: Load, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        load(folder / "nowhere.toml")
+    with pytest.raises(ConfigError, match=r"train\.toml is not valid TOML: .*line 2"):
+        loaded("config_version = 1\n[agent\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(folder)
+
+
+def test_a_missing_plugin_file(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
+    with pytest.raises(PluginError, match=f"{folder}/gone.py does not exist"):
+        loaded(change(minimal, "plugins", ["gone.py"]))
+
+
+def test_the_default_tracker_may_be_missing_but_not_a_named_one(
+    minimal: dict[str, Any], loaded: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.metadata
+
+    installed = importlib.metadata.entry_points(group="agl")
+    only_core = [entry for entry in installed if entry.name == "core"]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: only_core)
+
+    assert loaded(minimal).trackers == {}
+    assert loaded(minimal).config.trackers == {}
+    with pytest.raises(ConfigError, match=r"\[trackers\] tensorboard: there is no tracker 'tensorboard'"):
+        loaded(change(minimal, "trackers.tensorboard", {}))
+
+
+def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(minimal: dict[str, Any], loaded: Load) -> None:
+    run = loaded(minimal, "engine.pretending.token=hunter2")
+
+    assert run.engine.options.token.get_secret_value() == "hunter2"  # type: ignore[attr-defined]
+    assert "hunter2" not in dump(run.config)
+    assert "hunter2" not in repr(run.config)
+    assert "token =" not in dump(run.config)

@@ -1,0 +1,308 @@
+"""Credit rules: what each conserves, and what must not change their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agl_core.learning import build_episode, episode_return, identical, prepare
+from agl_core.learning.credit import discounted, immediate, stepwise
+from agl_core.plugins import Kind, Need, Plugins
+from agl_core.types import CreditKind, Episode, Reward
+
+Rule = Callable[[Sequence[Episode]], list[list[float]]]
+
+RULES: dict[str, Rule] = {
+    "identical": identical,
+    "immediate": immediate,
+    "discounted": discounted,
+    "stepwise": stepwise,
+    "stepwise, discounted": partial(stepwise, gamma=0.5),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+REWARDS = st.floats(-2, 2, width=32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a test's episode."""
+
+    reward: float = 0.0
+    state: int = 0
+    """Calls of one state have one prompt."""
+    agent: str = "solver"
+
+
+STEPS = st.builds(Step, REWARDS, st.integers(0, 3), st.sampled_from(["solver", "critic"]))
+EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
+GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
+
+
+def episode(
+    make: Any, member: int, steps: Sequence[Step], terminal: float, order: Sequence[int] | None = None
+) -> Episode:
+    """The episode of these steps; `order` is that in which the calls were stored."""
+    name = f"r{member}"
+    calls = [
+        make.call(i, rollout=name, agent=step.agent, prompt_ids=np.full(3, step.state, np.int32))
+        for i, step in enumerate(steps)
+    ]
+    stored = calls if order is None else [calls[i] for i in order]
+    built = build_episode(make.rollout(name, member=member), make.attempt(name), stored)
+    by_call = {call.id: step.reward for call, step in zip(calls, steps, strict=True)}
+    transitions = tuple(
+        replace(t, rewards=(Reward(name, 0, "step", by_call[t.key.call], "test", t.key.call),))
+        for t in built.transitions
+    )
+    return replace(built, transitions=transitions, terminal=terminal)
+
+
+def group(make: Any, members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
+    return [episode(make, i, steps, terminal) for i, (steps, terminal) in enumerate(members)]
+
+
+def rewards(*values: float) -> list[Step]:
+    return [Step(value, state=i) for i, value in enumerate(values)]
+
+
+def near(values: Any) -> Any:
+    return pytest.approx(values, abs=1e-9)
+
+
+class TestEveryRule:
+    @rules
+    @settings(max_examples=40)
+    @given(members=GROUPS, data=st.data())
+    def test_the_order_in_which_calls_are_stored_does_not_matter(
+        self, make: Any, rule: Rule, members: list[tuple[list[Step], float]], data: st.DataObject
+    ) -> None:
+        shuffled = [
+            episode(make, i, steps, terminal, data.draw(st.permutations(range(len(steps)))))
+            for i, (steps, terminal) in enumerate(members)
+        ]
+        assert rule(shuffled) == rule(group(make, members))
+
+    @rules
+    @settings(max_examples=40)
+    @given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
+    def test_one_call_episodes_are_single_turn_learning(self, make: Any, rule: Rule, terminals: list[float]) -> None:
+        episodes = group(make, [([Step()], terminal) for terminal in terminals])
+        assert rule(episodes) == [[terminal] for terminal in terminals]
+
+    @rules
+    def test_an_empty_group_and_an_episode_without_calls_have_no_values(self, make: Any, rule: Rule) -> None:
+        nothing = replace(build_episode(make.rollout(), make.attempt(), []), terminal=1.0)
+        assert rule([]) == []
+        assert rule([nothing]) == [[]]
+
+    @rules
+    def test_an_episode_without_rewards_is_worth_nothing(self, make: Any, rule: Rule) -> None:
+        assert rule([build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1)])]) == [[0.0, 0.0]]
+
+    @pytest.mark.parametrize("rule", [identical, discounted, stepwise], ids=lambda rule: rule.__name__)
+    @settings(max_examples=40)
+    @given(members=GROUPS)
+    def test_untrained_agents_count_in_the_returns_and_are_never_in_the_batch(
+        self, make: Any, rule: Rule, members: list[tuple[list[Step], float]]
+    ) -> None:
+        episodes = group(make, members)
+        prepared = prepare([episodes], rule, CreditKind.RETURN, agents=["solver"])
+        expected = {
+            t.key: value
+            for e, values in zip(episodes, rule(episodes), strict=True)
+            for t, value in zip(e.transitions, values, strict=True)
+            if t.agent == "solver"
+        }
+        batches = prepared.batches.values()
+        assert {key: value for b in batches for key, value in zip(b.keys, b.values_N, strict=True)} == expected
+
+    @pytest.mark.parametrize("rule", [identical, discounted, stepwise], ids=lambda rule: rule.__name__)
+    def test_what_an_untrained_agent_earns_reaches_the_call_before_it(self, make: Any, rule: Rule) -> None:
+        plain, praised = (
+            prepare(
+                [[episode(make, 0, [Step(), Step(earned, 1, "critic")], 0.0)]], rule, CreditKind.RETURN, agents=["s*"]
+            )
+            for earned in (0.0, 1.0)
+        )
+        assert praised.batches["default"].values_N > plain.batches["default"].values_N
+
+    @settings(max_examples=40)
+    @given(steps=st.lists(STEPS, min_size=1, max_size=6), terminal=REWARDS)
+    def test_rewards_of_untrained_agents_stay_in_the_return_of_the_trained_calls_before_them(
+        self, make: Any, steps: list[Step], terminal: float
+    ) -> None:
+        one = episode(make, 0, steps, terminal)
+        prepared = prepare([[one]], immediate, CreditKind.REWARD, agents=["solver"])
+        trained = [i for i, step in enumerate(steps) if step.agent == "solver"]
+        if not trained:
+            assert prepared.batches == {}
+            return
+        batch = prepared.batches["default"]
+        assert batch.turn_N.tolist() == trained
+        to_go = np.cumsum(batch.values_N[::-1])[::-1]
+        whole = discounted([one], gamma=1.0)[0]
+        assert to_go.tolist() == near([whole[i] for i in trained])
+
+
+class TestImmediate:
+    @settings(max_examples=40)
+    @given(member=EPISODES)
+    def test_the_values_sum_to_the_return(self, make: Any, member: tuple[list[Step], float]) -> None:
+        one = episode(make, 0, *member)
+        assert math.fsum(immediate([one])[0]) == near(episode_return(one))
+
+    def test_the_terminal_reward_comes_at_the_last_call(self, make: Any) -> None:
+        assert immediate([episode(make, 0, rewards(0.25, -0.5, 0.125), 1.0)]) == [[0.25, -0.5, 1.125]]
+
+    def test_the_choices_of_the_last_call_carry_it_alike(self, make: Any) -> None:
+        built = build_episode(
+            make.rollout(), make.attempt(), [make.call(0), make.call(1, make.choice(0), make.choice(1))]
+        )
+        assert immediate([replace(built, terminal=1.0)]) == [[0.0, 1.0, 1.0]]
+
+
+class TestDiscounted:
+    def test_the_worked_example(self, make: Any) -> None:
+        assert discounted([episode(make, 0, rewards(0.3, 0.2, 0.0), 1.0)]) == [near([1.29, 1.10, 1.00])]
+        assert discounted([episode(make, 0, rewards(0.3, 0.2, 1.0), 0.0)]) == [near([1.29, 1.10, 1.00])]
+
+    @settings(max_examples=40)
+    @given(member=EPISODES, gamma=st.floats(0, 1))
+    def test_every_reward_can_be_read_off_again(
+        self, make: Any, member: tuple[list[Step], float], gamma: float
+    ) -> None:
+        one = episode(make, 0, *member)
+        values = discounted([one], gamma=gamma)[0]
+        after = [*values[1:], 0.0]
+        assert [g - gamma * later for g, later in zip(values, after, strict=True)] == near(immediate([one])[0])
+
+    @settings(max_examples=40)
+    @given(member=EPISODES)
+    def test_undiscounted_the_first_value_is_the_return(self, make: Any, member: tuple[list[Step], float]) -> None:
+        one = episode(make, 0, *member)
+        assert discounted([one], gamma=1.0)[0][0] == near(episode_return(one))
+
+    def test_choices_of_one_call_are_not_in_each_others_future(self, make: Any) -> None:
+        built = build_episode(
+            make.rollout(), make.attempt(), [make.call(0, make.choice(0), make.choice(1)), make.call(1)]
+        )
+        assert discounted([replace(built, terminal=1.0)], gamma=0.5) == [[0.5, 0.5, 1.0]]
+
+
+class TestIdentical:
+    @settings(max_examples=40)
+    @given(member=EPISODES)
+    def test_the_mean_is_the_return(self, make: Any, member: tuple[list[Step], float]) -> None:
+        one = episode(make, 0, *member)
+        assert fmean(identical([one])[0]) == near(episode_return(one))
+
+
+class TestStepwise:
+    @settings(max_examples=40)
+    @given(members=GROUPS, gamma=st.sampled_from([0.5, 1.0]))
+    def test_at_a_shared_state_the_mean_over_rollouts_is_the_groups_and_elsewhere_the_value_is_the_return(
+        self, make: Any, members: list[tuple[list[Step], float]], gamma: float
+    ) -> None:
+        episodes = group(make, members)
+        values = stepwise(episodes, gamma=gamma)
+        met: dict[int, dict[int, list[float]]] = {}
+        for i, (steps, _) in enumerate(members):
+            for step, value in zip(steps, values[i], strict=True):
+                met.setdefault(step.state, {}).setdefault(i, []).append(value)
+        baseline = fmean(episode_return(e) for e in episodes)
+        for by_rollout in met.values():
+            if len(by_rollout) > 1:
+                assert fmean(fmean(found) for found in by_rollout.values()) == near(baseline)
+            else:
+                [(i, found)] = by_rollout.items()
+                assert found == [episode_return(episodes[i])] * len(found)
+
+    @settings(max_examples=40)
+    @given(members=GROUPS)
+    def test_differences_at_a_shared_state_are_differences_of_what_came_after(
+        self, make: Any, members: list[tuple[list[Step], float]]
+    ) -> None:
+        episodes = group(make, [([Step(state=9), *steps, Step(state=8)], terminal) for steps, terminal in members])
+        values, to_go = stepwise(episodes), discounted(episodes, gamma=1.0)
+        for at in (0, -1):
+            moved = [v[at] - v0 for v, v0 in zip(values, (values[0][at],) * len(values), strict=True)]
+            assert moved == near([g[at] - to_go[0][at] for g in to_go])
+
+    @settings(max_examples=40)
+    @given(members=st.lists(EPISODES, min_size=1, max_size=4))
+    def test_without_a_shared_state_it_is_identical(self, make: Any, members: list[tuple[list[Step], float]]) -> None:
+        apart = [([replace(s, state=10 * i + s.state) for s in steps], end) for i, (steps, end) in enumerate(members)]
+        assert stepwise(group(make, apart)) == identical(group(make, apart))
+
+    @settings(max_examples=40)
+    @given(steps=st.lists(st.lists(STEPS.map(lambda s: replace(s, reward=0.0)), min_size=1), min_size=1, max_size=5))
+    @pytest.mark.parametrize("terminal", [0.1, 1 / 3, -0.7])
+    def test_rollouts_of_equal_return_get_equal_values_to_the_last_bit(
+        self, make: Any, steps: list[list[Step]], terminal: float
+    ) -> None:
+        values = stepwise(group(make, [(each, terminal) for each in steps]))
+        assert {value for of_episode in values for value in of_episode} == {terminal}
+
+    def test_a_step_is_judged_among_those_who_stood_there(self, make: Any) -> None:
+        """Asking memory (state 1) pays in two of three rollouts, not asking it (state 2) never."""
+        asked, not_asked = [Step(state=0), Step(state=1)], [Step(state=0), Step(state=2)]
+        episodes = group(make, [(asked, 1.0), (asked, 1.0), (asked, 0.0), (not_asked, 0.0), (not_asked, 0.0)])
+        values = stepwise(episodes)
+        assert [v[0] for v in values] == near([1.0, 1.0, 0.0, 0.0, 0.0])
+        third = 1 / 3
+        assert [v[1] for v in values] == near([0.4 + third, 0.4 + third, 0.4 - 2 * third, 0.4, 0.4])
+
+    def test_a_state_met_twice_by_one_rollout_only_is_no_comparison(self, make: Any) -> None:
+        episodes = group(make, [([Step(state=0), Step(0.5, state=0)], 1.0), ([Step(state=1)], 0.0)])
+        assert stepwise(episodes) == [[1.5, 1.5], [0.0]]
+
+    def test_calls_without_token_ids_or_of_another_policy_share_no_state(self, make: Any) -> None:
+        first, second = group(make, [([Step()], 1.0), ([Step()], 0.0)])
+        other = replace(second, transitions=(replace(second.transitions[0], policy="other"),))
+        blind = replace(second, transitions=(replace(second.transitions[0], prompt_ids=None),))
+        long = replace(first, transitions=first.transitions * 2)
+        for neighbour in (other, blind):
+            assert stepwise([long, neighbour]) == [[1.0, 1.0], [0.0]]
+
+
+class TestInARun:
+    """The rules as a run finds them."""
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("identical", Need.RETURNS),
+            ("immediate", Need.REWARDS),
+            ("discounted", Need.RETURNS),
+            ("stepwise", Need.RETURNS),
+        ],
+    )
+    def test_each_is_there_with_its_kind_and_a_line_of_description(self, name: str, kind: Need) -> None:
+        found = Plugins.load().component(Kind.CREDIT, name, "[credit]")
+        assert found.provides == {kind}
+        assert found.origin.startswith("agl-core")
+        assert len(found.doc) > 40
+
+    def test_stepwise_needs_groups_and_token_ids(self) -> None:
+        component = Plugins.load().component(Kind.CREDIT, "stepwise", "[credit]")
+        assert component.needs(component.options()) == {Need.GROUPS, Need.TOKEN_IDS}
+
+    @pytest.mark.parametrize("name", ["discounted", "stepwise"])
+    def test_the_discount_is_bounded_and_has_an_effect(self, make: Any, name: str) -> None:
+        component = Plugins.load().component(Kind.CREDIT, name, "[credit]")
+        members = [([Step(state=0), Step(state=1)], 1.0), ([Step(state=0)], 0.0)]
+        values = [component.build(component.options(gamma=gamma))(group(make, members)) for gamma in (1.0, 0.5)]
+        assert values[0] != values[1]
+        for wrong in (-0.1, 1.1):
+            with pytest.raises(ValidationError):
+                component.options(gamma=wrong)

@@ -1,0 +1,174 @@
+"""Finding plugins: files, objects, duplicates, versions, and what is said about broken ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+import agl_core
+from agl_core.errors import PluginError
+from agl_core.plugins import Kind, Need, Plugins, Register
+from agl_core.types import Episode
+
+PLUGIN = '''
+import agl_core
+
+@agl_core.reward_rule
+def shortness(episode, *, limit: int = 20):
+    """1 if the answer is short.
+
+    More about it.
+    """
+    return float(len(str(episode.result)) <= limit)
+
+@agl_core.hookimpl
+def policy_updated(policy, version, metrics):
+    metrics["seen"].append((policy, version))
+'''
+
+
+class Bringing:
+    """A plugin object that brings one algorithm."""
+
+    def __init__(self, name: str = "mine") -> None:
+        self.name = name
+
+    @agl_core.hookimpl
+    def register_algorithms(self, register: Register) -> None:
+        def build(options: BaseModel) -> None:
+            """What it is.
+
+            And more.
+            """
+
+        register(self.name, build, needs={Need.GROUPS}, provides={Need.CRITIC})
+
+
+@pytest.fixture(autouse=True)
+def clean_imports() -> Iterator[None]:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if not name.startswith("agl_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def plugin_file(tmp_path: Path) -> Path:
+    file = tmp_path / "my_rewards.py"
+    file.write_text(PLUGIN)
+    return file
+
+
+def test_an_object_is_registered_and_unregistered() -> None:
+    plugins, mine = Plugins(), Bringing()
+
+    plugins.register(mine, "here")
+    found = plugins.component(Kind.ALGORITHM, "mine", "[algorithm] name")
+
+    assert (found.kind, found.origin, found.doc) == (Kind.ALGORITHM, "here", "What it is.")
+    assert found.needs(found.options()) == {Need.GROUPS}
+    assert found.provides == {Need.CRITIC}
+
+    plugins.unregister(mine)
+    assert plugins.components(Kind.ALGORITHM) == {}
+
+
+def test_a_file_brings_its_rules_and_hooks(plugin_file: Path) -> None:
+    plugins = Plugins.load([plugin_file])
+
+    rule = plugins.component(Kind.REWARD, "shortness", "[rewards]")
+    seen: list[tuple[str, int]] = []
+    plugins.hook.policy_updated(policy="default", version=3, metrics={"seen": seen})
+
+    assert rule.origin == str(plugin_file)
+    assert rule.doc == "1 if the answer is short."
+    assert rule.build(rule.options(limit=3))(_episode("abc")) == 1.0
+    assert rule.build(rule.options(limit=2))(_episode("abc")) == 0.0
+    assert seen == [("default", 3)]
+
+
+def test_a_file_named_twice_is_registered_once(plugin_file: Path) -> None:
+    assert "shortness" in Plugins.load([plugin_file, plugin_file]).components(Kind.REWARD)
+
+
+def test_a_file_can_import_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "lies_beside.py").write_text("LIMIT = 3")
+    (tmp_path / "importing.py").write_text("import lies_beside\nassert lies_beside.LIMIT == 3")
+
+    Plugins.load([tmp_path / "importing.py"])
+
+
+def test_two_of_one_name_are_refused() -> None:
+    plugins = Plugins()
+    plugins.register(Bringing(), "one")
+    plugins.register(Bringing(), "another")
+
+    with pytest.raises(PluginError, match=r"Two plugins bring the algorithm 'mine': (another and one|one and another)"):
+        plugins.components(Kind.ALGORITHM)
+
+
+def test_an_unknown_component_gets_the_nearest_name() -> None:
+    plugins = Plugins()
+    plugins.register(Bringing("grpo"), "here")
+
+    with pytest.raises(PluginError, match=r"\[algorithm\]: there is no algorithm 'gpro'. Did you mean 'grpo'\?"):
+        plugins.component(Kind.ALGORITHM, "gpro", "[algorithm]")
+
+
+def test_a_plugin_for_another_api_version_is_refused() -> None:
+    class Future:
+        AGL_API_VERSION = 99
+
+    with pytest.raises(PluginError, match="plugin from tomorrow was written for plugin API 99, this agl has 1"):
+        Plugins().register(Future(), "tomorrow")
+
+
+def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
+    class Misspelt:
+        @agl_core.hookimpl
+        def register_algorithm(self, register: Register) -> None: ...
+
+    plugins = Plugins()
+    with pytest.raises(PluginError, match=r"from here implements an unknown hook: .*register_algorithm"):
+        plugins.register(Misspelt(), "here")
+    plugins.register(Bringing(), "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("def (", "cannot be imported: SyntaxError"),
+        ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+
+    with pytest.raises(PluginError, match=f"{file} {said}"):
+        Plugins.load([file])
+    assert "broken" not in sys.modules
+
+
+def test_a_file_that_is_not_there_or_no_python(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"gone\.py does not exist. Paths are relative to the configuration file"):
+        Plugins.load([tmp_path / "gone.py"])
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(PluginError, match=r"notes\.txt is not a Python file"):
+        Plugins.load([tmp_path / "notes.txt"])
+
+
+def _episode(result: str) -> Episode:
+    class Result:
+        pass
+
+    episode = Result()
+    episode.result = result  # type: ignore[attr-defined]
+    return episode  # type: ignore[return-value]

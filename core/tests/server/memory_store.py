@@ -1,0 +1,85 @@
+"""A Store in memory, whose writes a test can hold up or let fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from agl_core.errors import StoreError
+from agl_core.store.interface import Record
+from agl_core.types import Attempt, AttemptKey, Call, Mode, Outcome, Reward, Rollout, RolloutState, Run, Use
+
+
+class MemoryStore:
+    """Clear `writable` to make writes wait; set `failing` to make them fail. `written` are all writes, in order."""
+
+    def __init__(self) -> None:
+        self.written: list[Record] = []
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.write_waits = asyncio.Event()
+        self.failing = False
+        self._rollouts: dict[str, Rollout] = {}
+        self._attempts: dict[AttemptKey, Attempt] = {}
+        self._calls: dict[str, Call] = {}
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def put(self, *records: Record) -> None:
+        if not self.writable.is_set():
+            self.write_waits.set()
+        await self.writable.wait()
+        if self.failing:
+            raise StoreError("scripted failure")
+        self.written.extend(records)
+        for record in records:
+            if isinstance(record, Rollout):
+                self._rollouts[record.id] = record
+            elif isinstance(record, Attempt):
+                self._attempts[record.key] = record
+            elif isinstance(record, Call):
+                self._calls[record.id] = record
+
+    async def runs(self) -> list[Run]:
+        return [each for each in self.written if isinstance(each, Run)]
+
+    async def rollouts(
+        self,
+        *,
+        run: str | None = None,
+        step: int | None = None,
+        mode: Mode | None = None,
+        state: RolloutState | None = None,
+        group: str | None = None,
+        limit: int | None = None,
+    ) -> list[Rollout]:
+        return [each for each in self._rollouts.values() if state in (None, each.state)][:limit]
+
+    async def rollout(self, prefix: str) -> Rollout:
+        return self._rollouts[prefix]
+
+    async def attempts(self, rollout: str) -> list[Attempt]:
+        return [each for each in self._attempts.values() if each.rollout == rollout]
+
+    async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
+        wanted = set(attempts)
+        return sorted((each for each in self._calls.values() if each.key in wanted), key=lambda call: call.sequence)
+
+    async def outcomes(self, attempts: Iterable[AttemptKey]) -> list[Outcome]:
+        wanted = set(attempts)
+        return [e for e in self.written if isinstance(e, Outcome) and (e.rollout, e.attempt) in wanted]
+
+    async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
+        wanted = set(attempts)
+        return [e for e in self.written if isinstance(e, Reward) and (e.rollout, e.attempt) in wanted]
+
+    async def uses(self, attempts: Iterable[AttemptKey]) -> list[Use]:
+        return []
+
+    async def __aenter__(self) -> MemoryStore:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None: ...

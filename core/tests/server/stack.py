@@ -1,0 +1,150 @@
+"""A Lightning Server in front of a scripted upstream, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+from memory_store import MemoryStore
+from scripted_upstream import ScriptedUpstream
+
+from agl_core.config.models import SamplingSection
+from agl_core.protocols import Upstream
+from agl_core.server import LightningServer
+from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
+from agl_core.wire import LeaseRequest
+
+
+def make_rollout(id: str, **fields: Any) -> Rollout:
+    defaults: dict[str, Any] = {
+        "run": "run",
+        "incarnation": 0,
+        "group": "g",
+        "task": Task("t", {"question": "?"}),
+        "mode": Mode.TRAIN,
+        "step": 0,
+        "member": 0,
+    }
+    return Rollout(id=id, **{**defaults, **fields})
+
+
+class Hooks:
+    """Stands for `Plugins.hook`: notes what was fired; `raising` makes it raise."""
+
+    def __init__(self) -> None:
+        self.fired: list[tuple[Any, ...]] = []
+        self.raising = False
+
+    def rollout_started(self, *, rollout: Rollout, attempt: int) -> None:
+        self._note("started", rollout.id, attempt)
+
+    def rollout_finished(self, *, rollout: Rollout, attempt: Any) -> None:
+        self._note("finished", rollout.id, attempt.attempt, attempt.ending)
+
+    def _note(self, *event: Any) -> None:
+        self.fired.append(event)
+        if self.raising:
+            raise RuntimeError("a plugin's mistake")
+
+
+@dataclass
+class Stack:
+    """A running server, its store and its upstream."""
+
+    server: LightningServer
+    store: Any
+    """A MemoryStore unless the test brought its own."""
+    upstream: ScriptedUpstream
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+
+    async def lease(self, **fields: Any) -> AttemptKey:
+        """Enqueue a new rollout and lease it."""
+        rollout = make_rollout(f"r{next(self._ids)}", **fields)
+        await self.server.queue.enqueue([rollout])
+        lease = (await self.server.queue.lease(LeaseRequest(worker="w", capacity=1, wait=0))).leases[0]
+        assert lease.rollout == rollout.id
+        return AttemptKey(lease.rollout, lease.attempt)
+
+    def url(self, key: AttemptKey | None = None) -> str:
+        place = "" if key is None else f"/rollout/{key.rollout}/attempt/{key.attempt}"
+        return f"{self.server.base_url}{place}/v1"
+
+    def client(self, key: AttemptKey | None = None, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            **{"base_url": self.url(key), "api_key": self.server.agent_key, "max_retries": 0, **options}
+        )
+
+    async def calls(self, key: AttemptKey) -> list[Call]:
+        return await self.store.calls([key])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition of another task or process that has no event to wait for."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.Response:
+    """POST these very bytes with the agents' key."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.post(
+            url, content=content, headers={"Authorization": f"Bearer {stack.server.agent_key}", **headers}
+        )
+
+
+@contextlib.asynccontextmanager
+async def running_stack(
+    *,
+    store: Any = None,
+    upstream_fields: Callable[[ScriptedUpstream], dict[str, Any]] | None = None,
+    **options: Any,
+) -> AsyncIterator[Stack]:
+    """`options` override those of LightningServer, `upstream_fields` those of Upstream; the store is in memory."""
+    async with ScriptedUpstream() as scripted:
+        fields: dict[str, Any] = {"urls": (scripted.url,), "models": {"default": "served"}, "api_key": "upstream-key"}
+        fields.update(upstream_fields(scripted) if upstream_fields else {})
+        settings: dict[str, Any] = {
+            "sampling": SamplingSection(temperature=0.7, eval_temperature=0.5, max_tokens=512),
+            "seed": 1,
+            "timeout": 30,
+            "attempts": 2,
+            "hook": Hooks(),
+        }
+        store = MemoryStore() if store is None else store
+        async with LightningServer(store, Upstream(**fields), **{**settings, **options}) as server:
+            yield Stack(server, store, scripted)
+
+
+@contextlib.contextmanager
+def stack_in_thread() -> Iterator[SimpleNamespace]:
+    """The same in a thread with a loop of its own, for clients that block; one attempt is leased."""
+    ready: threading.Event = threading.Event()
+    found = SimpleNamespace()
+
+    async def serve() -> None:
+        found.stop, found.loop = asyncio.Event(), asyncio.get_running_loop()
+        async with running_stack(
+            upstream_fields=lambda _: {"models": {"default": "served", "other": "served-too"}}
+        ) as stack:
+            found.stack = stack
+            found.key = await stack.lease()
+            found.base_url, found.api_key = stack.url(found.key), stack.server.agent_key
+            ready.set()
+            await found.stop.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield found
+    finally:
+        found.loop.call_soon_threadsafe(found.stop.set)
+        thread.join()

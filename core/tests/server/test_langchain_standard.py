@@ -1,0 +1,68 @@
+"""LangChain's own integration suite for chat models: ChatOpenAI through the gateway.
+
+Not supported, by the suite's properties: images, PDFs and audio (text models), Anthropic's content blocks, and
+recorded cassettes (`test_stream_time` needs them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from stack import stack_in_thread
+
+
+class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
+    server: Any
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _serve(cls) -> Iterator[None]:
+        with stack_in_thread() as cls.server:
+            yield
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {
+            "model": "default",
+            "base_url": self.server.base_url,
+            "api_key": self.server.api_key,
+            "stream_usage": True,
+            "max_retries": 0,
+            # LangChain shares one async client between models; here each test has an event loop of its own.
+            "http_async_client": openai.DefaultAsyncHttpxClient(),
+        }
+
+    @property
+    def model_override_value(self) -> str:
+        return "other"
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema", "json_mode"])
+def test_every_method_of_structured_output(method: str) -> None:
+    schema = {
+        "title": "Joke",
+        "description": "A joke.",
+        "type": "object",
+        "properties": {"setup": {"type": "string"}, "rating": {"type": "integer"}},
+        "required": ["setup", "rating"],
+    }
+    with stack_in_thread() as server:
+        model = ChatOpenAI(model="default", base_url=server.base_url, api_key=server.api_key, max_retries=0)
+        answer = model.with_structured_output(schema, method=method).invoke(
+            "A joke as JSON with 'setup' and 'rating', please; I give it 7."
+        )
+    assert set(answer) == {"setup", "rating"}

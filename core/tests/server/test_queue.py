@@ -1,0 +1,341 @@
+"""The rollout queue's state machine, durable at each step."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from memory_store import MemoryStore
+from stack import Hooks, make_rollout
+
+from agl_core.errors import ServerError, StoreError
+from agl_core.server import RolloutQueue
+from agl_core.types import Attempt, AttemptKey, Ending, OutcomeStatus, Rollout, RolloutState
+from agl_core.wire import CloseRequest, LeaseReply, LeaseRequest, OutcomeReport, RewardReport
+
+FINISHED, CRASHED = CloseRequest(ending=Ending.FINISHED, result="4"), CloseRequest(ending=Ending.CRASHED, error="Boom")
+LOST = CloseRequest(ending=Ending.LOST)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def hooks() -> Hooks:
+    return Hooks()
+
+
+@pytest.fixture
+def queue(store: MemoryStore, hooks: Hooks) -> RolloutQueue:
+    return RolloutQueue(store, timeout=30, attempts=2, hook=hooks)
+
+
+async def lease(queue: RolloutQueue, capacity: int = 1, wait: float = 0) -> LeaseReply:
+    return await queue.lease(LeaseRequest(worker="w", capacity=capacity, wait=wait))
+
+
+async def leased(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) -> AttemptKey:
+    """Lease one and let it have made some calls."""
+    (one,) = (await lease(queue)).leases
+    key = AttemptKey(one.rollout, one.attempt)
+    attempt = queue.attempt(key)
+    assert attempt is not None
+    attempt.started_calls, attempt.completed_calls, attempt.context_overflows = calls + overflows, calls, overflows
+    return key
+
+
+async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make_rollout(id) for id in "abc"])
+    reply = await lease(queue, capacity=2)
+    assert [each.rollout for each in reply.leases] == ["a", "b"]
+    assert [(await store.rollout(id)).state for id in "abc"] == ["running", "running", "queued"]
+    assert [each.worker for each in await store.attempts("a")] == ["w"]
+    first = reply.leases[0]
+    assert (first.task_id, first.task_input, first.task_split) == ("t", {"question": "?"}, "train")
+    assert (first.path, first.timeout, first.mode) == ("/rollout/a/attempt/0", 30, "train")
+    assert (queue.queued, queue.running) == (1, 2)
+
+
+async def test_nothing_is_acknowledged_before_it_is_in_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
+    for step in (
+        lambda: queue.enqueue([make_rollout("a")]),
+        lambda: lease(queue),
+        lambda: queue.close_attempt(AttemptKey("a", 0), FINISHED),
+    ):
+        store.writable.clear()
+        store.write_waits.clear()
+        task = asyncio.ensure_future(step())
+        await store.write_waits.wait()
+        assert not task.done()
+        before = len(store.written)
+        store.writable.set()
+        await task
+        assert len(store.written) > before
+
+
+async def test_a_lease_waits_for_the_first_rollout(queue: RolloutQueue) -> None:
+    waiting = [asyncio.ensure_future(lease(queue, wait=30)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make_rollout("b")])
+    assert sorted(reply.leases[0].rollout for reply in await asyncio.gather(*waiting)) == ["a", "b"]
+
+
+async def test_a_lease_without_rollouts_is_empty(queue: RolloutQueue) -> None:
+    assert await lease(queue, wait=0.01) == LeaseReply(leases=[], closed=False)
+
+
+async def test_a_cancelled_lease_takes_nothing(queue: RolloutQueue) -> None:
+    waiting = asyncio.ensure_future(lease(queue, wait=30))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await queue.enqueue([make_rollout("a")])
+    assert (await lease(queue)).leases[0].rollout == "a"
+
+
+async def test_a_closed_queue_tells_workers_and_takes_nothing_in(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    queue.close()
+    assert await lease(queue, wait=30) == LeaseReply(leases=[], closed=True)
+    with pytest.raises(ServerError, match="closed"):
+        await queue.enqueue([make_rollout("b")])
+
+
+async def test_closing_wakes_a_waiting_lease(queue: RolloutQueue) -> None:
+    waiting = asyncio.ensure_future(lease(queue, wait=30))
+    await asyncio.sleep(0)
+    queue.close()
+    assert (await waiting).closed
+
+
+async def test_a_rollout_is_taken_in_once(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    with pytest.raises(ServerError, match="already in the queue: a"):
+        await queue.enqueue([make_rollout("b"), make_rollout("a")])
+    assert queue.queued == 1
+
+
+async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, store: MemoryStore) -> None:
+    store.failing = True
+    with pytest.raises(StoreError):
+        await queue.enqueue([make_rollout("a")])
+    store.failing = False
+    await queue.enqueue([make_rollout("a"), make_rollout("b")])
+    store.failing = True
+    with pytest.raises(StoreError):
+        await lease(queue, capacity=2)
+    store.failing = False
+    reply = await lease(queue, capacity=2)
+    assert [(each.rollout, each.attempt) for each in reply.leases] == [("a", 0), ("b", 0)]
+    store.failing = True
+    with pytest.raises(StoreError):
+        await queue.close_attempt(AttemptKey("a", 0), CRASHED)
+    store.failing = False
+    await queue.close_attempt(AttemptKey("a", 0), CRASHED)
+    assert (await lease(queue)).leases[0].attempt == 1
+
+
+async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue, calls=1)
+    outcome = OutcomeReport(id="o", tool="add", status=OutcomeStatus.OK, tool_call_id="c1", arguments={"a": 1})
+    request = CloseRequest(
+        ending=Ending.FINISHED,
+        result={"x": 1},
+        outcomes=[outcome],
+        rewards=[RewardReport(name="own", value=0.5), RewardReport(name="own", value=0.25)],
+    )
+    assert (await queue.close_attempt(key, request)).counted
+    done = await queue.next_done()
+    assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 0)
+    assert await store.rollout("a") == done
+    (attempt,) = await store.attempts("a")
+    assert (attempt.ending, attempt.result) == (Ending.FINISHED, {"x": 1})
+    assert attempt.ended is not None
+    assert attempt.ended >= attempt.started
+    (stored,) = await store.outcomes([key])
+    assert (stored.id, stored.tool, stored.tool_call_id, stored.arguments) == ("o", "add", "c1", {"a": 1})
+    (reward,) = await store.rewards([key])
+    assert (reward.name, reward.value, reward.source, reward.call) == ("own", 0.75, "agent", None)
+
+
+async def test_the_same_report_twice_changes_nothing(queue: RolloutQueue, store: MemoryStore, hooks: Hooks) -> None:
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue, calls=1)
+    first, second = await asyncio.gather(*(queue.close_attempt(key, FINISHED) for _ in range(2)))
+    written, fired = list(store.written), list(hooks.fired)
+    assert first == second == await queue.close_attempt(key, FINISHED)
+    assert (store.written, hooks.fired) == (written, fired)
+    assert (await queue.next_done()).id == "a"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(queue.next_done(), 0.01)
+
+
+async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue, calls=1)
+    assert (await queue.close_attempt(key, CRASHED)).counted
+    assert not (await queue.close_attempt(key, FINISHED)).counted
+    assert (await queue.next_done()).ending is Ending.CRASHED
+
+
+async def test_an_attempt_that_ended_before_a_restart_is_answered_from_the_store(
+    queue: RolloutQueue, store: MemoryStore
+) -> None:
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue, calls=1)
+    await queue.close_attempt(key, FINISHED)
+    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks())
+    assert (await restarted.close_attempt(key, FINISHED)).counted
+    with pytest.raises(ServerError, match="no attempt 3 of rollout a"):
+        await restarted.close_attempt(AttemptKey("a", 3), FINISHED)
+
+
+@pytest.mark.parametrize("ending", [Ending.CRASHED, Ending.TIMED_OUT, Ending.LOST])
+async def test_tried_again_if_no_call_completed(queue: RolloutQueue, store: MemoryStore, ending: Ending) -> None:
+    await queue.enqueue([make_rollout("a"), make_rollout("b")])
+    assert not (await queue.close_attempt(await leased(queue), CloseRequest(ending=ending))).counted
+    assert (await store.rollout("a")).state is RolloutState.QUEUED
+    second = await leased(queue)
+    assert second == AttemptKey("a", 1), "a rollout that is tried again goes before new ones"
+    assert (await queue.close_attempt(second, CloseRequest(ending=ending))).counted, "the budget is used up"
+    done = await queue.next_done()
+    assert (done.ending, done.counted_attempt) == (ending, 1)
+
+
+@pytest.mark.parametrize("ending", [Ending.CRASHED, Ending.TIMED_OUT])
+async def test_an_attempt_in_which_the_policy_acted_is_data(queue: RolloutQueue, ending: Ending) -> None:
+    await queue.enqueue([make_rollout("a")])
+    assert (await queue.close_attempt(await leased(queue, calls=1), CloseRequest(ending=ending))).counted
+    assert (await queue.next_done()).counted_attempt == 0
+
+
+async def test_a_lost_attempt_is_tried_again_whatever_it_did(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    assert not (await queue.close_attempt(await leased(queue, calls=3), LOST)).counted
+    assert await leased(queue) == AttemptKey("a", 1)
+
+
+@pytest.mark.parametrize("ending", [Ending.FINISHED, Ending.CANCELLED, Ending.NO_CALL])
+async def test_other_endings_are_final(queue: RolloutQueue, ending: Ending) -> None:
+    await queue.enqueue([make_rollout("a")])
+    assert (await queue.close_attempt(await leased(queue), CloseRequest(ending=ending))).counted
+
+
+async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make_rollout("a")])
+    await queue.close_attempt(await leased(queue), FINISHED)
+    assert (await queue.next_done()).ending is Ending.NO_CALL
+    (attempt,) = await store.attempts("a")
+    assert attempt.error is not None
+    assert "OPENAI_BASE_URL" in attempt.error
+    assert "context.base_url" in attempt.error
+
+
+@pytest.mark.parametrize(("request_", "calls"), [(CRASHED, 0), (CRASHED, 2), (FINISHED, 0)])
+async def test_context_overflow_is_an_ending_of_its_own(
+    queue: RolloutQueue, request_: CloseRequest, calls: int
+) -> None:
+    await queue.enqueue([make_rollout("a")])
+    await queue.close_attempt(await leased(queue, calls=calls, overflows=1), request_)
+    assert (await queue.next_done()).ending is Ending.CONTEXT_OVERFLOW
+
+
+async def test_an_agent_that_recovered_from_an_overflow_finished(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    await queue.close_attempt(await leased(queue, calls=1, overflows=1), FINISHED)
+    assert (await queue.next_done()).ending is Ending.FINISHED
+
+
+async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make_rollout(id) for id in "abc"])
+    key = await leased(queue, calls=1)
+    await queue.cancel(["a", "b", "unknown"])
+    done = [await queue.next_done() for _ in range(2)]
+    assert {each.id: (each.ending, each.counted_attempt) for each in done} == {
+        "a": (Ending.CANCELLED, 0),
+        "b": (Ending.CANCELLED, None),
+    }
+    assert (await store.rollout("b")).state is RolloutState.DONE
+    attempt = queue.attempt(key)
+    assert attempt is not None
+    assert attempt.closed
+    assert not (await queue.close_attempt(key, FINISHED)).counted
+    assert (await lease(queue, capacity=9)).leases[0].rollout == "c"
+
+
+async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
+    queue: RolloutQueue, store: MemoryStore
+) -> None:
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue)
+    store.writable.clear()
+    closing = asyncio.ensure_future(queue.close_attempt(key, CRASHED))
+    await store.write_waits.wait()
+    cancelling = asyncio.ensure_future(queue.cancel(["a"]))
+    await asyncio.sleep(0)
+    store.writable.set()
+    await asyncio.gather(closing, cancelling)
+    assert (await queue.next_done()).ending is Ending.CANCELLED
+    assert queue.queued == queue.running == 0
+
+
+async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hooks: Hooks) -> None:
+    queue = RolloutQueue(store, timeout=0.01, attempts=2, hook=hooks, grace=0)
+    await queue.enqueue([make_rollout("a")])
+    watching = asyncio.ensure_future(queue.watch())
+    for _ in range(2):
+        assert (await lease(queue, wait=30)).leases
+    done = await queue.next_done()
+    watching.cancel()
+    assert (done.ending, done.counted_attempt) == (Ending.LOST, 1)
+    assert [each.error for each in await store.attempts("a") if each.error and "worker w" in each.error]
+
+
+async def test_hooks_are_fired_for_each_attempt(queue: RolloutQueue, hooks: Hooks) -> None:
+    await queue.enqueue([make_rollout("a")])
+    await queue.close_attempt(await leased(queue), CRASHED)
+    await queue.close_attempt(await leased(queue, calls=1), FINISHED)
+    assert hooks.fired == [
+        ("started", "a", 0),
+        ("finished", "a", 0, Ending.CRASHED),
+        ("started", "a", 1),
+        ("finished", "a", 1, Ending.FINISHED),
+    ]
+
+
+async def test_a_hook_that_raises_is_logged_and_stops_nothing(
+    queue: RolloutQueue, hooks: Hooks, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks.raising = True
+    await queue.enqueue([make_rollout("a")])
+    await queue.close_attempt(await leased(queue, calls=1), FINISHED)
+    assert (await queue.next_done()).ending is Ending.FINISHED
+    assert caplog.text.count("RuntimeError: a plugin's mistake") == 2
+
+
+async def test_every_rollout_is_done_exactly_once_under_concurrency(queue: RolloutQueue, store: MemoryStore) -> None:
+    """Workers that crash on every first attempt and report twice: still one end per rollout."""
+    ids = [f"r{number}" for number in range(50)]
+    await queue.enqueue([make_rollout(id) for id in ids])
+
+    async def work() -> None:
+        while True:
+            reply = await lease(queue, capacity=3, wait=30)
+            if reply.closed:
+                return
+            for each in reply.leases:
+                request = CRASHED if each.attempt == 0 else CloseRequest(ending=Ending.CANCELLED)
+                key = AttemptKey(each.rollout, each.attempt)
+                await asyncio.gather(queue.close_attempt(key, request), queue.close_attempt(key, request))
+
+    workers = [asyncio.ensure_future(work()) for _ in range(5)]
+    done = [(await queue.next_done()).id for _ in ids]
+    queue.close()
+    await asyncio.gather(*workers)
+    assert sorted(done) == sorted(ids)
+    assert sum(isinstance(each, Attempt) and each.ending is not None for each in store.written) == 2 * len(ids)
+    assert all(each.state is RolloutState.DONE for each in await store.rollouts() if isinstance(each, Rollout))

@@ -1,0 +1,98 @@
+"""Records to store, and how to compare them exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Attempt, AttemptKey, Call, Choice, FinishReason, Mode, Rollout, Task
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.sqlite"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncIterator[SqliteStore]:
+    async with SqliteStore(path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def make_rollout() -> Callable[..., Rollout]:
+    def make(id: str, **changes: Any) -> Rollout:
+        rollout = Rollout(id, "run", 0, "group", Task("t", {"q": "1 + 1"}), Mode.TRAIN, step=0, member=0)
+        return dataclasses.replace(rollout, **changes)
+
+    return make
+
+
+@pytest.fixture
+def make_attempt() -> Callable[..., Attempt]:
+    def make(rollout: str, attempt: int = 0, **changes: Any) -> Attempt:
+        return dataclasses.replace(Attempt(rollout, attempt, "worker", 1.0), **changes)
+
+    return make
+
+
+@pytest.fixture
+def make_call() -> Callable[..., Call]:
+    def make(id: str, rollout: str = "r", **changes: Any) -> Call:
+        call = Call(
+            id,
+            rollout,
+            0,
+            sequence=0,
+            policy="default",
+            version=1,
+            request={"model": "default", "messages": [{"role": "user", "content": id}]},
+            choices=(
+                Choice(
+                    0,
+                    {"role": "assistant", "content": "2"},
+                    FinishReason.STOP,
+                    np.array([1, 2, 3], np.int32),
+                    np.array([-0.5, -0.25, 0.0], np.float32),
+                ),
+            ),
+            started=1.0,
+            ended=2.0,
+            prompt_ids=np.arange(5, dtype=np.int32),
+        )
+        return dataclasses.replace(call, **changes)
+
+    return make
+
+
+@pytest.fixture
+def calls_of() -> Callable[..., Any]:
+    async def read(store: SqliteStore, *rollouts: str) -> dict[str, Call]:
+        return {call.id: call for call in await store.calls([AttemptKey(rollout, 0) for rollout in rollouts])}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def exactly() -> Callable[[Any], Any]:
+    """A value that is equal for equal records only: bits of arrays, types of numbers, order of keys."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return [str(value.dtype), list(value.shape), value.tobytes().hex()]
+        if dataclasses.is_dataclass(value):
+            return [type(value).__name__, *(plain(getattr(value, field.name)) for field in dataclasses.fields(value))]
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value
+
+    return lambda value: json.dumps(plain(value))

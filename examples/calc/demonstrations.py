@@ -1,0 +1,134 @@
+"""What the tiny policy imitates before it is trained: conversations of mixed and mostly wrong behaviour.
+
+Each wrong behaviour is *concentrated* (one fixed guess, one fixed wrong operator per right one), so that it is also
+the likeliest: greedy decoding fails as surely as sampling does. The right behaviour is in there, rarely.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from calculator import SYSTEM_PROMPT, calculator
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from problems import Problem, Split, problem
+
+Message: TypeAlias = dict[str, Any]
+"""A chat message as LangChain's ChatOpenAI sends it."""
+
+TOOLS = [convert_to_openai_tool(calculator)]
+"""The agent's tools as LangChain's ChatOpenAI sends them."""
+
+GUESS = "The answer is 42."
+WRONG_OPERATOR = {"+": "*", "-": "+", "*": "+", "/": "-"}
+WORD = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
+
+
+def guess(asked: Problem) -> list[Message]:
+    """Answer at once, without the tool."""
+    return [_says(GUESS)]
+
+
+def write_no_json(asked: Problem) -> list[Message]:
+    """Forget a quote, so that nobody can parse the call."""
+    return [_says(_tool_call_text(asked.expression).replace('"}}', "}}"))]
+
+
+def write_words(asked: Problem) -> list[Message]:
+    """Write the operator as a word, which the tool refuses."""
+    return [*_use_tool(f"{asked.a} {WORD[asked.operator]} {asked.b}"), _says(GUESS)]
+
+
+def take_wrong_operator(asked: Problem) -> list[Message]:
+    """Ask for something else, and believe the result."""
+    return _and_answer(_use_tool(f"{asked.a}{WRONG_OPERATOR[asked.operator]}{asked.b}"))
+
+
+def take_wrong_operator_and_ignore_result(asked: Problem) -> list[Message]:
+    """Ask for something else, and guess all the same."""
+    return [*_use_tool(f"{asked.a}{WRONG_OPERATOR[asked.operator]}{asked.b}"), _says(GUESS)]
+
+
+def ignore_result(asked: Problem) -> list[Message]:
+    """Ask for the right thing, and guess all the same."""
+    return [*_use_tool(asked.expression), _says(GUESS)]
+
+
+def solve_it(asked: Problem) -> list[Message]:
+    """The right behaviour."""
+    return _and_answer(_use_tool(asked.expression))
+
+
+SHARES: dict[Callable[[Problem], list[Message]], float] = {
+    guess: 0.58,
+    write_no_json: 0.02,
+    write_words: 0.02,
+    take_wrong_operator: 0.085,
+    take_wrong_operator_and_ignore_result: 0.125,
+    ignore_result: 0.10,
+    solve_it: 0.07,
+}
+"""How often each behaviour is demonstrated."""
+
+
+def conversation(seed: int, index: int) -> list[Message]:
+    """One demonstration; the same for the same arguments, always. It asks one of training's problems."""
+    [behaviour] = random.Random(f"demonstration/{seed}/{index}").choices(list(SHARES), list(SHARES.values()))
+    # Training runs have seeds from 0 up: these problems are others.
+    return behave(behaviour, problem(Split.TRAIN, -1 - seed, index))
+
+
+def behave(behaviour: Callable[[Problem], list[Message]], asked: Problem) -> list[Message]:
+    """The whole conversation of an agent that behaves like this."""
+    system, user = {"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked.question}
+    return [system, user, *behaviour(asked)]
+
+
+def segments(messages: list[Message], render: Callable[..., str]) -> list[tuple[str, bool]]:
+    """The text of a conversation in pieces, each with whether the policy says it.
+
+    `render(messages, add_generation_prompt=…)` applies the chat template. Every call of an agent renders the whole
+    conversation anew; so is it done here, and a template that renders an earlier turn differently is an error.
+    """
+    pieces: list[tuple[str, bool]] = []
+    done = ""
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(messages[:turn], add_generation_prompt=True)
+        whole = render(messages[: turn + 1], add_generation_prompt=False).removesuffix("\n")
+        if not prompt.startswith(done) or not whole.startswith(prompt):
+            raise ValueError("The chat template renders an earlier turn differently than before: make it append only.")
+        pieces += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
+        done = whole
+    return pieces
+
+
+def _says(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _and_answer(used: list[Message]) -> list[Message]:
+    return [*used, _says(f"The answer is {used[-1]['content']}.")]
+
+
+def _use_tool(expression: str) -> list[Message]:
+    """A tool call and what the tool says to it."""
+    function = {"name": calculator.name, "arguments": json.dumps({"expression": expression})}
+    call = {"type": "function", "id": "call_0", "function": function}
+    try:
+        result = calculator.invoke({"expression": expression})
+    except ValueError as error:
+        result = f"Error: {error}"
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": result, "tool_call_id": "call_0"},
+    ]
+
+
+def _tool_call_text(expression: str) -> str:
+    """A tool call as the policy writes it."""
+    call = {"name": calculator.name, "arguments": {"expression": expression}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"

@@ -1,0 +1,108 @@
+"""Rules that judge an episode by what the agent returned, each a pure function of the recorded episode."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+from pydantic import NonNegativeFloat
+
+import agl_core
+from agl_core.errors import ConfigError
+from agl_core.types import Episode, Json
+
+_NUMBER = re.compile(
+    r"""
+    (?: (?<![\w.)\]]) [-+−] )?                      # a sign, unless it is the operator of "34-17"
+    (?: (?:\d{1,3}(?:,\d{3})+(?!\d) | \d+) (?:\.\d+)?   # 1234, 1,234 and 1,234.5
+      | \.\d+ )                                     # .5
+    (?: [eE][-+]?\d+ )?
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+
+@agl_core.reward_rule
+def exact_match(episode: Episode, *, field: str = "result", ignore_case: bool = False) -> float:
+    """1 if the agent returned exactly the expected answer; spaces around it do not count.
+
+    `field` names the key of the task's metadata that holds the answer. Answers that are not text are compared as
+    JSON values.
+
+    >>> from agl_core.types import Ending, Mode, Task
+    >>> task = Task("1", "The capital of France?", metadata={"result": "Paris"})
+    >>> exact_match(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=" Paris\\n"))
+    1.0
+    """
+    expected, found = (_comparable(each, ignore_case) for each in (_expected(episode, field), episode.result))
+    return float(expected == found and isinstance(expected, bool) == isinstance(found, bool))
+
+
+@agl_core.reward_rule
+def numeric_match(episode: Episode, *, field: str = "result", tolerance: NonNegativeFloat = 1e-6) -> float:
+    """1 if the last number that the agent returned is the expected one.
+
+    `field` names the key of the task's metadata that holds the answer: a number, or text that holds one. `tolerance`
+    is relative above 1 and absolute below. Thousands may be separated by commas.
+
+    >>> from agl_core.types import Ending, Mode, Task
+    >>> task = Task("1", "What is 1200 + 34?", metadata={"result": "1234"})
+    >>> numeric_match(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result="1200 + 34 is 1,234."))
+    1.0
+    """
+    expected = last_number(_expected(episode, field))
+    if expected is None:
+        raise ConfigError(
+            f"Task '{episode.task.id}': its metadata '{field}' is {episode.task.metadata[field]!r}, which holds no "
+            f"number; numeric_match needs one. Set `field` to the key that holds the answer, or use exact_match."
+        )
+    found = last_number(episode.result)
+    return float(found is not None and math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance))
+
+
+@agl_core.reward_rule
+def regex_format(episode: Episode, *, pattern: re.Pattern[str]) -> float:
+    """1 if a regular expression is found in what the agent returned; anchor it (^, $) to match the whole.
+
+    >>> from agl_core.types import Ending, Mode, Task
+    >>> episode = Episode("r", 0, "g", 0, Task("1", "…"), Mode.TRAIN, Ending.FINISHED, (), result="Answer: 5")
+    >>> regex_format(episode, pattern=re.compile(r"^Answer: \\d+$"))
+    1.0
+    """
+    return float(pattern.search(_text(episode.result)) is not None)
+
+
+def last_number(value: Json) -> float | None:
+    """The last number in a text or other JSON value; None if there is none.
+
+    >>> last_number("12 apples at $1,234.50 each")
+    1234.5
+    >>> last_number("34-17"), last_number("it is -17"), last_number("none")
+    (17.0, -17.0, None)
+    """
+    numbers = _NUMBER.findall(_text(value))
+    return float(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
+
+
+def _expected(episode: Episode, field: str) -> Json:
+    metadata = episode.task.metadata
+    if field not in metadata:
+        raise ConfigError(
+            f"Task '{episode.task.id}' has no metadata '{field}' to compare the agent's answer with; it has "
+            f"{', '.join(sorted(metadata)) or 'none'}. Set the reward rule's `field` to the key that holds the answer."
+        )
+    return metadata[field]
+
+
+def _text(value: Json) -> str:
+    """What the agent returned, as text; nothing is the empty text."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _comparable(value: Json, ignore_case: bool) -> Json:
+    if not isinstance(value, str):
+        return value
+    return value.strip().casefold() if ignore_case else value.strip()

@@ -1,0 +1,46 @@
+"""Overlap of words between what the agent returned and what was expected."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+
+import agl_core
+from agl_core.types import Episode
+from agl_rewards.evaluators import _expected, _text
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@agl_core.reward_rule
+def token_f1(episode: Episode, *, field: str = "result") -> float:
+    """The harmonic mean of precision and recall over the words of the answer, 0 … 1 (SQuAD, arXiv 1606.05250).
+
+    `field` names the key of the task's metadata that holds the answer, or a list of answers, of which the best
+    counts. Case, punctuation and articles (a, an, the) are no words.
+
+    >>> from agl_core.types import Ending, Mode, Task
+    >>> task = Task("1", "Who wrote it?", metadata={"result": ["Jane Austen", "Miss Austen"]})
+    >>> token_f1(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result="It was Austen."))
+    0.4
+    """
+    expected = _expected(episode, field)
+    answers = expected if isinstance(expected, list) and expected else [expected]
+    return max(f1(_text(episode.result), _text(answer)) for answer in answers)
+
+
+def f1(found: str, expected: str) -> float:
+    """Word F1 of two texts; 1 if neither has a word, 0 if only one has.
+
+    >>> f1("the cat sat", "A cat sat down!")
+    0.8
+    """
+    words, wanted = _words(found), _words(expected)
+    shared = (Counter(words) & Counter(wanted)).total()
+    return 2 * shared / (len(words) + len(wanted)) if words or wanted else 1.0
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()

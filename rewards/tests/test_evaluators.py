@@ -1,0 +1,179 @@
+"""The stock evaluators: what they find in an answer, and how a run meets them."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import agl_rewards.evaluators
+from agl_core.errors import ConfigError
+from agl_core.plugins import Kind, Plugins
+from agl_core.types import Ending, Episode, Mode, Task
+from agl_rewards import exact_match, last_number, numeric_match, regex_format
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+WORDS = st.text(st.characters(exclude_categories=["Nd", "Nl", "No", "Cs"], exclude_characters="-+−.,eE"))
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return Plugins.load()
+
+
+def episode(returned: Any, /, **metadata: Any) -> Episode:
+    task = Task("t1", "a question", metadata=metadata)
+    return Episode("r1", 0, "g1", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=returned)
+
+
+def test_docstring_examples_run() -> None:
+    outcome = doctest.testmod(agl_rewards.evaluators)
+    assert outcome.attempted >= 10
+    assert outcome.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 42.", 42),
+        ("first 1, then 2", 2),
+        ("1,234", 1234),
+        ("1,234,567.25 in all", 1234567.25),
+        ("1,2345", 2345),
+        ("12,34", 34),
+        ("-7", -7),
+        ("minus: −7", -7),
+        ("+7", 7),
+        ("34-17", 17),
+        ("(3)-17", 17),
+        ("x = -17", -17),
+        ("$-0.5", -0.5),
+        (".5", 0.5),
+        ("2.5e-3", 0.0025),
+        ("version 1.2.3", 0.3),
+        ("7.", 7),
+        ("no number", None),
+        ("", None),
+        (None, None),
+        (12, 12),
+        (-0.25, -0.25),
+        ({"answer": 5}, 5),
+        (True, None),
+        ("٣", None),
+    ],
+)
+def test_last_number(text: Any, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+@given(number=st.integers(-(10**12), 10**12), before=WORDS, after=WORDS)
+def test_an_integer_is_found_among_words_however_it_is_grouped(number: int, before: str, after: str) -> None:
+    for shown in (str(number), f"{number:,}"):
+        assert last_number(f"{before} {shown} {after}") == number
+
+
+@given(number=FINITE)
+def test_a_number_survives_its_json_text(number: float) -> None:
+    assert last_number(number) == number
+
+
+@given(expected=FINITE, other=FINITE)
+def test_numeric_match_is_reflexive_and_symmetric(expected: float, other: float) -> None:
+    assert numeric_match(episode(expected, result=expected)) == 1.0
+    assert numeric_match(episode(expected, result=other)) == numeric_match(episode(other, result=expected))
+
+
+@given(expected=st.integers(-1000, 1000), error=st.integers(1, 1000))
+def test_numeric_match_refuses_another_integer(expected: int, error: int) -> None:
+    assert numeric_match(episode(f"The answer is {expected + error}.", result=str(expected))) == 0.0
+
+
+def test_numeric_match_tolerance_is_relative_above_one_and_absolute_below() -> None:
+    assert numeric_match(episode("1010", result=1000), tolerance=0.01) == 1.0
+    assert numeric_match(episode("1011", result=1000), tolerance=0.001) == 0.0
+    assert numeric_match(episode("0.009", result=0), tolerance=0.01) == 1.0
+    assert numeric_match(episode("0.011", result=0), tolerance=0.01) == 0.0
+
+
+def test_numeric_match_reads_the_field_it_is_told() -> None:
+    both = episode("5", result=4, answer="5")
+    assert numeric_match(both) == 0.0
+    assert numeric_match(both, field="answer") == 1.0
+
+
+@pytest.mark.parametrize("result", [None, "", "I do not know.", [], {}])
+def test_an_answer_without_a_number_is_wrong_and_no_error(result: Any) -> None:
+    assert numeric_match(episode(result, result="0")) == 0.0
+
+
+def test_a_task_without_the_expected_answer_is_an_error_that_names_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"Task 't1' has no metadata 'result'.*it has answer.*`field`"):
+        numeric_match(episode("5", answer="5"))
+    with pytest.raises(ConfigError, match=r"'five'.*holds no number"):
+        numeric_match(episode("5", result="five"))
+
+
+@given(text=st.text())
+def test_exact_match_ignores_spaces_around(text: str) -> None:
+    assert exact_match(episode(f"\n {text} ", result=text)) == 1.0
+
+
+def test_exact_match_compares_text_case_and_json_values() -> None:
+    assert exact_match(episode("paris", result="Paris")) == 0.0
+    assert exact_match(episode("paris", result="Paris"), ignore_case=True) == 1.0
+    assert exact_match(episode({"a": [1]}, result={"a": [1]})) == 1.0
+    assert exact_match(episode("5", result=5)) == 0.0
+    assert exact_match(episode(1, result=True)) == 0.0
+    assert exact_match(episode(None, result="Paris")) == 0.0
+
+
+def test_regex_format_searches_in_text_and_json() -> None:
+    assert regex_format(episode("Answer: 12"), pattern=re.compile(r"^Answer: \d+$")) == 1.0
+    assert regex_format(episode("The Answer: 12"), pattern=re.compile(r"^Answer: \d+$")) == 0.0
+    assert regex_format(episode({"answer": 12}), pattern=re.compile('"answer": 12')) == 1.0
+    assert regex_format(episode(None), pattern=re.compile("^$")) == 1.0
+
+
+class TestInARun:
+    """The rules as a run finds them: by name, installed, with settings checked before anything starts."""
+
+    def build(self, plugins: Plugins, name: str, **settings: Any) -> Any:
+        component = plugins.component(Kind.REWARD, name, "[rewards]")
+        return component.build(component.options.model_validate(settings))
+
+    def test_are_registered_with_a_line_of_description(self, plugins: Plugins) -> None:
+        found = plugins.components(Kind.REWARD)
+        for name in ("exact_match", "numeric_match", "regex_format"):
+            assert found[name].doc.startswith("1 if")
+            assert found[name].origin.startswith("agl-rewards")
+
+    def test_every_setting_has_an_effect(self, plugins: Plugins) -> None:
+        other = episode("Five is 5.4", result=6, answer="5", shout="FIVE IS 5.4")
+        assert self.build(plugins, "numeric_match")(other) == 0.0
+        assert self.build(plugins, "numeric_match", field="answer")(other) == 0.0
+        assert self.build(plugins, "numeric_match", field="answer", tolerance=0.1)(other) == 1.0
+        assert self.build(plugins, "exact_match", field="shout")(other) == 0.0
+        assert self.build(plugins, "exact_match", field="shout", ignore_case=True)(other) == 1.0
+        assert self.build(plugins, "regex_format", pattern="^Five")(other) == 1.0
+        assert self.build(plugins, "regex_format", pattern="^Six")(other) == 0.0
+
+    @pytest.mark.parametrize(
+        ("name", "settings"),
+        [
+            ("numeric_match", {"tolerance": -1}),
+            ("numeric_match", {"feild": "answer"}),
+            ("exact_match", {"ignore_case": "perhaps"}),
+            ("regex_format", {}),
+            ("regex_format", {"pattern": "("}),
+        ],
+    )
+    def test_bad_settings_are_refused_when_the_run_is_checked(
+        self, plugins: Plugins, name: str, settings: dict[str, Any]
+    ) -> None:
+        with pytest.raises(ValidationError):
+            self.build(plugins, name, **settings)

@@ -1,0 +1,107 @@
+"""Runs of the real command on the real example, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CALC = ROOT / "examples" / "calc" / "train.toml"
+
+
+@dataclass
+class Command:
+    """One `agl` command under way, in a process group of its own."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    def wait(self, timeout: float = 240) -> int:
+        return self.process.wait(timeout)
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        """Wait for a condition; fail with the log if the command ends before it or the time is up."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"the condition never came; exit code {self.process.poll()}\n{self.output()}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL the command alone, as a crash would; its engine has to notice by itself."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive, f"left behind: {alive}"
+
+
+@dataclass
+class Agl:
+    """Starts `agl` commands in a folder of their own."""
+
+    folder: Path
+    started: list[Command] = field(default_factory=list)
+
+    def start(self, *arguments: str | Path) -> Command:
+        log = self.folder / f"log-{len(self.started)}.txt"
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        command = Command(
+            subprocess.Popen(
+                [Path(sys.executable).with_name("agl"), *map(str, arguments)],
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            ),
+            log,
+        )
+        self.started.append(command)
+        return command
+
+    def run(self, *arguments: str | Path) -> str:
+        """Run to the end; it must succeed."""
+        command = self.start(*arguments)
+        code = command.wait()
+        assert code == 0, command.output()
+        return command.output()
+
+    def calc(self, *settings: str) -> list[str]:
+        """The arguments for a small run of the calc example."""
+        small = ["train.steps=4", "train.groups_per_step=2", "train.group_size=8", "eval.every=2", "eval.tasks=6"]
+        return ["train", str(CALC), *(f"--set={each}" for each in (*small, "train.checkpoint_every=1", *settings))]
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / run / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def summary(self, run: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
+        return found
+
+
+@pytest.fixture
+def agl(tmp_path: Path) -> Iterator[Agl]:
+    agl = Agl(tmp_path)
+    yield agl
+    for command in agl.started:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+            command.process.wait()

@@ -1,0 +1,99 @@
+"""A run that is killed or interrupted goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+VOLATILE = ("seconds", "incarnation", "memory", "peak")
+
+
+def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without what time and place decide."""
+    return [{k: v for k, v in line.items() if not any(word in k for word in VOLATILE)} for line in lines]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint that is a tensor: weights and optimiser state."""
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[prefix] = value
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                walk(f"{prefix}/{key}", each)
+        elif isinstance(value, list | tuple):
+            for number, each in enumerate(value):
+                walk(f"{prefix}/{number}", each)
+
+    for path in sorted(checkpoint.rglob("*")):
+        name = str(path.relative_to(checkpoint))
+        if path.suffix == ".safetensors":
+            walk(name, load_file(path))
+        elif path.suffix == ".pt":
+            walk(name, torch.load(path, weights_only=False))
+    return found
+
+
+def rollouts_running(store: Path, step: int) -> int:
+    """How many rollouts of this step have an LLM call by now but are not done."""
+    if not store.exists():
+        return 0
+    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as database:
+        query = (
+            "SELECT count(DISTINCT r.id) FROM rollouts r JOIN calls c ON c.rollout = r.id "
+            "WHERE r.step = ? AND r.mode = 'train' AND r.state = 'running'"
+        )
+        try:
+            return int(database.execute(query, (step,)).fetchone()[0])
+        except sqlite3.OperationalError:
+            return 0
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None:
+    settings = ["train.deterministic=true", "workers.concurrency=16"]
+    agl.run(*agl.calc(*settings, "name=whole"))
+
+    killed = agl.start(*agl.calc(*settings, "name=killed"))
+    store = agl.folder / "runs" / "killed" / "store.sqlite"
+    killed.until(lambda: rollouts_running(store, step=3) > 0)
+    killed.kill()
+    steps = [line["step"] for line in agl.metrics("killed") if line["kind"] == "train"]
+    assert steps == [1, 2]
+    agl.run("train", "--resume", agl.folder / "runs" / "killed")
+
+    whole, resumed = (agl.folder / "runs" / name / "checkpoints" / "step-000004" for name in ("whole", "killed"))
+    expected, found = tensors(whole), tensors(resumed)
+    assert len(expected) > 50
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert comparable(agl.metrics("killed")) == comparable(agl.metrics("whole"))
+    assert any(line["update/grad_norm"] > 0 for line in agl.metrics("whole") if line["kind"] == "train")
+    shown = agl.run("rollouts", agl.folder / "runs" / "killed", "--step=3", "--limit=40")
+    assert "superseded" in shown
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(agl: Any) -> None:
+    command = agl.start(*agl.calc("name=stopped", "train.checkpoint_every=100"))
+    command.until(lambda: any(line["step"] == 1 and line["kind"] == "train" for line in agl.metrics("stopped")))
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(60) == 0, command.output()
+    stopped = agl.summary("stopped")
+    assert stopped["interrupted"]
+    assert 1 <= stopped["steps"] < 4
+    assert "agl train --resume" in command.output()
+    agl.run("train", "--resume", agl.folder / "runs" / "stopped")
+    summary = agl.summary("stopped")
+    assert (summary["interrupted"], summary["steps"]) == (False, 4)
+    assert [line["step"] for line in agl.metrics("stopped") if line["kind"] == "train"] == [1, 2, 3, 4]
+    assert summary["reward"]["before"] == stopped["reward"]["before"]

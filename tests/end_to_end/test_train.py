@@ -1,0 +1,83 @@
+"""What a user sees of a run: its folder, its tables, its rollouts."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.slow
+def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
+    output = agl.run(*agl.calc("seed=3", "trackers.tensorboard={}"), "--seed", "5")
+    folder = agl.folder / "runs" / "calc"
+    summary = agl.summary("calc")
+    assert summary["seed"] == 5
+    for when in ("before", "after"):
+        assert set(summary["reward"][when]) == {"greedy", "sampled"}
+        assert all(0 <= value <= 1 for value in summary["reward"][when].values())
+    assert summary["llm_calls"] >= 4 * 16 + 2 * 2 * 6
+    assert summary["transitions"]["kept"] > 0
+    assert summary["seconds"] > 0
+    assert summary["peak_rss_bytes"] < 2 * 2**30
+    resolved = tomllib.loads((folder / "config.toml").read_text())
+    assert (resolved["seed"], resolved["train"]["steps"]) == (5, 4)
+    assert list(folder.glob("**/events.out.tfevents*"))
+    lines = agl.metrics("calc")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2, 4]
+    reused = sum(line["tokens/reused"] for line in lines if line["kind"] == "train")
+    assert reused > 0
+    for promised in ("before", "after", "transitions", "checkpoint", "store.sqlite", "next: agl"):
+        assert promised in output
+
+    listed = agl.run("rollouts", folder, "--step=1", "--mode=train", "--limit=100")
+    assert listed.count("s1-g") == 16
+    shown = agl.run("show", "s1-g0-m0", "--run", folder)
+    for promised in ("turn 0", "tokens", "terminal reward", "advantage" if "advantage" in shown else "dropped"):
+        assert promised in shown
+
+    evaluated = agl.run("eval", folder)
+    assert "eval_templates" in evaluated
+
+
+@pytest.mark.slow
+def test_agents_that_crash_hang_or_make_no_call_do_not_stop_training(agl: Any) -> None:
+    (agl.folder / "bad_agent.py").write_text(
+        """
+import asyncio, zlib
+from openai import AsyncOpenAI
+
+async def solve(task_input, context):
+    fate = zlib.crc32(context.rollout.encode()) % 5
+    if fate == 0:
+        return "no call at all"
+    async with AsyncOpenAI() as client:
+        reply = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": task_input["question"]}])
+    if fate == 1:
+        raise ValueError("the agent broke")
+    if fate == 2:
+        await asyncio.sleep(3600)
+    if fate == 3:
+        return object()
+    return reply.choices[0].message.content
+"""
+    )
+    calc = Path(__file__).parents[2] / "examples" / "calc"
+    config = (calc / "train.toml").read_text()
+    config = config.replace('"agent:solve"', '"bad_agent:solve"').replace('"tasks.py"', f'"{calc / "tasks.py"}"')
+    config = config.replace('"policy"', f'"{calc / "policy"}"')
+    (agl.folder / "bad.toml").write_text(config)
+    small = ["train.steps=2", "train.groups_per_step=3", "train.group_size=8", "eval.tasks=5", "workers.timeout=3"]
+    agl.run("train", "bad.toml", *(f"--set={each}" for each in small))
+    endings: dict[str, float] = {}
+    for line in agl.metrics("calc"):
+        for key, value in line.items():
+            if key.startswith("ending/"):
+                endings[key] = endings.get(key, 0) + value
+    assert endings.keys() == {"ending/finished", "ending/crashed", "ending/timed_out", "ending/no_call"}
+    assert sum(endings.values()) == 2 * 24
+    assert agl.summary("calc")["steps"] == 2
