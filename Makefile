@@ -21,6 +21,7 @@ quickstart: install ## Install, and train a real LangChain agent on the CPU in a
 	@$(BIN)/agl train examples/calc/train.toml
 
 install: $(STAMP) ## Create .venv and install everything from constraints.txt (once)
+	@:
 
 test: lint types ## Install what is needed and run every check and test
 	@$(BIN)/python -m pytest
@@ -56,6 +57,6 @@ $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 
 define EXPLAIN_FAILURE
 { tail -n 25 $(VENV)/install.log; echo "All of pip's output is in $(VENV)/install.log."; \
-! grep -q 'depends on cuda-' $(VENV)/install.log || echo "The torch that pip found would bring CUDA. Give pip \
+! grep -q 'requirement \(cuda\|nvidia\)-' $(VENV)/install.log || echo "The torch that pip found would bring CUDA. Give pip \
 PyTorch's CPU wheels as a source too, by PIP_EXTRA_INDEX_URL (pytorch.org, Get Started, has the address)."; }
 endef

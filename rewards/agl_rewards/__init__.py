@@ -1,5 +1,26 @@
-"""Reward rules for agl: the stock evaluators."""
+"""Reward rules for agl: AIR and the stock evaluators."""
 
+from agl_rewards.air import OutcomeRule, ToolOutcomesOptions, tool_outcomes
 from agl_rewards.evaluators import exact_match, last_number, numeric_match, regex_format
+from agl_rewards.f1 import token_f1, word_f1
+from agl_rewards.judge import Judge, JudgeError, JudgeOptions, score_in
+from agl_rewards.sql import run_query, same_rows, sql_match
 
-__all__ = ["exact_match", "last_number", "numeric_match", "regex_format"]
+__all__ = [
+    "Judge",
+    "JudgeError",
+    "JudgeOptions",
+    "OutcomeRule",
+    "ToolOutcomesOptions",
+    "exact_match",
+    "last_number",
+    "numeric_match",
+    "regex_format",
+    "run_query",
+    "same_rows",
+    "score_in",
+    "sql_match",
+    "token_f1",
+    "tool_outcomes",
+    "word_f1",
+]

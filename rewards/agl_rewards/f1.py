@@ -28,13 +28,13 @@ def token_f1(episode: Episode, *, field: str = "result") -> float:
     """
     expected = _expected(episode, field)
     answers = expected if isinstance(expected, list) and expected else [expected]
-    return max(f1(_text(episode.result), _text(answer)) for answer in answers)
+    return max(word_f1(_text(episode.result), _text(answer)) for answer in answers)
 
 
-def f1(found: str, expected: str) -> float:
+def word_f1(found: str, expected: str) -> float:
     """Word F1 of two texts; 1 if neither has a word, 0 if only one has.
 
-    >>> f1("the cat sat", "A cat sat down!")
+    >>> word_f1("the cat sat", "A cat sat down!")
     0.8
     """
     words, wanted = _words(found), _words(expected)

@@ -203,6 +203,22 @@ def test_a_tool_called_in_a_node_without_an_id_shares_the_calls_parent(config: A
     assert outcome.parent_span == server.seen[0].headers["x-agl-parent-span"]
 
 
+def test_several_callbacks_and_attach_see_each_thing_once(
+    seen_by_agl: None, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    inner = create_agent(ChatOpenAI(model="m"), [add], name="solver")
+
+    def solve(state: MessagesState) -> Any:
+        return inner.invoke(state, {"callbacks": [agl_langchain.AglCallback(), agl_langchain.AglCallback()]})
+
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "divide", {})), answer("3"))
+    active = attempt()
+    with running(active):
+        StateGraph(MessagesState).add_node("solve", solve).add_edge(START, "solve").compile().invoke(QUESTION)
+    assert sorted(str(o.tool_call_id) for o in active.recording.outcomes) == ["c1", "c2"]
+    assert server.agents() == ["solver", "solver"]
+
+
 def test_an_old_tool_message_in_the_input_is_no_outcome(config: Any, server: Any, attempt: Any) -> None:
     history = [
         ("user", "hello"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agl_algorithms.options import GrpoOptions
 from agl_core import Need, hookimpl
 
-from agl_algorithms.options import GrpoOptions
-
 if TYPE_CHECKING:
-    from agl_core.plugins import Register
-
     from agl_algorithms.interface import Algorithm
+    from agl_core.plugins import Register
 
 
 def build_grpo(options: GrpoOptions) -> Algorithm:

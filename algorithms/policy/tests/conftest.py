@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from agl_algorithms.interface import Logprobs, Samples
 from torch import Tensor
+
+from agl_algorithms.interface import Logprobs, Samples
 
 
 @dataclass(frozen=True)

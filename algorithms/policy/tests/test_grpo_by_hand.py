@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Algorithm, Logprobs, Samples
 from agl_algorithms.options import GrpoOptions
-from torch import Tensor
 
 from .conftest import Row, make_logprobs, make_samples
 

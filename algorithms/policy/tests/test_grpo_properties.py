@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from agl_algorithms.grpo import Grpo
-from agl_algorithms.interface import Logprobs, Samples
-from agl_algorithms.options import GrpoOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
+
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.interface import Logprobs, Samples
+from agl_algorithms.options import GrpoOptions
 
 from .conftest import Row, make_logprobs, make_samples
 

@@ -52,17 +52,8 @@ class TorchEngine:
         """Start the process and wait until it serves. Raises EngineError with the reason if it does not."""
         if self._process is not None:
             raise EngineError("The engine was already started.")
-        self._context.run_dir.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "agl_torch.process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the run, which stops the engine when it is done with it.
-            )
         try:
-            ready = await asyncio.to_thread(self._handshake, self._process)
+            ready = await asyncio.to_thread(self._launch)
         except BaseException:
             await self.stop()
             raise
@@ -100,11 +91,11 @@ class TorchEngine:
 
     async def save(self, folder: Path) -> None:
         """Write every policy below `folder`; each is there whole or not at all."""
-        await self._ask("POST", "save", {"folder": str(folder.absolute())})
+        await self._ask("POST", "save", _place(folder))
 
     async def load(self, folder: Path) -> None:
         """Restore exactly what `save` wrote."""
-        await self._ask("POST", "load", {"folder": str(folder.absolute())})
+        await self._ask("POST", "load", _place(folder))
 
     async def versions(self) -> Mapping[str, int]:
         """The version being served of each policy."""
@@ -125,7 +116,17 @@ class TorchEngine:
         if process is not None:
             await asyncio.to_thread(_end, process)
 
-    def _handshake(self, process: subprocess.Popen[bytes]) -> Ready:
+    def _launch(self) -> Ready:
+        """Start the process, tell it its settings, wait for its answer."""
+        self._context.run_dir.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", "agl_torch.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the run, which stops the engine when it is done with it.
+            )
         assert process.stdin is not None
         assert process.stdout is not None
         settings = Settings(
@@ -182,6 +183,11 @@ class TorchEngine:
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
             return f"The end of {self._log}:\n" + "\n".join(lines)
         return f"See {self._log}."
+
+
+def _place(folder: Path) -> dict[str, str]:
+    """A folder as the process finds it, whatever its working directory."""
+    return {"folder": str(folder.absolute())}
 
 
 def _error(described: Mapping[str, str]) -> AglError:

@@ -33,7 +33,7 @@ def main() -> int:
     announcements = _keep_standard_output()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     settings = Settings.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_standard_input, name="agl-parent", daemon=True).start()
     try:

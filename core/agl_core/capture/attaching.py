@@ -35,6 +35,8 @@ class Attachment:
 
     def detach(self) -> None:
         """Stamp and carry no more. What adapters hooked into their frameworks stays, and has nothing to report to."""
+        self._known.clear()
+        self.failed.clear()
         self._imports.stop()
         self._stamping.uninstall()
         self._threads.uninstall()

@@ -78,11 +78,12 @@ class Stamping:
             self._patched.append((patched, original, stamped))
 
     def uninstall(self) -> None:
-        """Restore what was patched, except where somebody else has patched it since."""
+        """Forget the resolvers and restore what was patched, except where somebody else has patched it since."""
         for patched, original, stamped in self._patched:
             if patched.send is stamped:  # type: ignore[attr-defined]
                 patched.send = original  # type: ignore[attr-defined]
         self._patched.clear()
+        self._resolvers.clear()
 
     def _stamp(self, request: Any) -> None:
         active = current_attempt()

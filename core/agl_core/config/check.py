@@ -28,7 +28,7 @@ _OF_THE_ENGINE = {Need.REFERENCE: "a reference model", Need.CRITIC: "a critic", 
 
 def check(loaded: LoadedConfig) -> None:
     """CapabilityError with everything that does not go together, and what to do about each."""
-    problems = [*_groups(loaded), *_time_axis(loaded), *_engine(loaded)]
+    problems = [*_groups(loaded), *_time_axis(loaded), *_outcomes(loaded), *_engine(loaded)]
     if problems:
         raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
 
@@ -80,6 +80,13 @@ def _time_axis(loaded: LoadedConfig) -> Iterator[str]:
                     f"{chosen.label} {_WHY_NOT[need].format(credit=credit.label)}. "
                     f"{_others(loaded, Kind.CREDIT, need)}, or another {chosen.component.kind}."
                 )
+
+
+def _outcomes(loaded: LoadedConfig) -> Iterator[str]:
+    """A tool's outcome counts once in the return."""
+    counting = [chosen.label for chosen in _all_chosen(loaded) if Need.OUTCOMES in chosen.component.provides]
+    if len(counting) > 1:
+        yield f"{' and '.join(counting)} each count tool outcomes, so an outcome would count twice. Keep one of them."
 
 
 def _engine(loaded: LoadedConfig) -> Iterator[str]:

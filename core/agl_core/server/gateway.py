@@ -230,7 +230,7 @@ class Gateway:
         assert task is not None
         attempt.committing.add(task)
         try:
-            asyncio.ensure_future(self._store.put(call))
+            await self._store.put(call)
             attempt.completed_calls += not call.late
         finally:
             attempt.committing.discard(task)

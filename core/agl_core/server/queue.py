@@ -146,7 +146,7 @@ class RolloutQueue:
         await self._cancel_queued(wanted)
         held = [key for key in self._running if key.rollout in wanted]
         await asyncio.gather(*(self.close_attempt(key, CloseRequest(ending=Ending.CANCELLED)) for key in held))
-        await self._cancel_queued(wanted)  # those whose attempt was just being closed to be tried again
+        # those whose attempt was just being closed to be tried again
 
     def close(self) -> None:
         """The run is over: no more rollouts are taken in or leased, and workers are told so."""

@@ -16,6 +16,7 @@ from agl_core.store.values import (
     dump_ids,
     dump_int,
     dump_json,
+    dump_key,
     dump_logprobs,
     dump_mask,
     dump_text,
@@ -85,7 +86,7 @@ def _encode_rollout(rollout: Rollout, rows: Rows, _: Splitter) -> None:
     task = rollout.task
     rows.setdefault(schema.ROLLOUTS, []).append(
         (
-            rollout.id,
+            dump_key(rollout.id),
             rollout.run,
             dump_int(rollout.incarnation),
             rollout.group,
@@ -103,7 +104,7 @@ def _encode_rollout(rollout: Rollout, rows: Rows, _: Splitter) -> None:
 def _encode_attempt(attempt: Attempt, rows: Rows, _: Splitter) -> None:
     rows.setdefault(schema.ATTEMPTS, []).append(
         (
-            attempt.rollout,
+            dump_key(attempt.rollout),
             dump_int(attempt.attempt),
             attempt.worker,
             attempt.started,
@@ -121,7 +122,7 @@ def _encode_call(call: Call, rows: Rows, splitter: Splitter) -> None:
     blocks, tail = (None, None) if prompt is None else splitter.tokens(prompt)
     rows.setdefault(schema.CALLS, []).append(
         (
-            call.rollout,
+            dump_key(call.rollout),
             dump_int(call.attempt),
             call.id,
             dump_int(call.sequence),
@@ -179,7 +180,7 @@ def _dump_sampling(sampling: Sampling) -> str:
 def _encode_outcome(outcome: Outcome, rows: Rows, _: Splitter) -> None:
     rows.setdefault(schema.OUTCOMES, []).append(
         (
-            outcome.rollout,
+            dump_key(outcome.rollout),
             dump_int(outcome.attempt),
             outcome.id,
             dump_text(outcome.tool),
@@ -200,7 +201,7 @@ def _encode_outcome(outcome: Outcome, rows: Rows, _: Splitter) -> None:
 def _encode_reward(reward: Reward, rows: Rows, _: Splitter) -> None:
     rows.setdefault(schema.REWARDS, []).append(
         (
-            reward.rollout,
+            dump_key(reward.rollout),
             dump_int(reward.attempt),
             reward.name,
             dump_float(reward.value),
@@ -214,7 +215,7 @@ def _encode_reward(reward: Reward, rows: Rows, _: Splitter) -> None:
 def _encode_use(use: Use, rows: Rows, _: Splitter) -> None:
     rows.setdefault(schema.USES, []).append(
         (
-            use.rollout,
+            dump_key(use.rollout),
             dump_int(use.attempt),
             use.call,
             dump_int(use.choice),

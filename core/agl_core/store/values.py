@@ -95,6 +95,13 @@ def dump_int(value: int | None) -> int | None:
     return None if value is None else operator.index(value)
 
 
+def dump_key(value: str) -> str:
+    """The id of a rollout, by which SQLite looks up with its JSON functions: those end a text at a NUL."""
+    if "\0" in value:
+        raise UnstorableError(f"the id {value!r} contains a NUL character; leave it out")
+    return value
+
+
 def dump_text(value: str | None) -> str | bytes | None:
     """Free text, which may hold lone surrogates (a model's or an exception's): those are not UTF-8."""
     if value is None or value.isascii():

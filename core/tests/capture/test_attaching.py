@@ -71,6 +71,15 @@ def test_a_framework_that_was_imported_before(framework: str) -> None:
     assert adapter.calls == 1
 
 
+def test_an_adapter_can_be_attached_again_after_detaching(framework: str) -> None:
+    adapter = FakeAdapter(framework)
+    agl_core.attach([adapter]).detach()
+    importlib.import_module(framework)
+    assert adapter.calls == 0
+    agl_core.attach([adapter])
+    assert adapter.calls == 1
+
+
 def test_an_adapter_that_fails_is_reported_and_the_import_works(
     framework: str, caplog: pytest.LogCaptureFixture
 ) -> None:

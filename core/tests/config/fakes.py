@@ -73,6 +73,7 @@ def register_engines(register: Register) -> None:
 def register_credit_rules(register: Register) -> None:
     register("confused", built, provides={Need.REWARDS, Need.RETURNS})
     register("silent", built)
+    register("mixing", built, provides={Need.RETURNS, Need.OUTCOMES})
 
 
 @agl_core.credit_rule(kind=Need.RETURNS)
@@ -81,7 +82,7 @@ def whole(episodes: Any) -> Any:
 
 
 @agl_core.credit_rule(kind=Need.REWARDS)
-def stepwise(episodes: Any) -> Any:
+def per_step(episodes: Any) -> Any:
     """Each step its own."""
 
 
@@ -107,6 +108,7 @@ def register_rewards(register: Register) -> None:
         weight: float = Field(1.0, description="Clashes with the table's own.")
 
     register("clashing", built, options=Clashing)
+    register("tool_counting", built, provides={Need.OUTCOMES})
 
 
 @agl_core.reward_rule

@@ -20,8 +20,10 @@ Load = Callable[..., LoadedConfig]
         ("train.group_size=2",),
         ("train.group_size=4", "train.min_group_size=4"),
         ("algorithm.name=easy", "train.group_size=1", "engine.name=poor"),
-        ("algorithm.name=judging", "engine.name=rich", "credit.name=stepwise", "train.group_size=1"),
+        ("algorithm.name=judging", "engine.name=rich", "credit.name=per_step", "train.group_size=1"),
         ("algorithm.comparing.beta=0", "engine.name=poor"),
+        ("credit.name=mixing",),
+        ("rewards.tools.rule=tool_counting",),
     ],
 )
 def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overrides: tuple[str, ...]) -> None:
@@ -34,22 +36,27 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
         (("train.group_size=1",), ("compares several rollouts", "group_size is 1", "Set it to 2 or more")),
         (("train.min_group_size=1",), ("min_group_size is 1", "nothing to compare")),
         (("train.group_size=2", "train.min_group_size=3"), ("min_group_size is 3, more than group_size 2",)),
-        (("credit.name=stepwise",), ("takes returns", "the time axis has no owner", "(confused, identical, whole)")),
+        (("credit.name=per_step",), ("takes returns", "the time axis has no owner", "stepwise, whole)")),
         (
             ("algorithm.name=judging", "engine.name=rich"),
-            ("adds up what came after itself", "counted twice", "(confused, stepwise)"),
+            ("adds up what came after itself", "counted twice", "(confused, immediate, per_step)"),
         ),
         (("engine.name=poor",), ("needs a reference model", "engine 'poor'", "(pretending, rich")),
         (
-            ("algorithm.name=judging", "credit.name=stepwise"),
+            ("algorithm.name=judging", "credit.name=per_step"),
             ("needs a critic", "engine 'pretending'", "that provides critic (rich"),
         ),
         (
-            ("algorithm.name=judging", "credit.name=stepwise", "engine.name=poor"),
+            ("algorithm.name=judging", "credit.name=per_step", "engine.name=poor"),
             ("needs a critic", "needs token ids"),
         ),
         (("credit.name=confused",), ("either returns or rewards", "provides both")),
         (("credit.name=silent",), ("either returns or rewards", "provides neither")),
+        (
+            ("credit.name=mixing", "rewards.tools.rule=tool_counting"),
+            ("credit 'mixing'", "reward 'tool_counting'", "an outcome would count twice", "Keep one"),
+        ),
+        (("rewards.a.rule=tool_counting", "rewards.b.rule=tool_counting"), ("an outcome would count twice",)),
     ],
 )
 def test_what_does_not_is_refused_with_a_remedy(
@@ -64,6 +71,6 @@ def test_what_does_not_is_refused_with_a_remedy(
 
 def test_all_problems_are_told_together(loaded: Load, minimal: dict[str, Any]) -> None:
     with pytest.raises(CapabilityError) as error:
-        check(loaded(minimal, "train.group_size=1", "engine.name=poor", "credit.name=stepwise"))
+        check(loaded(minimal, "train.group_size=1", "engine.name=poor", "credit.name=per_step"))
 
     assert len(str(error.value).splitlines()) == 4

@@ -55,7 +55,7 @@ CHANGED: dict[str, Any] = {
     "workers.attempts": 1,
     "rewards.short.rule": "brevity",
     "rewards.brevity.weight": 0.5,
-    "credit.name": "stepwise",
+    "credit.name": "per_step",
     "algorithm.name": "easy",
     "engine.name": "rich",
     "store.name": "forgetting",

@@ -267,12 +267,11 @@ class TestStepwise:
         assert stepwise(episodes) == [[1.5, 1.5], [0.0]]
 
     def test_calls_without_token_ids_or_of_another_policy_share_no_state(self, make: Any) -> None:
-        first, second = group(make, [([Step()], 1.0), ([Step()], 0.0)])
-        other = replace(second, transitions=(replace(second.transitions[0], policy="other"),))
-        blind = replace(second, transitions=(replace(second.transitions[0], prompt_ids=None),))
-        long = replace(first, transitions=first.transitions * 2)
-        for neighbour in (other, blind):
-            assert stepwise([long, neighbour]) == [[1.0, 1.0], [0.0]]
+        first, second, third = group(make, [([Step()], 1.0), ([Step()], 0.0), ([Step(state=1)], 0.0)])
+        assert stepwise([first, second, third]) == [near([5 / 6]), near([-1 / 6]), [0.0]]
+        for change in ({"policy": "other"}, {"prompt_ids": None}):
+            changed = replace(second, transitions=(replace(second.transitions[0], **change),))
+            assert stepwise([first, changed, third]) == [[1.0], [0.0], [0.0]]
 
 
 class TestInARun:

@@ -117,6 +117,7 @@ async def test_concurrent_puts_are_committed_together(
 BAD_RECORDS = {
     "not JSON": lambda make: make("bad", result=object()),
     "no UTF-8 in a key": lambda make: make("bad\ud800"),
+    "a NUL in a key": lambda make: make("bad\0"),
     "beyond 64 bits": lambda make: make("bad", 2**70),
     "no start": lambda make: make("bad", started=None),
     "a float for an integer": lambda make: make("bad", 0.5),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from agl_core.types import FinishReason
 from agl_torch.sampling import Generated, Request, Response, Sampler
 from agl_torch.serve import ServedModel
+from agl_torch.serve.request import parse_request
 
 CHATML = """\
 {%- if tools %}<|im_start|>system
@@ -33,11 +34,8 @@ CHATML = """\
    (message.role == 'assistant' and not message.tool_calls) %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% elif message.role == 'assistant' %}<|im_start|>assistant
-{%- if message.content %}
-{{ message.content }}
-{%- endif %}
-{%- for call in message.tool_calls %}
-<tool_call>
+{%- if message.content %}{{ '\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}{{ '\n<tool_call>' }}
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>
 {%- endfor %}<|im_end|>
@@ -60,7 +58,8 @@ LLAMA = """\
 {%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}
 {%- endif %}<|start_header_id|>assistant<|end_header_id|>
 
-{"name": "{{ message.tool_calls[0].function.name }}", "parameters": {{ message.tool_calls[0].function.arguments | tojson }}}<|eot_id|>
+{% set call = message.tool_calls[0].function %}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
 {%- else %}<|start_header_id|>{{ message.role }}<|end_header_id|>
 
 {% if loop.index0 == 0 and tools %}Respond with {"name": NAME, "parameters": OBJECT}.
@@ -88,10 +87,9 @@ def make_tokenizer(special: Sequence[str], template: str, eos: str, bos: str | N
         vocab_size=384, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(CORPUS * 5, trainer)
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=eos, bos_token=bos, pad_token=special[0], chat_template=template
     )
-    return fast
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Loaded:
     tokenizer: Any
     eos_ids: frozenset[int]
     context_length: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def token_bytes(self) -> int:
@@ -191,19 +189,16 @@ class ScriptedChat:
         self.served, self.loaded = ServedModel("m", loaded), loaded
 
     def ask(self, messages: list[dict[str, Any]], *replies: str | Sequence[int], **fields: Any) -> dict[str, Any]:
-        """Answer by `replies`: texts (the end token is added) or token ids."""
-        from agl_torch.serve.request import parse_request
-
+        """Answer by `replies`: texts (the end token is added) or token ids; they follow what is forced."""
         session = fields.pop("session", "r/0")
         body = {"model": "m", "messages": messages, "return_token_ids": True, "n": len(replies), **fields}
         exchange = self.served.begin(parse_request(body), session)
         responses = []
         for reply in replies:
-            ids = list(exchange.request.forced_ids)
-            ids += [*self.encode(reply), self.loaded.tokenizer.eos_token_id] if isinstance(reply, str) else reply
-            mask = None
-            if exchange.request.forced_ids:
-                mask = np.arange(len(ids)) >= len(exchange.request.forced_ids)
+            sampled = [*self.encode(reply), self.loaded.tokenizer.eos_token_id] if isinstance(reply, str) else reply
+            forced = exchange.request.forced_ids
+            ids = [*forced, *sampled]
+            mask = np.arange(len(ids)) >= len(forced) if forced else None
             ended = ids[-1] in self.loaded.eos_ids
             reason = FinishReason.STOP if ended else FinishReason.LENGTH
             responses.append(Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), mask, reason))
@@ -214,7 +209,6 @@ class ScriptedChat:
         return ids
 
 
-Scripted = Callable[[Loaded], ScriptedChat]
 CALCULATOR = {
     "type": "function",
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}},

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from .conftest import Loaded, drive, random_ids, recomputed
 
 from agl_torch.sampling import Request, Sampler
+
+from .conftest import Loaded, drive, random_ids, recomputed
 
 
 def mixed_requests(loaded: Loaded, count: int = 14) -> list[Request]:

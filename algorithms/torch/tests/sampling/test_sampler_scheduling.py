@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from .conftest import Loaded, drive, random_ids, recomputed
 from transformers import MistralConfig, MistralForCausalLM
 
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.sampling import Request, Sampler
+
+from .conftest import Loaded, drive, random_ids, recomputed
 
 
 def test_a_short_request_overtakes_a_long_one(qwen: Loaded) -> None:
@@ -122,7 +123,7 @@ def test_old_rows_are_forgotten_first(qwen: Loaded) -> None:
 
 
 def test_a_cache_that_cannot_hold_one_context_is_refused(qwen: Loaded) -> None:
-    with pytest.raises(EngineError, match="cache_bytes = 1000 is too small.*at least"):
+    with pytest.raises(EngineError, match=r"cache_bytes = 1000 is too small.*at least"):
         Sampler(qwen, cache_bytes=1000)
 
 

@@ -9,15 +9,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 import openai
 import pytest
-import torch
+import pytest_asyncio
 
 from agl_core.errors import AglError, CheckpointError, ConfigError, EngineError, PluginError
 from agl_core.plugins import Kind, Plugins
@@ -29,6 +28,7 @@ from agl_torch.options import TorchOptions
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint
 
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 OPTIMIZER = {"learning_rate": 1e-2}
 SMALL = {"threads": 1, "cache_mib": 16}
 
@@ -43,6 +43,14 @@ def context(tmp_path: Path, checkpoint: Path, **changes: Any) -> EngineContext:
         "api_key": "sk-test",
     }
     return EngineContext(**(fields | changes))
+
+
+class Running(NamedTuple):
+    """A started engine."""
+
+    engine: TorchEngine
+    upstream: Upstream
+    folder: Path
 
 
 @asynccontextmanager
@@ -91,65 +99,90 @@ def batch_of(replies: list[Any], values: list[float], temperature: float) -> Bat
     )
 
 
-async def test_sample_train_sample(tmp_path: Path, checkpoint: Path) -> None:
-    async with running(context(tmp_path, checkpoint)) as (engine, upstream):
-        assert upstream.returns_ids
-        assert upstream.context_length == 256
-        assert await engine.versions() == {"default": 0}
-        questions = ["What is 12 plus 345?", "Tom", "Tom", "Grüße, 世界! What is 1234567890 minus 1?"]
-        replies = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
-        batch = batch_of(list(replies), [1.0, 0.0, 0.5, 0.0], temperature=0.7)
-        shares: list[float] = []
-        result = await engine.update("default", batch, "grpo", {"beta": 0.1}, shares.append)
-
-        assert result.version == 1
-        assert await engine.versions() == {"default": 1}
-        assert result.dropped == (None,) * 4
-        assert result.metrics["logprob_gap_max"] <= 1e-4
-        assert result.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
-        assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-6)
-        assert shares[-1] == 1.0
-
-        # The new weights are served, and the trainer agrees with the sampler about them too.
-        again = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
-        second = batch_of(list(again), [0.0, 1.0, 0.0, 0.0], temperature=0.7)
-        assert not np.array_equal(second.behaviour_logprobs_R, batch.behaviour_logprobs_R)
-        result = await engine.update("default", second, "grpo", {"beta": 0.1})
-        assert result.version == 2
-        assert result.metrics["logprob_gap_max"] <= 1e-4
-        assert result.metrics["kl_reference"] > 1e-6
-
-        # An old batch is off-policy by now.
-        stale = await engine.update("default", batch, "grpo", {"beta": 0})
-        assert stale.metrics["logprob_gap_max"] > 1e-3
-        stats = await engine.stats()
-        assert stats["tokens_decoded"] == batch.mask_R.size + second.mask_R.size
-        assert stats["tokens_prefilled"] + stats["tokens_reused"] == 2 * batch.prompt_lengths_N.sum()
-        assert 2**26 < stats["peak_rss_bytes"] < 2**30
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> AsyncIterator[Running]:
+    """One engine for the tests that leave it as usable as they found it; starting one takes seconds."""
+    folder = tmp_path_factory.mktemp("shared")
+    broken = folder / "broken_algorithm.py"
+    broken.write_text(
+        "import agl_core\n"
+        "def build(options):\n"
+        '    """Cannot."""\n'
+        "    raise ZeroDivisionError('no such luck')\n"
+        "@agl_core.hookimpl\n"
+        "def register_algorithms(register):\n"
+        "    register('broken', build)\n"
+    )
+    async with running(context(folder, checkpoint, plugin_files=(broken,))) as (engine, upstream):
+        yield Running(engine, upstream, folder)
 
 
-async def test_save_and_load_restore_everything(tmp_path: Path, checkpoint: Path) -> None:
-    where = context(tmp_path, checkpoint, deterministic=True)
+async def version(engine: TorchEngine) -> int:
+    return (await engine.versions())["default"]
+
+
+@in_one_loop
+async def test_sample_train_sample(shared: Running) -> None:
+    engine, upstream, _ = shared
+    assert upstream.returns_ids
+    assert upstream.context_length == 256
+    start, stats_before = await version(engine), await engine.stats()
+    questions = ["What is 12 plus 345?", "Tom", "Tom", "Grüße, 世界! What is 1234567890 minus 1?"]
+    replies = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
+    batch = batch_of(list(replies), [1.0, 0.0, 0.5, 0.0], temperature=0.7)
+    shares: list[float] = []
+    result = await engine.update("default", batch, "grpo", {"beta": 0.1}, shares.append)
+
+    assert result.version == start + 1 == await version(engine)
+    assert result.dropped == (None,) * 4
+    assert result.metrics["logprob_gap_max"] <= 1e-4
+    assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-6)
+    assert shares[-1] == 1.0
+
+    # The new weights are served, and the trainer agrees with the sampler about them too.
+    again = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
+    second = batch_of(list(again), [0.0, 1.0, 0.0, 0.0], temperature=0.7)
+    assert not np.array_equal(second.behaviour_logprobs_R, batch.behaviour_logprobs_R)
+    result = await engine.update("default", second, "grpo", {"beta": 0.1})
+    assert result.version == start + 2
+    assert result.metrics["logprob_gap_max"] <= 1e-4
+    assert result.metrics["kl_reference"] > 1e-6
+
+    # An old batch is off-policy by now.
+    stale = await engine.update("default", batch, "grpo", {"beta": 0})
+    assert stale.metrics["logprob_gap_max"] > 1e-3
+    stats = await engine.stats()
+    tokens = {name: value - stats_before[name] for name, value in stats.items() if name.startswith("tokens_")}
+    assert tokens["tokens_decoded"] == batch.mask_R.size + second.mask_R.size
+    assert tokens["tokens_prefilled"] + tokens["tokens_reused"] == 2 * batch.prompt_lengths_N.sum()
+    assert 2**26 < stats["peak_rss_bytes"] < 2**30
+
+
+@in_one_loop
+async def test_save_and_load_restore_everything(shared: Running) -> None:
+    engine, upstream, folder = shared
     batches = [make_batch(None, seed=i) for i in range(3)]
-    async with running(where) as (engine, upstream):
-        await engine.update("default", batches[0], "grpo", {"beta": 0.1})
-        await engine.save(tmp_path / "checkpoint")
-        expected = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
-        said = await chat(upstream, "Tom", seed=1)
-    async with running(replace(where, seed=8)) as (engine, upstream):
-        await engine.load(tmp_path / "checkpoint")
-        assert await engine.versions() == {"default": 1}
-        found = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
-        assert found.version == expected.version
-        for name in ("loss", "grad_norm", "kl_reference", "entropy"):
-            assert found.metrics[name] == expected.metrics[name]
-        again = await chat(upstream, "Tom", seed=1)
-        assert again.choices[0].logprobs == said.choices[0].logprobs
-        with pytest.raises(CheckpointError, match="no checkpoint"):
-            await engine.load(tmp_path / "nowhere")
+    await engine.update("default", batches[0], "grpo", {"beta": 0.1})
+    await engine.save(folder / "checkpoint")
+    saved = await version(engine)
+    expected = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
+    said = await chat(upstream, "Tom", seed=1)
+    await engine.update("default", batches[2], "grpo", {"beta": 0.1})
+    assert (await chat(upstream, "Tom", seed=1)).choices[0].logprobs != said.choices[0].logprobs
+
+    await engine.load(folder / "checkpoint")
+    assert await version(engine) == saved
+    found = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
+    assert found.version == expected.version
+    for name in ("loss", "grad_norm", "kl_reference", "entropy"):
+        assert found.metrics[name] == expected.metrics[name]
+    again = await chat(upstream, "Tom", seed=1)
+    assert again.choices[0].logprobs == said.choices[0].logprobs
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        await engine.load(folder / "nowhere")
 
 
-async def test_several_policies_are_separate(tmp_path: Path, checkpoint: Path) -> None:
+async def test_several_policies_are_separate_and_a_dead_engine_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
     llama = make_checkpoint(tmp_path / "llama", Shape("llama", tied=False, eos=("<|eot_id|>",)))
     policies = {
         "writer": PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA),
@@ -166,81 +199,56 @@ async def test_several_policies_are_separate(tmp_path: Path, checkpoint: Path) -
         assert before[1].choices[0].logprobs == after[1].choices[0].logprobs
         with pytest.raises(EngineError, match="Did you mean 'writer'"):
             await engine.update("writr", make_batch(None), "grpo", {})
+        await check_that_a_dead_process_is_an_error(engine, "writer")
 
 
-async def test_mistakes_come_back_as_what_they_are(tmp_path: Path, checkpoint: Path) -> None:
-    broken = tmp_path / "broken_algorithm.py"
-    broken.write_text(
-        "import agl_core\n"
-        "def build(options):\n"
-        '    """Cannot."""\n'
-        "    raise ZeroDivisionError('no such luck')\n"
-        "@agl_core.hookimpl\n"
-        "def register_algorithms(register):\n"
-        "    register('broken', build)\n"
+@in_one_loop
+async def test_mistakes_come_back_as_what_they_are(shared: Running) -> None:
+    engine, upstream, folder = shared
+    batch, before = make_batch(None), await version(engine)
+    with pytest.raises(PluginError, match="Did you mean 'grpo'"):
+        await engine.update("default", batch, "grop", {})
+    with pytest.raises(ConfigError, match="clip"):
+        await engine.update("default", batch, "grpo", {"clip": -1})
+    with pytest.raises(EngineError, match="ZeroDivisionError: no such luck"):
+        await engine.update("default", batch, "broken", {})
+    assert "in build" in (folder / "run" / "engine.log").read_text()
+    # It goes on, and no version was made.
+    assert await version(engine) == before
+    assert (await engine.update("default", batch, "grpo", {"beta": 0})).version == before + 1
+    # An agent's key opens no control route.
+    control = upstream.urls[0].removesuffix("/v1") + "/engine/stats"
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(control)).status_code == 401
+        bearer = {"authorization": f"Bearer {upstream.api_key}"}
+        assert (await client.get(control, headers=bearer)).status_code == 401
+
+
+async def test_why_it_does_not_start(tmp_path: Path, checkpoint: Path) -> None:
+    engine = TorchEngine(
+        TorchOptions(**SMALL), context(tmp_path, checkpoint, policies={"default": PolicySpec("./nowhere")})
     )
-    async with running(context(tmp_path, checkpoint, plugin_files=(broken,))) as (engine, upstream):
-        batch = make_batch(None)
-        with pytest.raises(PluginError, match="Did you mean 'grpo'"):
-            await engine.update("default", batch, "grop", {})
-        with pytest.raises(ConfigError, match="clip"):
-            await engine.update("default", batch, "grpo", {"clip": -1})
-        with pytest.raises(EngineError, match="ZeroDivisionError: no such luck"):
-            await engine.update("default", batch, "broken", {})
-        assert "in build" in (tmp_path / "run" / "engine.log").read_text()
-        # It goes on, and no version was made.
-        assert await engine.versions() == {"default": 0}
-        assert (await engine.update("default", batch, "grpo", {"beta": 0})).version == 1
-        # An agent's key opens no control route.
-        control = upstream.urls[0].removesuffix("/v1") + "/engine/stats"
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert (await client.get(control)).status_code == 401
-            bearer = {"authorization": f"Bearer {upstream.api_key}"}
-            assert (await client.get(control, headers=bearer)).status_code == 401
+    with pytest.raises(EngineError, match=r"did not start: There is no folder '\./nowhere'.*engine\.log"):
+        await engine.start()
+    await engine.stop()
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "says"),
-    [
-        (PolicySpec("./nowhere"), {}, "no folder './nowhere'"),
-        (None, {"device": "cuda"}, "no CUDA GPU"),
-        (None, {"max_context": 200, "cache_mib": 1, "max_rows": 1}, None),
-    ],
-)
-async def test_why_it_does_not_start(
-    tmp_path: Path, checkpoint: Path, spec: PolicySpec | None, options: dict[str, Any], says: str | None
-) -> None:
-    if options.get("device") == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    where = context(tmp_path, checkpoint, policies={"default": spec or PolicySpec(str(checkpoint))})
-    if says is None:
-        async with running(where, **options) as (_, upstream):
-            assert upstream.context_length == 200
-        return
-    with pytest.raises(EngineError, match=says):
-        async with running(where, **options):
-            pass
-
-
-async def test_a_dead_process_is_an_error_at_once(tmp_path: Path, checkpoint: Path) -> None:
-    async with running(context(tmp_path, checkpoint)) as (engine, _):
-        process = engine._process
-        assert process is not None
-        started = asyncio.Event()
-        options = {"beta": 0, "epochs": 100, "minibatches": 3}
-        update = asyncio.ensure_future(
-            engine.update("default", make_batch(None), "grpo", options, lambda _: started.set())
-        )
-        await asyncio.wait_for(started.wait(), 60)
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"lost during 'update'.*exit code: -9.*last checkpoint"):
-            await asyncio.wait_for(update, 60)
-        with pytest.raises(EngineError, match="lost during 'stats'"):
-            await asyncio.wait_for(engine.stats(), 60)
-        await engine.stop()
-        await engine.stop()
-        with pytest.raises(EngineError, match="not running"):
-            await engine.versions()
+async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:
+    process = engine._process
+    assert process is not None
+    started = asyncio.Event()
+    options = {"beta": 0, "epochs": 100, "minibatches": 3}
+    update = asyncio.ensure_future(engine.update(policy, make_batch(None), "grpo", options, lambda _: started.set()))
+    await asyncio.wait_for(started.wait(), 60)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"lost during 'update'.*exit code: -9.*last checkpoint"):
+        await asyncio.wait_for(update, 60)
+    with pytest.raises(EngineError, match="lost during 'stats'"):
+        await asyncio.wait_for(engine.stats(), 60)
+    await engine.stop()
+    await engine.stop()
+    with pytest.raises(EngineError, match="not running"):
+        await engine.versions()
 
 
 def test_the_process_ends_with_its_parent(tmp_path: Path, checkpoint: Path) -> None:

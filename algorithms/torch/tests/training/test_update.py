@@ -249,15 +249,15 @@ def test_lora_moves_the_adapter_and_nothing_else(checkpoint: Path) -> None:
 def test_small_steps_are_not_rounded_away_in_bfloat16(checkpoint: Path) -> None:
     loaded = load_model(PolicySpec(str(checkpoint), dtype="bfloat16"), torch.device("cpu"), seed=0)
     before = weights_of(loaded.model)
-    trainer = trainer_of(loaded, OptimizerSection(learning_rate=2e-5))
+    trainer = trainer_of(loaded, OptimizerSection(learning_rate=1.5e-3))
     batch = make_batch(loaded)
     result = trainer.update(batch, grpo())
     assert result.metrics["logprob_gap_max"] < 0.1
     norm = "model.layers.0.input_layernorm.weight"
-    assert torch.equal(weights_of(loaded.model)[norm], before[norm])  # 1 + 2e-5 is 1 in bfloat16
-    for _ in range(250):
-        trainer.update(reordered(batch, np.arange(3)), grpo())
-    # 250 steps of 2e-5 do add up, in the master.
+    assert torch.equal(weights_of(loaded.model)[norm], before[norm])  # 1 - 0.0015 is 1 in bfloat16
+    for _ in range(5):
+        trainer.update(batch, grpo())
+    # Such steps do add up, in the master.
     assert not torch.equal(weights_of(loaded.model)[norm], before[norm])
     assert loaded.model.get_input_embeddings().weight.dtype == torch.bfloat16
 

@@ -1,0 +1,94 @@
+"""The settings of an engine process, applied without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agl_core.errors import EngineError
+from agl_core.protocols import PolicySpec, UpdateResult
+from agl_torch.options import TorchOptions
+from agl_torch.policies import Policies
+from agl_torch.wire import Settings, UpdateRequest, decode_result, encode_result
+
+from .conftest import make_batch, weights_of
+
+
+def settings(checkpoint: Path, seed: int = 0, **options: Any) -> Settings:
+    return Settings(
+        options=TorchOptions(**({"cache_mib": 16} | options)),
+        policies={"default": PolicySpec(str(checkpoint))},
+        seed=seed,
+        deterministic=False,
+        plugin_files=(),
+        api_key="a",
+        control_key="c",
+    )
+
+
+def test_every_setting_arrives(checkpoint: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        changed = Policies.load(settings(checkpoint, max_context=100, device="cpu", threads=threads + 1))
+        assert changed.context_length == 100
+        assert torch.get_num_threads() == threads + 1
+        assert Policies.load(settings(checkpoint)).context_length == 256
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_cache_that_holds_no_reply_is_refused_by_the_names_of_its_settings(tmp_path: Path) -> None:
+    from .conftest import Shape, make_checkpoint
+
+    # 48 layers of 256 tokens of 2 x 256 floats: 25 MB for one reply.
+    wide = make_checkpoint(tmp_path / "wide", Shape(layers=48, hidden=256))
+    with pytest.raises(EngineError, match=r"engine\.torch\.cache_mib or engine\.torch\.max_context"):
+        Policies.load(settings(wide, cache_mib=1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(checkpoint: Path) -> None:
+    with pytest.raises(EngineError, match="no CUDA GPU"):
+        Policies.load(settings(checkpoint, device="cuda"))
+
+
+def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = Policies.load(settings(checkpoint))
+    policy = policies.policies["default"]
+    before = weights_of(policy.loaded.model)
+    step = policy.trainer.optimizer.step
+
+    def fail_after(*_: Any) -> Any:
+        step()
+        raise MemoryError("too little")
+
+    monkeypatch.setattr(policy.trainer.optimizer, "step", fail_after)
+    request = UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None))
+    with pytest.raises(MemoryError):
+        policies.update(request, lambda _: None)
+    after = weights_of(policy.loaded.model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert policies.versions == {"default": 1}
+
+
+def test_an_update_request_crosses_whole() -> None:
+    sent = UpdateRequest("default", "grpo", {"clip": 0.1}, make_batch(None, noise=0.1))
+    found = UpdateRequest.decode(sent.encode())
+    assert (found.policy, found.algorithm, found.options) == (sent.policy, sent.algorithm, sent.options)
+    assert (found.batch.kind, found.batch.keys) == (sent.batch.kind, sent.batch.keys)
+    for name in ("tokens_T", "offsets", "behaviour_logprobs_R", "mask_R", "temperature_N", "values_N", "group_N"):
+        mine, theirs = getattr(found.batch, name), getattr(sent.batch, name)
+        assert mine.dtype == theirs.dtype
+        assert np.array_equal(mine, theirs)
+
+
+def test_a_result_crosses_exactly() -> None:
+    result = UpdateResult(3, {"loss": 0.1 + 0.2}, np.array([1 / 3, 0.0]), np.array([1e-300, 1.0]), (None, "too_long"))
+    found = decode_result(encode_result(result))
+    assert (found.version, found.metrics, found.dropped) == (result.version, result.metrics, result.dropped)
+    assert np.array_equal(found.advantage_N, result.advantage_N)
+    assert np.array_equal(found.weight_N, result.weight_N)

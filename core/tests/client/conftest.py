@@ -1,0 +1,65 @@
+"""A worker in front of a real server with a scripted model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+
+from stack import Stack, make_rollout, running_stack
+
+from agl_core.client import Agent, WorkerThread
+from agl_core.types import Attempt, Json, Rollout, Task
+
+
+@dataclass
+class Workplace:
+    """Runs agents by a worker thread and returns what became of their rollouts."""
+
+    stack: Stack
+    workers: list[WorkerThread]
+
+    async def run(
+        self, function: Callable[..., Any], inputs: list[Json], *, concurrency: int = 8, **kinds: bool
+    ) -> dict[int, tuple[Rollout, Attempt]]:
+        """One rollout per input, all to the end; by the input's place."""
+        worker = self.start(function, concurrency=concurrency, **kinds)
+        rollouts = [make_rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(inputs)]
+        await self.stack.server.queue.enqueue(rollouts)
+        done = [await self.stack.server.queue.next_done() for _ in rollouts]
+        await worker.stop()
+        ended = {}
+        for rollout in done:
+            attempts = await self.stack.store.attempts(rollout.id)
+            ended[int(rollout.id[1:])] = (rollout, attempts[-1])
+        return ended
+
+    def start(
+        self, function: Callable[..., Any], *, concurrency: int = 8, is_async: bool = True, wants_context: bool = True
+    ) -> WorkerThread:
+        worker = WorkerThread(
+            Agent("test:agent", function, wants_context=wants_context, is_async=is_async),
+            base_url=self.stack.server.base_url,
+            worker_key=self.stack.server.worker_key,
+            agent_key=self.stack.server.agent_key,
+            concurrency=concurrency,
+        )
+        worker.start()
+        self.workers.append(worker)
+        return worker
+
+
+@pytest.fixture
+async def workplace(request: pytest.FixtureRequest) -> AsyncIterator[Workplace]:
+    """`@pytest.mark.parametrize("workplace", [{"timeout": 1.0}], indirect=True)` changes the server's settings."""
+    async with running_stack(**getattr(request, "param", {})) as stack:
+        place = Workplace(stack, [])
+        yield place
+        for worker in place.workers:
+            await worker.stop()

@@ -1,0 +1,190 @@
+"""Workers run agents of every kind and temper, and each attempt ends as a typed record."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from agl_core.capture import outcome_report, record_outcome, reward
+from agl_core.client import AgentContext
+from agl_core.types import Ending, OutcomeStatus
+
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 1.0, "attempts": 1}], indirect=True)
+
+
+async def ask(context: AgentContext, text: str) -> str:
+    """One LLM call through the attempt's own base URL."""
+    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+    return str(reply.choices[0].message.content)
+
+
+def ask_now(context: AgentContext, text: str) -> str:
+    """The same, blocking."""
+    with openai.OpenAI(base_url=context.base_url, api_key=context.api_key) as client:
+        reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+    return str(reply.choices[0].message.content)
+
+
+async def test_results_are_stored_and_calls_belong_to_their_rollouts(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> Any:
+        return {"asked": task_input, "answer": await ask(context, f"hello {task_input}")}
+
+    ended = await workplace.run(agent, [1, 2, 3])
+    for i, (rollout, attempt) in ended.items():
+        assert rollout.ending is Ending.FINISHED
+        assert attempt.result["asked"] == i + 1
+        calls = await workplace.stack.store.calls([attempt.key])
+        assert [c.request["messages"][0]["content"] for c in calls] == [f"hello {i + 1}"]
+
+
+async def test_sync_agents_run_in_parallel_threads(workplace: Any) -> None:
+    together = threading.Barrier(4, timeout=20)
+
+    def agent(task_input: Any, context: AgentContext) -> str:
+        together.wait()
+        return ask_now(context, "hi")
+
+    ended = await workplace.run(agent, [0] * 4, concurrency=4, is_async=False)
+    assert {rollout.ending for rollout, _ in ended.values()} == {Ending.FINISHED}
+
+
+async def test_an_agent_that_raises_after_a_call_is_data_and_is_not_tried_again(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        await ask(context, "hi")
+        raise KeyError("city")
+
+    rollout, attempt = (await workplace.run(agent, [0]))[0]
+    assert (rollout.ending, attempt.attempt) == (Ending.CRASHED, 0)
+    assert attempt.error is not None
+    assert "KeyError: 'city'" in attempt.error
+    assert "test_worker.py" in attempt.error
+
+
+async def test_an_agent_that_raises_before_any_call_is_tried_again(workplace: Any) -> None:
+    tries: list[int] = []
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        tries.append(context.attempt)
+        if context.attempt == 0:
+            raise ConnectionError("the tool's server is not up yet")
+        return await ask(context, "hi")
+
+    rollout, _ = (await workplace.run(agent, [0]))[0]
+    assert (rollout.ending, rollout.counted_attempt, tries) == (Ending.FINISHED, 1, [0, 1])
+
+
+async def test_an_agent_that_makes_no_call_is_told_how_to_fix_it(workplace: Any) -> None:
+    rollout, attempt = (await workplace.run(lambda task_input, context: "42", [0], is_async=False))[0]
+    assert rollout.ending is Ending.NO_CALL
+    assert "OPENAI_BASE_URL" in (attempt.error or "")
+
+
+@pytest.mark.parametrize("result", [object(), float("nan"), {1: 2}])
+async def test_a_result_that_is_not_json_is_a_crash_that_says_so(workplace: Any, result: object) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> Any:
+        await ask(context, "hi")
+        return result
+
+    rollout, attempt = (await workplace.run(agent, [0]))[0]
+    assert rollout.ending is Ending.CRASHED
+    assert "the agent returned" in (attempt.error or "")
+
+
+@QUICK
+async def test_a_slow_async_agent_is_cancelled_and_others_go_on(workplace: Any) -> None:
+    cancelled = threading.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        answer = await ask(context, "hi")
+        if task_input == "slow":
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                cancelled.set()
+        return answer
+
+    ended = await workplace.run(agent, ["slow", "quick", "quick"])
+    assert [ended[i][0].ending for i in range(3)] == [Ending.TIMED_OUT, Ending.FINISHED, Ending.FINISHED]
+    assert cancelled.is_set()
+    assert workplace.workers[0].worker.abandoned == 0
+
+
+@QUICK
+async def test_a_thread_that_cannot_be_ended_is_counted_and_its_late_call_refused(workplace: Any) -> None:
+    release, refused = threading.Event(), threading.Event()
+
+    def agent(task_input: Any, context: AgentContext) -> str:
+        ask_now(context, "hi")
+        if task_input == "stuck":
+            release.wait(60)
+            try:
+                ask_now(context, "too late")
+            except openai.APIStatusError:
+                refused.set()
+        return "done"
+
+    worker = workplace.start(agent, is_async=False)
+    ended = await workplace.run(agent, ["stuck", "quick"], is_async=False)
+    assert [ended[i][0].ending for i in range(2)] == [Ending.TIMED_OUT, Ending.FINISHED]
+    assert sum(w.worker.abandoned for w in workplace.workers) == 1
+    release.set()
+    assert await asyncio.to_thread(refused.wait, 20)
+    calls = await workplace.stack.store.calls([ended[0][1].key])
+    assert [c.request["messages"][0]["content"] for c in calls if not c.late] == ["hi"]
+    await worker.stop()
+
+
+async def test_rewards_come_with_the_attempt_that_reported_them(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> float:
+        await ask(context, "hi")
+        reward(task_input, name="style")
+        await asyncio.sleep(0)
+        return task_input / 2
+
+    ended = await workplace.run(agent, [1.0, 2.0, 3.0])
+    for i, (_, attempt) in ended.items():
+        rewards = await workplace.stack.store.rewards([attempt.key])
+        assert {(r.name, r.value, r.source) for r in rewards} == {
+            ("style", i + 1.0, "agent"),
+            ("result", (i + 1.0) / 2, "agent"),
+        }
+
+
+async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
+    started = threading.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        await ask(context, "hi")
+        started.set()
+        await asyncio.sleep(3600)
+        return "never"
+
+    from stack import make_rollout
+
+    worker = workplace.start(agent)
+    await workplace.stack.server.queue.enqueue([make_rollout("w0")])
+    assert await asyncio.to_thread(started.wait, 20)
+    begun = time.monotonic()
+    await worker.stop()
+    assert not worker.alive
+    assert time.monotonic() - begun < 20
+    rollout = await workplace.stack.server.queue.next_done()
+    assert rollout.ending is Ending.CANCELLED
+
+
+async def test_outcomes_of_tools_reach_the_store(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        await ask(context, "hi")
+        record_outcome(outcome_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
+        return "done"
+
+    _, attempt = (await workplace.run(agent, [0]))[0]
+    (outcome,) = await workplace.stack.store.outcomes([attempt.key])
+    assert (outcome.tool, outcome.tool_call_id, outcome.status) == ("lookup", "call_1", OutcomeStatus.ERROR)
+    assert "no such city" in (outcome.error or "")

@@ -1,0 +1,109 @@
+"""What goes wrong with files and disks ends in a StoreError with the file and the remedy."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.errors import StoreError
+from agl_core.store.faults import explain
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import AttemptKey
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """The system refuses to write beyond `size` bytes of any file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_file_that_is_no_database(path: Path, read_only: bool) -> None:
+    path.write_bytes(b"this is a letter, not a database. " * 200)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=r"store\.sqlite is not an SQLite database\. Choose another path"):
+        await SqliteStore(path, read_only=read_only).open()
+    assert path.read_bytes() == before
+
+
+async def test_a_damaged_file(path: Path, make_call: Any) -> None:
+    async with SqliteStore(path) as store:
+        await store.put(*(make_call(f"c{number}", f"r{number}") for number in range(200)))
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom(path.stat().st_size - 4096))
+    async with SqliteStore(path, read_only=True) as reader:
+        with pytest.raises(StoreError, match=r"store\.sqlite is damaged.*\.recover"):
+            await reader.calls([AttemptKey("r1", 0)])
+    async with SqliteStore(path) as store:
+        with pytest.raises(StoreError, match=r"store\.sqlite is damaged.*\.recover"):
+            await store.put(make_call("new"))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_truncated_file(path: Path, make_call: Any, read_only: bool) -> None:
+    async with SqliteStore(path) as store:
+        await store.put(make_call("c"))
+    os.truncate(path, 5000)
+    with pytest.raises(StoreError, match=r"store\.sqlite is damaged"):
+        await SqliteStore(path, read_only=read_only).open()
+
+
+async def test_a_missing_folder_and_a_folder_in_its_place(path: Path) -> None:
+    with pytest.raises(StoreError, match=r"Create .*nowhere first"):
+        await SqliteStore(path.parent / "nowhere" / "store.sqlite").open()
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"store\.sqlite is a folder"):
+        await SqliteStore(path).open()
+
+
+async def test_a_failed_open_can_be_tried_again(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "later" / "store.sqlite")
+    with pytest.raises(StoreError):
+        await store.open()
+    (tmp_path / "later").mkdir()
+    async with store:
+        assert await store.runs() == []
+
+
+async def test_a_disk_that_takes_no_more(path: Path, make_call: Any, calls_of: Any) -> None:
+    async with SqliteStore(path) as store:
+        await store.put(make_call("before"))
+        large = make_call("large", prompt_ids=np.arange(200_000, dtype=np.int32))
+        with files_up_to(300_000), pytest.raises(StoreError, match=r"store\.sqlite cannot be .*disk's free space"):
+            await store.put(large)
+        assert set(await calls_of(store, "r")) == {"before"}
+        await store.put(large)
+        assert set(await calls_of(store, "r")) == {"before", "large"}
+
+
+def test_a_full_disk_is_called_that(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(sqlite3.OperationalError) as full:
+        connection.execute("CREATE TABLE t (x)")
+    connection.close()
+    assert "store.sqlite cannot grow: the disk is full. Free some space" in str(explain(path, full.value))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+async def test_a_folder_without_permission(path: Path) -> None:
+    path.parent.chmod(0o500)
+    try:
+        with pytest.raises(StoreError, match="write there|permissions"):
+            await SqliteStore(path).open()
+    finally:
+        path.parent.chmod(0o700)

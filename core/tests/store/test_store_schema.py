@@ -1,0 +1,106 @@
+"""Versions of the schema: empty to current, current to next, and files that are not ours."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.errors import StoreError
+from agl_core.store import schema
+from agl_core.store.sqlite import SqliteStore
+
+NEXT = """
+ALTER TABLE rollouts ADD COLUMN note TEXT NOT NULL DEFAULT 'none';
+UPDATE rollouts SET note = 'migrated ' || id;
+CREATE TABLE notes (text TEXT);
+"""
+
+
+def ask(path: Path, question: str) -> Any:
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(question).fetchall()
+    finally:
+        connection.close()
+
+
+def known(monkeypatch: pytest.MonkeyPatch, *further: str) -> None:
+    """Make this agl one that knows further versions."""
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, *further))
+
+
+async def test_a_new_file_has_the_current_version(path: Path) -> None:
+    async with SqliteStore(path):
+        pass
+    assert ask(path, "PRAGMA user_version") == [(len(schema.MIGRATIONS),)]
+
+
+async def test_an_older_file_is_brought_up_to_date_and_keeps_its_rows(
+    path: Path, monkeypatch: pytest.MonkeyPatch, make_rollout: Any, make_call: Any, exactly: Any
+) -> None:
+    call = make_call("c")
+    async with SqliteStore(path) as store:
+        await store.put(make_rollout("r"), call)
+    old = len(schema.MIGRATIONS)
+    known(monkeypatch, NEXT, "DROP TABLE notes")
+    async with SqliteStore(path) as store:
+        assert await store.rollouts() == [make_rollout("r")]
+        assert exactly(await store.calls([call.key])) == exactly([call])
+        await store.put(make_rollout("s"))
+    assert ask(path, "PRAGMA user_version") == [(old + 2,)]
+    assert ask(path, "SELECT id, note FROM rollouts") == [("r", "migrated r"), ("s", "none")]
+    assert ask(path, "SELECT name FROM sqlite_master WHERE name = 'notes'") == []
+
+
+async def test_a_reader_does_not_migrate(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with SqliteStore(path):
+        pass
+    before = path.read_bytes()
+    known(monkeypatch, NEXT)
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, this agl reads version 2.*Open it once"):
+        await SqliteStore(path, read_only=True).open()
+    assert path.read_bytes() == before
+
+
+async def test_a_migration_that_fails_leaves_the_version_before_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, make_rollout: Any
+) -> None:
+    async with SqliteStore(path) as store:
+        await store.put(make_rollout("r"))
+    with monkeypatch.context() as newer:
+        known(newer, NEXT, "CREATE TABLE half (x); INSERT INTO nowhere VALUES (1)")
+        with pytest.raises(StoreError, match=r"store\.sqlite.*no such table: nowhere"):
+            await SqliteStore(path).open()
+        assert ask(path, "PRAGMA user_version") == [(len(schema.MIGRATIONS) - 1,)]
+    assert ask(path, "SELECT note FROM rollouts") == [("migrated r",)]
+    assert ask(path, "SELECT name FROM sqlite_master WHERE name = 'half'") == []
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_newer_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool) -> None:
+    with monkeypatch.context() as newer:
+        known(newer, NEXT)
+        async with SqliteStore(path):
+            pass
+    with pytest.raises(StoreError, match=r"has schema version 2, and this agl knows versions up to 1\. Use the agl"):
+        await SqliteStore(path, read_only=read_only).open()
+    assert ask(path, "PRAGMA user_version") == [(2,)]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_another_programs_database_is_left_alone(path: Path, read_only: bool) -> None:
+    connection = sqlite3.connect(path)
+    connection.executescript("CREATE TABLE bookmarks (url); INSERT INTO bookmarks VALUES ('x')")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=r"store\.sqlite is another program's SQLite database"):
+        await SqliteStore(path, read_only=read_only).open()
+    assert path.read_bytes() == before
+
+
+async def test_the_columns_written_are_the_columns_there(store: SqliteStore, path: Path) -> None:
+    for table in schema.TABLES:
+        assert [row[1] for row in ask(path, f"PRAGMA table_info({table.name})")] == ["seq", *table.columns]

@@ -1,0 +1,46 @@
+"""A Lightning Server in a process that a test may kill: `python killable_server.py STORE SCRIPTED_UPSTREAM_FOLDER`.
+
+Prints one line of JSON (base URL, key and the attempts it leased out) and serves until it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from agl_core.config.models import SamplingSection
+from agl_core.plugins import Plugins
+from agl_core.protocols import Upstream
+from agl_core.server import LightningServer
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Mode, Rollout, Task
+from agl_core.wire import LeaseRequest
+
+ROLLOUTS = 16
+
+
+async def serve(store_path: Path) -> None:
+    from scripted_upstream import ScriptedUpstream
+
+    async with SqliteStore(store_path) as store, ScriptedUpstream() as scripted:
+        upstream = Upstream((scripted.url,), {"default": "default"}, "key")
+        async with LightningServer(
+            store, upstream, sampling=SamplingSection(), seed=0, timeout=60, attempts=1, hook=Plugins().hook
+        ) as server:
+            name = f"{os.getpid()}"
+            await server.queue.enqueue(
+                [Rollout(f"{name}-{i}", "run", 0, name, Task("t", "?"), Mode.TRAIN, 1, i) for i in range(ROLLOUTS)]
+            )
+            reply = await server.queue.lease(LeaseRequest(worker="w", capacity=ROLLOUTS))
+            ready = {"url": server.base_url, "key": server.agent_key, "paths": [lease.path for lease in reply.leases]}
+            sys.stdout.write(json.dumps(ready) + "\n")
+            sys.stdout.flush()
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.path.append(sys.argv[2])
+    asyncio.run(serve(Path(sys.argv[1])))

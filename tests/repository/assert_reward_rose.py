@@ -1,0 +1,28 @@
+"""Fails unless a run's summary.json shows that training raised the reward, greedy and sampled.
+
+python tests/repository/assert_reward_rose.py runs/calc/summary.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+LEAST_RISE = 0.2
+
+
+def main() -> None:
+    """Print both rewards; exit with 1 if one of them did not rise by LEAST_RISE."""
+    reward = json.loads(Path(sys.argv[1]).read_text())["reward"]
+    rose = True
+    for mode in ("greedy", "sampled"):
+        before, after = reward["before"][mode], reward["after"][mode]
+        rose = rose and after >= before + LEAST_RISE
+        print(f"reward, {mode}: {before:.3f} before, {after:.3f} after")
+    if not rose:
+        sys.exit(f"The reward was to rise by {LEAST_RISE} at least.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What the repository's tests share: where everything is, and how its sources are read."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target: the deepest module that it names."""
+
+    importer: str
+    """The dotted name of the importing module."""
+    target: str
+    place: str
+    """`file:line`."""
+    always: bool
+    """Whether importing the importer runs it: not inside a function or under TYPE_CHECKING."""
+
+    @property
+    def package(self) -> str:
+        return self.target.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One of the repository's distributions."""
+
+    folder: Path
+    project: dict[str, Any]
+    """The table [project] of its pyproject.toml."""
+
+    @property
+    def package(self) -> str:
+        return str(self.project["name"]).replace("-", "_")
+
+    @property
+    def sources(self) -> list[Path]:
+        return sorted((self.folder / self.package).rglob("*.py"))
+
+    def imports(self) -> Iterator[Import]:
+        """Every import in its sources."""
+        for file in self.sources:
+            parts = file.relative_to(self.folder).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            module = ".".join(parts[:-1] if is_package else parts)
+            yield from _imports_of(file, module, is_package)
+
+
+def _imports_of(file: Path, module: str, is_package: bool) -> Iterator[Import]:
+    tree = ast.parse(file.read_text(), str(file))
+    pending: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while pending:
+        node, always = pending.pop()
+        place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, place, always)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module if is_package else module.rpartition(".")[0]
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            for alias in node.names:
+                inside = ROOT_OF.get(base.split(".")[0])
+                target = f"{base}.{alias.name}"
+                yield Import(module, target if inside and _is_module(inside, target) else base, place, always)
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        pending += [(child, always and not lazy) for child in ast.iter_child_nodes(node)]
+
+
+def _is_module(folder: Path, dotted: str) -> bool:
+    path = folder.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def _distributions() -> dict[str, Distribution]:
+    found = {}
+    for file in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml")]):
+        distribution = Distribution(file.parent, tomllib.loads(file.read_text())["project"])
+        found[distribution.project["name"]] = distribution
+    return found
+
+
+DISTRIBUTIONS = _distributions()
+ROOT_OF = {distribution.package: distribution.folder for distribution in DISTRIBUTIONS.values()}
+
+
+@pytest.fixture(scope="session")
+def distributions() -> dict[str, Distribution]:
+    """The repository's distributions by name."""
+    return DISTRIBUTIONS
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root."""
+    return ROOT

@@ -1,0 +1,102 @@
+"""Imports point one way: between the distributions, and between the floors of the core (DESIGN, section 3)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from typing import Any
+
+import pytest
+
+FLOORS = [
+    {"types"},
+    {"hooks", "plugins", "config", "errors", "protocols", "wire", "rules"},
+    {"capture"},
+    {"store"},
+    {"learning"},
+    {"server"},
+    {"client"},
+    {"training"},
+    {"cli", "builtin", ""},  # "" is agl_core itself: what it re-exports
+]
+
+NEIGHBOURS = {
+    "agl-torch": {"agl_core", "agl_algorithms"},
+}
+"""What may be imported of the repository; anything else: agl_core alone."""
+
+NEVER_IN_THE_CORE = {"torch", "transformers", "peft", "langchain", "langchain_core", "langgraph", "openai"}
+
+
+def floor_of(module: str) -> int:
+    """The floor that a module of the core is on."""
+    room = (module.split(".") + [""])[1]
+    [floor] = [number for number, rooms in enumerate(FLOORS) if room in rooms] or [None]
+    if floor is None:
+        pytest.fail(f"{module} is on no floor: add it to FLOORS here, and to DESIGN")
+    return floor
+
+
+def test_each_floor_of_the_core_imports_only_what_is_below(distributions: dict[str, Any]) -> None:
+    upward = [
+        f"{each.place}: {each.importer} imports {each.target}"
+        for each in distributions["agl-core"].imports()
+        if each.package == "agl_core" and floor_of(each.importer) < floor_of(each.target)
+    ]
+
+    assert upward == []
+
+
+def test_distributions_import_no_sibling(distributions: dict[str, Any]) -> None:
+    ours = {distribution.package for distribution in distributions.values()}
+    sideways = [
+        f"{each.place}: imports {each.target}"
+        for name, distribution in distributions.items()
+        for each in distribution.imports()
+        if each.package in ours - {distribution.package} - NEIGHBOURS.get(name, {"agl_core"})
+        or (name == "agl-core" and each.package in ours - {"agl_core"})
+    ]
+
+    assert sideways == []
+
+
+def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
+    found = [each.place for each in distributions["agl-core"].imports() if each.package in NEVER_IN_THE_CORE]
+
+    assert found == []
+
+
+def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
+    """Importing a module needs nothing but the distribution's own dependencies.
+
+    Only the server's rooms may need the extra `server`, and what uses it (`agl-core[server]`).
+    """
+    providers = importlib.metadata.packages_distributions()
+    undeclared = []
+    for distribution in distributions.values():
+        project = distribution.project
+        base = _names(project["dependencies"])
+        server = base | _names(project.get("optional-dependencies", {}).get("server", []))
+        if "agl-core[server]" in project["dependencies"]:
+            server |= _names(distributions["agl-core"].project["optional-dependencies"]["server"])
+        for each in distribution.imports():
+            if not each.always or each.package in sys.stdlib_module_names or each.package == distribution.package:
+                continue
+            allowed = base if _is_light(each.importer) else server
+            if not allowed & _names(providers.get(each.package, [each.package])):
+                undeclared.append(f"{each.place}: {each.package}")
+
+    assert undeclared == []
+
+
+def _is_light(module: str) -> bool:
+    """Whether a module belongs to the core that an agent's environment has."""
+    return module.startswith("agl_core") and not module.startswith(("agl_core.server", "agl_core.training"))
+
+
+def _names(requirements: list[str]) -> set[str]:
+    """Normalized names of distributions, from requirements like `agl-core[server]>=1`."""
+    names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in requirements}
+    names |= {"pydantic-core"} if "pydantic" in names else set()
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
