@@ -120,7 +120,7 @@ def imitate(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, seed: i
             first = TOKENIZER_CONVERSATIONS + step * BATCH
             batch = (encode(conversation(seed, index), tokenizer) for index in range(first, first + BATCH))
             # Reading the problems is learned first: predicting every token teaches it sooner than the replies alone.
-            ids_BT, labels_BT = collate(batch, everything=step < steps // 3)
+            ids_BT, labels_BT = (each.to(model.device) for each in collate(batch, everything=step < steps // 3))
             loss = model(input_ids=ids_BT, labels=labels_BT).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -142,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     tokenizer = make_tokenizer(options.seed)
-    model = make_model(tokenizer)
+    model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
     imitate(model, tokenizer, options.seed, options.steps)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)

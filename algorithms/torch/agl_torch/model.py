@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.hub import cached_file
 
 from agl_core.config.models import LoraSection
 from agl_core.errors import EngineError
@@ -58,6 +59,7 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int) -> LoadedModel
     """
     _check_place(spec.model)
     try:
+        cached_file(spec.model, "config.json")  # Of an unreachable hub, hear it once, not once for every file.
         tokenizer = load_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             spec.model,

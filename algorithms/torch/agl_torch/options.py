@@ -20,7 +20,7 @@ class TorchOptions(BaseModel):
     max_rows: int = Field(64, ge=1, le=4096, description="Replies decoded at the same time, for each policy.")
     cache_mib: int = Field(256, ge=1, description="Memory for keys and values of running and finished replies, in MiB.")
     tokens_per_micro_batch: int = Field(
-        4096,
+        2048,
         ge=1,
         description="Tokens, pads included, of one training pass; fewer take less memory and more time.",
     )

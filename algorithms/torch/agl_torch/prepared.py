@@ -46,6 +46,7 @@ class Prepared:
         advantage = self._advantage_M()[self.trained]
         counted_R = self.weights_R > 0
         gap_R = (old_R - self.samples.behaviour_R)[counted_R].abs()
+        gap_R = gap_R[torch.isfinite(gap_R)]  # A skipped step leaves tokens that were not computed.
         return {
             "advantage_mean": float(advantage.mean()) if len(advantage) else 0.0,
             "advantage_std": float(advantage.std()) if len(advantage) else 0.0,

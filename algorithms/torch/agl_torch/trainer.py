@@ -51,7 +51,6 @@ class PolicyTrainer:
         self._make_reference = reference
         self._reference: Any = None
         self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in loaded.model.modules())
-        self._precision = torch.promote_types(loaded.dtype, torch.float32)
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -61,12 +60,14 @@ class PolicyTrainer:
         The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient
         is not finite is skipped and counted. `progress` gets the share of the work done, 0 … 1.
 
-        Metrics (means are over trained tokens by their weight in the loss, and over optimizer steps):
+        Metrics (means are over trained tokens by their weight in the loss, and over optimizer steps; the first three
+        are absent if no step was applied):
 
         - loss, and whatever the algorithm's loss reports: policy_loss, kl_reference, kl_behaviour, clip_fraction,
           ratio_mean, ratio_max for GRPO;
         - entropy: of the policy's distribution, nats per token;
-        - grad_norm: before clipping, mean over optimizer steps; learning_rate: of the last step;
+        - grad_norm: before clipping;
+        - learning_rate: of the last step;
         - advantage_mean, advantage_std, advantage_abs_max: over the trained transitions;
         - logprob_gap_max: the largest |old − behaviour| of a trained token;
         - tokens_trained, transitions_trained: what the loss was computed on; transitions_dropped: the others;
@@ -83,8 +84,9 @@ class PolicyTrainer:
         work.total = tokens * ((1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (not once))
         reference_R = self._reference_logprobs(prepared, work) if algorithm.needs_reference else None
         work.lap("reference")
-        old_R = torch.zeros_like(prepared.samples.behaviour_R)
-        if not once:
+        if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
+            old_R = torch.full_like(prepared.samples.behaviour_R, torch.nan)
+        else:
             old_R = self._logprobs(self._loaded.model, prepared, work)
         work.lap("old")
         meter = Meter(self.optimizer.learning_rate)

@@ -34,12 +34,10 @@ def list_plugins(files: Files = None, as_json: AsJson = False) -> None:
 
 
 def describe(component: Component) -> dict[str, Any]:
-    """A component as JSON; `needs` is None where it depends on settings that have no default."""
-    from pydantic import ValidationError
-
+    """A component as JSON; `needs` (with the default settings) is None where it depends on one without default."""
     try:
-        needs = sorted(component.needs(component.options()))
-    except ValidationError:
+        needs = sorted(component.needs(component.options.model_construct()))
+    except AttributeError:
         needs = None
     schema = component.options.model_json_schema()
     return {
@@ -62,23 +60,22 @@ def describe(component: Component) -> dict[str, Any]:
 
 
 def _table(described: list[dict[str, Any]]) -> Table:
+    """Three columns, so that it fits a narrow terminal."""
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("kind", "name", "from", "honours", "needs", "provides", show_lines=True)
+    titles = ("kind, name, from", "honours", "needs and provides")
+    table = Table(*(Column(title, overflow="fold") for title in titles), show_lines=True)
     for row in described:
-        settings = "\n".join(
+        settings = [
             setting["name"] + ("" if setting["required"] else f" = {json.dumps(setting['default'])}")
             for setting in row["settings"]
+        ]
+        needs = ["what its settings say"] if row["needs"] is None else row["needs"]
+        capabilities = [*(f"needs {each}" for each in needs), *(f"provides {each}" for each in row["provides"])]
+        table.add_row(
+            f"{row['kind']} [bold]{escape(row['name'])}[/]\n{escape(row['origin'])}\n[dim]{escape(row['doc'])}[/]",
+            escape("\n".join(settings)),
+            escape("\n".join(capabilities)),
         )
-        needs = ["depends on its settings"] if row["needs"] is None else row["needs"]
-        cells = (
-            row["kind"],
-            f"{row['name']}\n{row['doc']}",
-            row["origin"],
-            settings,
-            "\n".join(needs),
-            "\n".join(row["provides"]),
-        )
-        table.add_row(*(escape(cell) for cell in cells))
     return table

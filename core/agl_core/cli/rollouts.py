@@ -47,7 +47,10 @@ def rollouts(
         return [(r, await _rewards(store, r)) for r in newest]
 
     rows, runs = _read(run, read)
-    table = Table("rollout", "mode", "state", "ending", "attempt", "reward", "task")
+    table = Table()
+    for column in ("rollout", "mode", "state", "ending", "attempt", "reward"):
+        table.add_column(column, no_wrap=column == "rollout")
+    table.add_column("task", no_wrap=True)
     for rollout, rewards in rows:
         table.add_row(
             rollout.id + (" (superseded)" if superseded(rollout, runs) else ""),

@@ -48,8 +48,7 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
     that is wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported.
 
         loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
-        tasks = loaded.tasks["train"]
-        source = tasks.component.build(tasks.options, loaded.folder, loaded.config.seed)
+        tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
     """
     data = _read(path)
     report = Report(path, apply_overrides(data, overrides))

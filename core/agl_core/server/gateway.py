@@ -131,7 +131,8 @@ class Gateway:
                 f"{HEADER_ROLLOUT}: ROLLOUT/ATTEMPT.",
                 code="rollout_missing",
             )
-        attempt = self._queue.attempt(AttemptKey(rollout, int(number))) if number.isdecimal() else None
+        is_number = number.isdecimal() and len(number) < 10
+        attempt = self._queue.attempt(AttemptKey(rollout, int(number))) if is_number else None
         if attempt is None:
             raise ApiError(
                 404,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED = 10_000
 """Closed attempts kept in memory, to tell a late call from a wrong address."""
+
+_SHORTEST_WATCH = 0.1
 
 
 @dataclass(slots=True)
@@ -76,8 +78,8 @@ class RolloutQueue:
         """Add rollouts at the end, all or none. ServerError if one is already there or the queue is closed."""
         if self._closed:
             raise ServerError("The rollout queue is closed: the run is over. Start a new run to add rollouts.")
-        ids = [rollout.id for rollout in rollouts]
-        if twice := {id for id in ids if id in self._lives or ids.count(id) > 1}:
+        counts = Counter(rollout.id for rollout in rollouts)
+        if twice := [id for id, count in counts.items() if count > 1 or id in self._lives]:
             raise ServerError(f"Rollouts are already in the queue: {', '.join(sorted(twice))}. Give each a new id.")
         lives = {each.id: _Life(replace(each, state=RolloutState.QUEUED)) for each in rollouts}
         self._lives.update(lives)
@@ -110,9 +112,10 @@ class RolloutQueue:
             except BaseException:
                 self._give_back(started)
                 raise
-        for each in started:
+        held = [each for each in started if not each.closed]  # some may have been cancelled meanwhile
+        for each in held:
             self._fire(self._hook.rollout_started, rollout=each.rollout, attempt=each.record.attempt)
-        return LeaseReply(leases=[self._lease(each) for each in started], closed=False)
+        return LeaseReply(leases=[self._lease(each) for each in held], closed=False)
 
     def attempt(self, key: AttemptKey) -> ActiveAttempt | None:
         """The attempt, running or ended; None if it was never started here, or ended long ago."""
@@ -140,13 +143,17 @@ class RolloutQueue:
         """Take the next rollout that is done; waits for it. Its calls, outcomes and rewards are in the store."""
         return await self._done.get()
 
+    def done_now(self) -> list[Rollout]:
+        """Take every further rollout that is done by now."""
+        return [self._done.get_nowait() for _ in range(self._done.qsize())]
+
     async def cancel(self, ids: Iterable[str]) -> None:
         """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
         wanted = set(ids)
         await self._cancel_queued(wanted)
         held = [key for key in self._running if key.rollout in wanted]
         await asyncio.gather(*(self.close_attempt(key, CloseRequest(ending=Ending.CANCELLED)) for key in held))
-        # those whose attempt was just being closed to be tried again
+        await self._cancel_queued(wanted)  # those whose attempt was just being closed to be tried again
 
     def close(self) -> None:
         """The run is over: no more rollouts are taken in or leased, and workers are told so."""
@@ -157,9 +164,8 @@ class RolloutQueue:
         """Close as lost, until cancelled, every attempt that is overdue: its worker is gone."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(max(0.01, self._next_deadline() - loop.time()))
-            overdue = [each for each in self._running.values() if each.deadline <= loop.time() and not each.closed]
-            for each in overdue:
+            await asyncio.sleep(max(_SHORTEST_WATCH, self._next_deadline() - loop.time()))
+            for each in [each for each in self._open() if each.deadline <= loop.time()]:
                 error = (
                     f"The worker {each.record.worker} did not report within {self._timeout + self._grace:g} seconds."
                 )
@@ -178,7 +184,11 @@ class RolloutQueue:
 
     def _next_deadline(self) -> float:
         new = asyncio.get_running_loop().time() + self._timeout + self._grace
-        return min((each.deadline for each in self._running.values() if not each.closed), default=new)
+        return min((each.deadline for each in self._open()), default=new)
+
+    def _open(self) -> list[ActiveAttempt]:
+        """Attempts that nobody closed, or whose end could not be written."""
+        return [each for each in self._running.values() if each.closing is None]
 
     async def _wait_for_rollouts(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()

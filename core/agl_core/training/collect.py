@@ -26,6 +26,8 @@ class Queue(Protocol):
 
     async def next_done(self) -> Rollout: ...
 
+    def done_now(self) -> list[Rollout]: ...
+
     async def cancel(self, ids: Sequence[str]) -> None: ...
 
 
@@ -89,12 +91,7 @@ class Collector:
         except BaseException:
             first.cancel()
             raise
-        done = [first.result()]
-        while True:
-            try:
-                done.append(await asyncio.wait_for(self.queue.next_done(), 0))
-            except TimeoutError:
-                return done
+        return [first.result(), *self.queue.done_now()]
 
     async def _episodes(self, rollouts: Sequence[Rollout]) -> list[tuple[Episode, list[Exception]]]:
         keys = [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]

@@ -43,10 +43,7 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Start engine, server and worker for a run; `weights` is a checkpoint to start from."""
     config = loaded.config
-    tasks = {
-        name: chosen.build(loaded.folder, config.seed)
-        for name, chosen in loaded.tasks.items()
-    }
+    tasks = {name: chosen.build(loaded.folder, config.seed) for name, chosen in loaded.tasks.items()}
     async with AsyncExitStack() as stack:
         observer.say("starting the engine")
         engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))

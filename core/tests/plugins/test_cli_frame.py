@@ -11,10 +11,18 @@ import pytest
 
 PLUGIN = '''
 import agl_core
+from pydantic import BaseModel
 
 @agl_core.reward_rule
 def shortness(episode, *, limit: int = 20, unit: str):
     """1 if the answer is short."""
+
+class Options(BaseModel):
+    model: str
+
+@agl_core.hookimpl
+def register_rewards(register):
+    register("torn", print, options=Options, needs=lambda o: {agl_core.Need.CRITIC} if o.model else ())
 '''
 
 
@@ -40,7 +48,8 @@ def test_plugins_lists_what_the_core_and_a_users_file_bring(tmp_path: Path) -> N
     assert listed["credit", "identical"]["provides"] == ["returns"]
     assert listed["store", "sqlite"]["origin"].startswith("agl-core ")
     mine = listed["reward", "shortness"]
-    assert (mine["origin"], mine["doc"], mine["needs"]) == ("mine.py", "1 if the answer is short.", None)
+    assert (mine["origin"], mine["doc"], mine["needs"]) == ("mine.py", "1 if the answer is short.", [])
+    assert listed["reward", "torn"]["needs"] is None
     assert mine["settings"] == [
         {"name": "limit", "required": False, "default": 20, "description": ""},
         {"name": "unit", "required": True, "default": None, "description": ""},

@@ -174,6 +174,15 @@ async def test_the_same_report_twice_changes_nothing(queue: RolloutQueue, store:
         await asyncio.wait_for(queue.next_done(), 0.01)
 
 
+async def test_what_is_done_is_taken_once_in_order(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout(name) for name in "abc"])
+    for key in [await leased(queue, calls=1) for _ in "abc"]:
+        await queue.close_attempt(key, FINISHED)
+    assert (await queue.next_done()).id == "a"
+    assert [rollout.id for rollout in queue.done_now()] == ["b", "c"]
+    assert queue.done_now() == []
+
+
 async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQueue) -> None:
     await queue.enqueue([make_rollout("a")])
     key = await leased(queue, calls=1)
@@ -293,6 +302,19 @@ async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hoo
     watching.cancel()
     assert (done.ending, done.counted_attempt) == (Ending.LOST, 1)
     assert [each.error for each in await store.attempts("a") if each.error and "worker w" in each.error]
+
+
+async def test_an_end_that_could_not_be_written_is_not_forgotten(store: MemoryStore, hooks: Hooks) -> None:
+    queue = RolloutQueue(store, timeout=0.01, attempts=1, hook=hooks, grace=0)
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue, calls=1)
+    store.failing = True
+    with pytest.raises(StoreError):
+        await queue.close_attempt(key, FINISHED)
+    store.failing = False
+    watching = asyncio.ensure_future(queue.watch())
+    assert (await queue.next_done()).ending is Ending.LOST
+    watching.cancel()
 
 
 async def test_hooks_are_fired_for_each_attempt(queue: RolloutQueue, hooks: Hooks) -> None:

@@ -30,24 +30,38 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-async def test_a_file_that_is_no_database(path: Path, read_only: bool) -> None:
+def damage(path: Path) -> None:
+    """Random bytes in place of the file's second half."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(os.urandom(size - size // 2))
+
+
+def content(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+@pytest.fixture
+def letter(path: Path) -> bytes:
     path.write_bytes(b"this is a letter, not a database. " * 200)
-    before = path.read_bytes()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_file_that_is_no_database(path: Path, letter: bytes, read_only: bool) -> None:
     with pytest.raises(StoreError, match=r"store\.sqlite is not an SQLite database\. Choose another path"):
         await SqliteStore(path, read_only=read_only).open()
-    assert path.read_bytes() == before
+    assert content(path) == letter
 
 
 async def test_a_damaged_file(path: Path, make_call: Any) -> None:
     async with SqliteStore(path) as store:
-        await store.put(*(make_call(f"c{number}", f"r{number}") for number in range(200)))
-    with path.open("r+b") as file:
-        file.seek(4096)
-        file.write(os.urandom(path.stat().st_size - 4096))
+        await store.put(*(make_call(f"c{number}", f"r{number}") for number in range(2000)))
+    damage(path)
     async with SqliteStore(path, read_only=True) as reader:
         with pytest.raises(StoreError, match=r"store\.sqlite is damaged.*\.recover"):
-            await reader.calls([AttemptKey("r1", 0)])
+            await reader.calls([AttemptKey(f"r{number}", 0) for number in range(2000)])
     async with SqliteStore(path) as store:
         with pytest.raises(StoreError, match=r"store\.sqlite is damaged.*\.recover"):
             await store.put(make_call("new"))
@@ -65,9 +79,8 @@ async def test_a_truncated_file(path: Path, make_call: Any, read_only: bool) -> 
 async def test_a_missing_folder_and_a_folder_in_its_place(path: Path) -> None:
     with pytest.raises(StoreError, match=r"Create .*nowhere first"):
         await SqliteStore(path.parent / "nowhere" / "store.sqlite").open()
-    path.mkdir()
-    with pytest.raises(StoreError, match=r"store\.sqlite is a folder"):
-        await SqliteStore(path).open()
+    with pytest.raises(StoreError, match="is a folder, and the store is a file"):
+        await SqliteStore(path.parent).open()
 
 
 async def test_a_failed_open_can_be_tried_again(tmp_path: Path) -> None:
@@ -101,9 +114,9 @@ def test_a_full_disk_is_called_that(path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 async def test_a_folder_without_permission(path: Path) -> None:
-    path.parent.chmod(0o500)
+    os.chmod(path.parent, 0o500)
     try:
-        with pytest.raises(StoreError, match="write there|permissions"):
+        with pytest.raises(StoreError, match=r"write there|permissions"):
             await SqliteStore(path).open()
     finally:
-        path.parent.chmod(0o700)
+        os.chmod(path.parent, 0o700)

@@ -36,7 +36,9 @@ def start_writer(path: Path) -> Iterator[Start]:
     yield start
     for child in children:
         child.kill()
-        child.communicate()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
 
 
 def acknowledged(child: subprocess.Popen[str], count: int) -> dict[str, str]:
@@ -58,6 +60,11 @@ def checksum(call: Call) -> str:
     (choice,) = call.choices
     arrays = (call.prompt_ids, choice.response_ids, choice.logprobs)
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays if array is not None)).hexdigest()
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Names and times of change."""
+    return {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(folder)}
 
 
 def attempts_of(seed: int) -> list[AttemptKey]:
@@ -123,12 +130,12 @@ async def test_a_reader_creates_no_file(path: Path, make_rollout: Any) -> None:
     assert os.listdir(path.parent) == []
     async with SqliteStore(path) as store:
         await store.put(make_rollout("r"))
-    before = {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(path.parent)}
+    before = files(path.parent)
     assert "store.sqlite-wal" not in before
     async with SqliteStore(path, read_only=True) as reader:
         assert await reader.rollouts() == [make_rollout("r")]
-        assert {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(path.parent)} == before
-    assert {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(path.parent)} == before
+        assert files(path.parent) == before
+    assert files(path.parent) == before
 
 
 async def test_a_reader_does_not_write(store: SqliteStore, path: Path, make_rollout: Any) -> None:

@@ -27,6 +27,10 @@ def ask(path: Path, question: str) -> Any:
         connection.close()
 
 
+def content(path: Path) -> bytes:
+    return path.read_bytes()
+
+
 def known(monkeypatch: pytest.MonkeyPatch, *further: str) -> None:
     """Make this agl one that knows further versions."""
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, *further))
@@ -58,11 +62,11 @@ async def test_an_older_file_is_brought_up_to_date_and_keeps_its_rows(
 async def test_a_reader_does_not_migrate(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with SqliteStore(path):
         pass
-    before = path.read_bytes()
+    before = content(path)
     known(monkeypatch, NEXT)
     with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, this agl reads version 2.*Open it once"):
         await SqliteStore(path, read_only=True).open()
-    assert path.read_bytes() == before
+    assert content(path) == before
 
 
 async def test_a_migration_that_fails_leaves_the_version_before_it(
@@ -92,13 +96,11 @@ async def test_a_newer_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_another_programs_database_is_left_alone(path: Path, read_only: bool) -> None:
-    connection = sqlite3.connect(path)
-    connection.executescript("CREATE TABLE bookmarks (url); INSERT INTO bookmarks VALUES ('x')")
-    connection.close()
-    before = path.read_bytes()
+    ask(path, "CREATE TABLE bookmarks (url)")
+    before = content(path)
     with pytest.raises(StoreError, match=r"store\.sqlite is another program's SQLite database"):
         await SqliteStore(path, read_only=read_only).open()
-    assert path.read_bytes() == before
+    assert content(path) == before
 
 
 async def test_the_columns_written_are_the_columns_there(store: SqliteStore, path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,62 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_core.errors import EngineError
-from agl_core.types import FinishReason, Tokens
+from agl_core.types import FinishReason
 from agl_torch.sampling.attention import grouped_attention
 from agl_torch.sampling.cache import EMPTY, LayerShape, Placement, SlotCache
 from agl_torch.sampling.choose import Uniforms, choose
 from agl_torch.sampling.inspect import cache_layers
 from agl_torch.sampling.prefill import MIN_SHARED, PrefixScan, passes
-from agl_torch.sampling.types import Counters, Generated, Request, Response, SampledModel
+from agl_torch.sampling.rows import Job, Row
+from agl_torch.sampling.types import Counters, Generated, Request, SampledModel
 
 _FIRST_CAPACITY = 256
 _SLOTS_PER_ROW = 4
 """Slots in all, for each row that may be in progress: how many finished rows are remembered."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A request and its rows."""
-
-    request: Request
-    rows: list[_Row] = field(default_factory=list)
-    prefilled: int = 0
-    reused: int = 0
-
-    @property
-    def complete(self) -> bool:
-        return all(row.finish_reason is not None for row in self.rows)
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One response in the making."""
-
-    job: _Job
-    uniforms: Uniforms
-    limit: int
-    """Tokens that the response may have: by the request and by the context."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    started: bool = False
-
-    @property
-    def request(self) -> Request:
-        return self.job.request
-
-    @property
-    def tokens(self) -> Tokens:
-        """Prompt and response so far."""
-        return np.concatenate([self.request.prompt_ids, np.array(self.ids, np.int32)])
-
-    def __len__(self) -> int:
-        return len(self.request.prompt_ids) + len(self.ids)
-
-    @property
-    def longest(self) -> int:
-        """Tokens that may have to be cached for it: all but the last, which is never fed."""
-        return len(self.request.prompt_ids) + self.limit - 1
 
 
 class Sampler:
@@ -105,8 +60,8 @@ class Sampler:
         layers, self._dtype = cache_layers(loaded)
         self._cache = self._make_cache(layers, cache_bytes)
         self._peak = 0
-        self._waiting: deque[_Row] = deque()
-        self._active: list[_Row] = []
+        self._waiting: deque[Row] = deque()
+        self._active: list[Row] = []
         """Row i of these is in slot i."""
 
     def _make_cache(self, layers: Sequence[LayerShape], cache_bytes: int) -> SlotCache:
@@ -144,9 +99,9 @@ class Sampler:
                 f"Request {request.id}: a prompt of {length} tokens; it must have 1 to {self._context - 1}, "
                 f"since the model's context is {self._context} tokens."
             )
-        job = _Job(request)
+        job = Job(request)
         limit = min(request.max_tokens, self._context - length)
-        job.rows = [_Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]
+        job.rows = [Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]
         self._waiting.extend(job.rows)
 
     def abort(self, request_id: str) -> None:
@@ -172,7 +127,7 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> list[Generated]:
         """Admit and prefill what fits, decode one token for every row in progress; return what is complete."""
-        touched: list[_Job] = []
+        touched: list[Job] = []
         with grouped_attention(self._model):
             for phase in iter(self._next_phase, []):
                 self._prefill(phase)
@@ -185,13 +140,13 @@ class Sampler:
 
     # Admission.
 
-    def _next_phase(self) -> list[tuple[_Row, Placement]]:
+    def _next_phase(self) -> list[tuple[Row, Placement]]:
         """Rows to prefill now, each with what it can copy. Rows that can soon copy from these wait for the next."""
-        phase: list[tuple[_Row, Placement]] = []
+        phase: list[tuple[Row, Placement]] = []
         if not self._waiting or not self._fits(self._waiting[0]):
             return phase
         cache, room = self._cache, min(self._max_rows, self._cache.slots) - len(self._active)
-        scan, later = PrefixScan(cache.capacity), deque[_Row]()
+        scan, later = PrefixScan(cache.capacity), deque[Row]()
         while self._waiting and len(phase) < room:
             row = self._waiting[0]
             if (row.longest if self._deterministic else len(row)) > cache.capacity:
@@ -211,7 +166,7 @@ class Sampler:
         self._waiting.extendleft(reversed(later))
         return phase
 
-    def _fits(self, row: _Row) -> bool:
+    def _fits(self, row: Row) -> bool:
         """Whether the next row can be admitted, with longer slots if it needs them."""
         need, active = row.longest if self._deterministic else len(row), len(self._active)
         if active >= self._max_rows:
@@ -227,7 +182,7 @@ class Sampler:
         """The next power of two, up to the context."""
         return min(1 << (tokens - 1).bit_length(), self._context)
 
-    def _prefill(self, phase: Sequence[tuple[_Row, Placement]]) -> None:
+    def _prefill(self, phase: Sequence[tuple[Row, Placement]]) -> None:
         cache, first = self._cache, len(self._active)
         taken = set(range(first))
         for _, placement in phase:
@@ -250,7 +205,7 @@ class Sampler:
         for part in passes(slots, starts, counts, max_tokens=self._prefill_tokens, alone=self._deterministic):
             self._forward(part.rows, part.starts, part.counts, sample=part.last)
 
-    def _count(self, row: _Row, reused: int, prefilled: int) -> None:
+    def _count(self, row: Row, reused: int, prefilled: int) -> None:
         self.counters.reused += reused
         self.counters.prefilled += prefilled
         if not row.started:
@@ -306,7 +261,7 @@ class Sampler:
             self._tensor(
                 [row.uniforms[len(row.ids)] if row.request.temperature else 0.0 for row in rows], torch.float64
             ),
-            self._tensor([_forced(row) for row in rows], torch.int64),
+            self._tensor([row.forced_id for row in rows], torch.int64),
         )
         for row, slot, token, logprob in zip(rows, slots, ids_B.tolist(), logprobs_B.tolist(), strict=True):
             forced = len(row.ids) < len(row.request.forced_ids)
@@ -319,21 +274,21 @@ class Sampler:
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
-    def _finish_reason(self, row: _Row, token: int, forced: bool) -> FinishReason | None:
+    def _finish_reason(self, row: Row, token: int, forced: bool) -> FinishReason | None:
         if not forced and (token in self._eos_ids or (row.request.stop and row.request.stop(row.ids))):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(row.ids) >= row.limit else None
 
     # Leaving.
 
-    def _retire(self) -> list[_Job]:
+    def _retire(self) -> list[Job]:
         """Take complete rows out of the front; return their requests."""
         done = [row for row in self._active if row.finish_reason is not None]
         if done:
             self._keep([row for row in self._active if row.finish_reason is None])
         return [row.job for row in done]
 
-    def _keep(self, rows: Sequence[_Row]) -> None:
+    def _keep(self, rows: Sequence[Row]) -> None:
         """Let only these rows stay in progress, with as little moving as can be."""
         slot_of = {id(row): slot for slot, row in enumerate(self._active)}
         staying = {id(row) for row in rows}
@@ -350,24 +305,11 @@ class Sampler:
         self._cache.arrange([Placement(slot, int(self._cache.lengths[slot])) for slot in sources], sources)
         self._active = front
 
-    def _generated(self, job: _Job) -> Generated:
+    def _generated(self, job: Job) -> Generated:
         return Generated(
             request=job.request,
-            responses=tuple(_response(row) for row in job.rows),
+            responses=tuple(row.response for row in job.rows),
             version=self.version,
             prefilled=job.prefilled,
             reused=job.reused,
         )
-
-
-def _forced(row: _Row) -> int:
-    position, forced = len(row.ids), row.request.forced_ids
-    return forced[position] if position < len(forced) else -1
-
-
-def _response(row: _Row) -> Response:
-    assert row.finish_reason is not None
-    mask = None
-    if row.request.forced_ids:
-        mask = np.arange(len(row.ids)) >= len(row.request.forced_ids)
-    return Response(np.array(row.ids, np.int32), np.array(row.logprobs, np.float32), mask, row.finish_reason)

@@ -126,7 +126,8 @@ def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 3, 64])
 def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(loaded: Loaded, concurrency: int) -> None:
-    requests = mixed_requests(loaded, 7)
+    long = Request("long", random_ids(loaded, 245, 0), max_tokens=20)
+    requests = [*mixed_requests(loaded, 7), long]
     alone = {}
     for request in requests:
         alone.update(drive(Sampler(loaded, deterministic=True), [request]))

@@ -13,9 +13,10 @@ from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec, UpdateResult
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
+from agl_torch.sampling import Request
 from agl_torch.wire import Settings, UpdateRequest, decode_result, encode_result
 
-from .conftest import make_batch, weights_of
+from .conftest import Shape, make_batch, make_checkpoint, weights_of
 
 
 def settings(checkpoint: Path, seed: int = 0, **options: Any) -> Settings:
@@ -41,9 +42,34 @@ def test_every_setting_arrives(checkpoint: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def test_a_cache_that_holds_no_reply_is_refused_by_the_names_of_its_settings(tmp_path: Path) -> None:
-    from .conftest import Shape, make_checkpoint
+def test_rows_bound_what_is_decoded_together(checkpoint: Path) -> None:
+    for rows in (1, 2):
+        policy = Policies.load(settings(checkpoint, max_rows=rows)).policies["default"]
+        shapes: list[int] = []
+        policy.loaded.model.register_forward_pre_hook(
+            lambda _, args, kwargs, shapes=shapes: shapes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+        )
+        for name in "abc":
+            policy.sampler.submit(Request(name, np.array([5, 6, 7], dtype=np.int32), max_tokens=4))
+        while not policy.sampler.idle:
+            policy.sampler.step()
+        assert max(shapes) == rows
 
+
+def test_training_settings_reach_the_trainer(checkpoint: Path) -> None:
+    passes = []
+    for options in ({}, {"tokens_per_micro_batch": 50}, {"gradient_checkpointing": True}):
+        policies = Policies.load(settings(checkpoint, **options))
+        model = policies.policies["default"].loaded.model
+        seen: list[int] = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        policies.update(UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None)), lambda _: None)
+        passes.append(len(seen))
+    assert passes[1] > passes[0]
+    assert passes[2] == 2 * passes[0]
+
+
+def test_a_cache_that_holds_no_reply_is_refused_by_the_names_of_its_settings(tmp_path: Path) -> None:
     # 48 layers of 256 tokens of 2 x 256 floats: 25 MB for one reply.
     wide = make_checkpoint(tmp_path / "wide", Shape(layers=48, hidden=256))
     with pytest.raises(EngineError, match=r"engine\.torch\.cache_mib or engine\.torch\.max_context"):

@@ -1,0 +1,192 @@
+"""AIR: the reward rule `tool_outcomes`, the credit rule `air`, and that a run cannot have both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agl_core.config import check, load
+from agl_core.errors import CapabilityError, ConfigError
+from agl_core.learning import ScoringRule, identical, score
+from agl_core.plugins import Kind, Need, Plugins
+from agl_core.types import Ending, Episode, Outcome
+from agl_rewards.air import air
+
+STATUSES = st.sampled_from(["ok", "error", "timeout", "empty"])
+CALLS = st.lists(st.lists(STATUSES, max_size=3), min_size=1, max_size=5)
+RETURNS = st.floats(-2, 2, width=32)
+
+
+def names_and_values(rule: Callable[[Episode], Any], episode: Episode) -> dict[str, float]:
+    return {reward.name: reward.value for reward in rule(episode)}
+
+
+@pytest.fixture
+def user_module() -> Iterator[ModuleType]:
+    """A module of the user's that is importable while the test runs."""
+    module = ModuleType("my_outcome_rules")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+class TestToolOutcomes:
+    def test_success_earns_what_failure_costs(self, make: Any) -> None:
+        episode = make.episode([make.outcome(each) for each in ("ok", "error", "timeout", "empty")])
+        assert names_and_values(make.rule(Kind.REWARD, "tool_outcomes"), episode) == {
+            "search.0.ok": 0.2,
+            "search.1.error": -0.2,
+            "search.2.timeout": -0.2,
+            "search.3.empty": -0.2,
+        }
+
+    def test_weights_go_by_tool_name(self, make: Any) -> None:
+        rule = make.rule(Kind.REWARD, "tool_outcomes", weights={"memory": 0.30, "search": 0.20}, default_weight=0.05)
+        episode = make.episode([make.outcome(tool=tool) for tool in ("memory", "search", "clock")])
+        assert names_and_values(rule, episode) == {"memory.0.ok": 0.30, "search.1.ok": 0.20, "clock.2.ok": 0.05}
+
+    def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
+        episode = make.episode(make.transition(0, parse_error="no closing brace"))
+        assert names_and_values(make.rule(Kind.REWARD, "tool_outcomes"), episode) == {"unparsed": -0.2}
+
+    def test_a_rule_of_the_users_replaces_the_judgement_of_its_tool(self, make: Any, user_module: ModuleType) -> None:
+        def http_ok(outcome: Outcome) -> bool:
+            return bool(outcome.result["status"] < 400)
+
+        user_module.http_ok = http_ok  # type: ignore[attr-defined]
+        rule = make.rule(
+            Kind.REWARD, "tool_outcomes", weights={"fetch": 0.5}, rules={"fetch": "my_outcome_rules:http_ok"}
+        )
+        answers = [make.outcome(tool="fetch", result={"status": code}) for code in (200, 404)]
+        assert names_and_values(rule, make.episode([*answers, make.outcome("error")])) == {
+            "fetch.0.ok": 0.5,
+            "fetch.1.ok": -0.5,
+            "search.2.error": -0.2,
+        }
+
+    def test_a_users_rule_may_give_a_share_or_nothing(self, make: Any, user_module: ModuleType) -> None:
+        user_module.rule = lambda outcome: outcome.result  # type: ignore[attr-defined]
+        rule = make.rule(Kind.REWARD, "tool_outcomes", rules={"search": "my_outcome_rules:rule"})
+        episode = make.episode([make.outcome(result=0.5), make.outcome(result=None), make.outcome(result=0)])
+        assert names_and_values(rule, episode) == {"search.0.ok": 0.1, "search.2.ok": 0.0}
+
+    @pytest.mark.parametrize("entry", ["no_such_module:f", "math:no_such_name", "math", "math:pi", ""])
+    def test_a_function_that_is_none_is_an_error_before_the_run(self, make: Any, entry: str) -> None:
+        with pytest.raises(ConfigError, match=r"rules\.fetch"):
+            make.rule(Kind.REWARD, "tool_outcomes", rules={"fetch": entry})
+
+    @pytest.mark.parametrize("settings", [{"default_weight": -1}, {"weights": {"a": -0.1}}, {"weight_of": 1}])
+    def test_bad_settings_are_refused(self, make: Any, settings: dict[str, Any]) -> None:
+        with pytest.raises(ValidationError):
+            make.rule(Kind.REWARD, "tool_outcomes", **settings)
+
+    async def test_rewards_belong_to_the_call_and_choice_that_asked(self, make: Any) -> None:
+        episode = make.episode(
+            make.transition(0, make.outcome("error")),
+            make.transition(1),
+            make.transition(2, make.outcome(), make.outcome()),
+            make.transition(2, choice=1),
+        )
+        rules = [ScoringRule("tools", make.rule(Kind.REWARD, "tool_outcomes"), 0.5)]
+        scored, errors = await score(episode, rules, dict.fromkeys(Ending, "score"))
+        assert errors == []
+        assert [t.reward for t in scored.transitions] == pytest.approx([-0.1, 0.0, 0.2, 0.0])
+        assert {r.source for t in scored.transitions for r in t.rewards} == {"tools"}
+        keys = [(r.name, r.call, r.choice) for t in scored.transitions for r in t.rewards]
+        assert len(set(keys)) == len(keys)
+        assert scored.terminal == 0.0
+
+
+class TestAir:
+    def test_status_and_return_are_mixed(self, make: Any) -> None:
+        episode = make.episode(
+            [make.outcome("ok")],
+            [make.outcome("timeout")],
+            [make.outcome("ok"), make.outcome("empty")],
+            [],
+            terminal=0.5,
+        )
+        assert air([episode]) == [pytest.approx([0.6, 0.2, 0.4, 0.5])]
+
+    def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
+        assert air([make.episode(make.transition(0, parse_error="…"), terminal=1.0)], alpha=0.5) == [[0.0]]
+
+    @settings(max_examples=40)
+    @given(calls=CALLS, terminal=RETURNS, alpha=st.floats(0, 1))
+    def test_values_lie_between_status_and_return_which_stays_readable(
+        self, make: Any, calls: list[list[str]], terminal: float, alpha: float
+    ) -> None:
+        episode = make.episode(*[[make.outcome(s) for s in call] for call in calls], terminal=terminal)
+        for call, value in zip(calls, air([episode], alpha=alpha)[0], strict=True):
+            if not call:
+                assert value == terminal
+                continue
+            status = sum(1 if each == "ok" else -1 for each in call) / len(call)
+            assert min(status, terminal) - 1e-9 <= value <= max(status, terminal) + 1e-9
+            assert value - alpha * status == pytest.approx((1 - alpha) * terminal, abs=1e-9)
+
+    @settings(max_examples=40)
+    @given(calls=CALLS, terminal=RETURNS)
+    def test_without_weight_it_is_identical(self, make: Any, calls: list[list[str]], terminal: float) -> None:
+        episodes = [make.episode(*[[make.outcome(s) for s in call] for call in calls], terminal=terminal)]
+        assert air(episodes, alpha=0.0) == identical(episodes)
+
+    @given(terminals=st.lists(RETURNS, min_size=1))
+    def test_one_call_episodes_are_single_turn_learning(self, make: Any, terminals: list[float]) -> None:
+        assert air([make.episode([], terminal=t) for t in terminals]) == [[t] for t in terminals]
+
+    @settings(max_examples=40)
+    @given(call=st.lists(STATUSES, min_size=1, max_size=4), data=st.data())
+    def test_the_order_of_outcomes_does_not_matter(self, make: Any, call: list[str], data: st.DataObject) -> None:
+        orders = [call, data.draw(st.permutations(call))]
+        values = [air([make.episode([make.outcome(s) for s in each], terminal=1.0)]) for each in orders]
+        assert values[0] == values[1]
+
+    def test_it_yields_returns_and_its_share_is_bounded(self, make: Any) -> None:
+        component = Plugins.load().component(Kind.CREDIT, "air", "[credit]")
+        assert component.provides == {Need.RETURNS, Need.OUTCOMES}
+        assert make.rule(Kind.CREDIT, "air", alpha=1.0)([make.episode([make.outcome()], terminal=5.0)]) == [[1.0]]
+        for wrong in (-0.1, 1.1):
+            with pytest.raises(ValidationError):
+                make.rule(Kind.CREDIT, "air", alpha=wrong)
+
+
+PARTS = """
+import agl_core
+
+@agl_core.hookimpl
+def register_engines(register):
+    register("none", lambda options, context: None)
+
+@agl_core.hookimpl
+def register_algorithms(register):
+    register("none", lambda options: None, needs={agl_core.Need.RETURNS})
+"""
+
+CONFIG = """
+config_version = 1
+plugins = ["parts_of_a_run.py"]
+agent.entry = "my_agent:solve"
+tasks.train = { source = "jsonl", path = "tasks.jsonl" }
+policies.default.model.path = "weights"
+algorithm.name = "none"
+engine.name = "none"
+"""
+
+
+def test_air_and_tool_outcomes_are_refused_together(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "parts_of_a_run.py").write_text(PARTS)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    for alone in ("credit.name=air", "rewards.tool_outcomes.default_weight=0.1"):
+        check(load(tmp_path / "train.toml", [alone]))
+    with pytest.raises(CapabilityError, match=r"'air'.* and reward 'tool_outcomes'.*an outcome would count twice"):
+        check(load(tmp_path / "train.toml", ["credit.name=air", "rewards.tools.rule=tool_outcomes"]))

@@ -1,0 +1,146 @@
+"""SQL execution match, on a real SQLite file."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.errors import ConfigError
+from agl_core.plugins import Kind
+from agl_rewards import run_query, sql_match
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
+LONG = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    file = tmp_path / "pets.sqlite"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.executescript(
+            "CREATE TABLE pet (name TEXT, age INTEGER, weight REAL);"
+            "INSERT INTO pet VALUES ('Ada', 3, 4.5), ('Bo', 1, 4.5), ('Cy', 7, 0.1);"
+        )
+    return file
+
+
+@pytest.fixture
+def judged(make: Any, database: Path) -> Callable[..., Any]:
+    """The value of an agent's query against the expected one."""
+
+    async def value(found: Any, expected: str, **settings: Any) -> float:
+        episode = make.episode(result=found, metadata={"sql": expected, "database": str(database)})
+        return float(await make.rule(Kind.REWARD, "sql_match", field="sql", **settings)(episode))
+
+    return value
+
+
+def fingerprint(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_docstring_examples_run() -> None:
+    outcome = doctest.testmod(importlib.import_module("agl_rewards.sql"))
+    assert outcome.attempted >= 2
+    assert outcome.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "value"),
+    [
+        ("SELECT name FROM pet WHERE age > 2", "SELECT name FROM pet WHERE age >= 3", 1.0),
+        ("SELECT name FROM pet ORDER BY name DESC", "SELECT name FROM pet", 1.0),
+        ("SELECT name FROM pet ORDER BY name DESC", "SELECT name FROM pet ORDER BY name", 0.0),
+        ("SELECT name FROM pet", "SELECT name FROM (SELECT * FROM pet ORDER BY age)", 1.0),
+        ("SELECT name AS n FROM pet", "SELECT name FROM pet", 1.0),
+        ("SELECT weight FROM pet", "SELECT DISTINCT weight FROM pet", 0.0),
+        ("SELECT age, name FROM pet", "SELECT name, age FROM pet", 0.0),
+        ("SELECT count(*) FROM pet", "SELECT 3.0", 1.0),
+        ("SELECT 0.1 + 0.2", "SELECT 0.3", 1.0),
+        ("SELECT '1'", "SELECT 1", 0.0),
+        ("SELECT NULL", "SELECT ''", 0.0),
+        ("SELECT name FROM pet WHERE age > 99", "SELECT name FROM pet WHERE age < 0", 1.0),
+        ("SELECT name FROM pets", "SELECT name FROM pet", 0.0),
+        ("not SQL", "SELECT 1", 0.0),
+        ("", "SELECT name FROM pet WHERE age < 0", 0.0),
+        ("SELECT 1; SELECT 1", "SELECT 1", 0.0),
+        (None, "SELECT 1", 0.0),
+        (["SELECT 1"], "SELECT 1", 0.0),
+    ],
+)
+async def test_queries_are_the_same_if_their_rows_are(
+    judged: Callable[..., Any], found: Any, expected: str, value: float
+) -> None:
+    assert await judged(found, expected) == value
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DELETE FROM pet",
+        "INSERT INTO pet VALUES ('Di', 1, 1.0) RETURNING name",
+        "DROP TABLE pet",
+        "CREATE TEMP TABLE t AS SELECT 1",
+        "PRAGMA user_version = 7",
+        "SELECT * FROM pragma_table_info('pet')",
+        "ATTACH 'FOLDER/other.sqlite' AS other",
+        "VACUUM INTO 'FOLDER/other.sqlite'",
+        "BEGIN",
+        "SELECT load_extension('x')",
+        "SELECT zeroblob(900000000)",
+    ],
+)
+def test_a_query_can_only_read(database: Path, query: str) -> None:
+    before = fingerprint(database.parent)
+    with pytest.raises(sqlite3.Error):
+        run_query(database, query.replace("FOLDER", str(database.parent)), timeout=1.0, max_rows=10)
+    assert fingerprint(database.parent) == before
+
+
+async def test_a_query_without_end_is_stopped(judged: Callable[..., Any]) -> None:
+    assert await judged(ENDLESS, "SELECT 1", timeout=0.05) == 0.0
+
+
+async def test_a_query_with_too_many_rows_is_wrong(judged: Callable[..., Any]) -> None:
+    assert await judged(LONG, "SELECT 1") == 0.0
+    three = "SELECT name FROM pet"
+    assert await judged(three, three, max_rows=3) == 1.0
+    with pytest.raises(ConfigError, match="more than 2 rows"):
+        await judged(three, three, max_rows=2)
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [("SELECT colour FROM pet", "no such column"), (ENDLESS, "interrupted"), ("", "not a query")],
+)
+async def test_an_expected_query_that_fails_is_an_error_with_the_task(
+    judged: Callable[..., Any], expected: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)Task 't1'.*'sql'.*{said}.*Correct it"):
+        await judged("SELECT 1", expected, timeout=0.05)
+
+
+async def test_the_file_is_named_by_the_tasks_metadata(make: Any, database: Path) -> None:
+    episode = make.episode(result="SELECT 1", metadata={"result": "SELECT 1", "db": "pets"})
+    template = str(database.parent / "{db}.sqlite")
+    assert await sql_match(episode, database=template) == 1.0
+    with pytest.raises(ConfigError, match=r"no metadata 'database'"):
+        await sql_match(episode)
+    with pytest.raises(ConfigError, match=r"there is no file .*dogs\.sqlite"):
+        await sql_match(episode, database=str(database.parent / "dogs.sqlite"))
+
+
+def test_text_that_is_no_utf8_is_read(database: Path) -> None:
+    assert run_query(database, "SELECT CAST(x'ff61' AS TEXT)", 1.0, 1) == [("�a",)]
+
+
+def test_a_file_name_with_special_characters_is_found(database: Path) -> None:
+    odd = database.rename(database.with_name("a?b#c %41.sqlite"))
+    assert run_query(odd, "SELECT count(*) FROM pet", 1.0, 1) == [(3,)]
