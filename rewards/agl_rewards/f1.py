@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from typing import Annotated
+
+from pydantic import Field
 
 import agl_core
 from agl_core.types import Episode
@@ -15,7 +18,11 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @agl_core.reward_rule
-def token_f1(episode: Episode, *, field: str = "result") -> float:
+def token_f1(
+    episode: Episode,
+    *,
+    field: Annotated[str, Field(description="The key of the task's metadata that holds the answer.")] = "result",
+) -> float:
     """The harmonic mean of precision and recall over the words of the answer, 0 … 1 (SQuAD, arXiv 1606.05250).
 
     `field` names the key of the task's metadata that holds the answer, or a list of answers, of which the best

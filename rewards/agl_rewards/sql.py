@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field
 
 import agl_core
 from agl_core.errors import ConfigError
@@ -32,10 +32,10 @@ _LONGEST_VALUE = 1_000_000
 async def sql_match(
     episode: Episode,
     *,
-    field: str = "result",
-    database: str = "{database}",
-    timeout: PositiveFloat = 5.0,
-    max_rows: PositiveInt = 10_000,
+    field: Annotated[str, Field(description="The key of the task's metadata that holds the query.")] = "result",
+    database: Annotated[str, Field(description="The SQLite file, with {fields} of the metadata.")] = "{database}",
+    timeout: Annotated[float, Field(gt=0, description="Seconds that each query may take.")] = 5.0,
+    max_rows: Annotated[int, Field(ge=1, description="Rows that each query may give.")] = 10_000,
 ) -> float:
     """1 if the SQL query that the agent returned gives the same rows as the expected one (Spider, arXiv 1809.08887).
 

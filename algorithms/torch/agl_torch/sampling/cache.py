@@ -55,10 +55,12 @@ class SlotCache:
         self._layers, self._dtype, self._device = tuple(layers), dtype, device
         self._max_bytes, self._max_slots = max_bytes, max_slots
         self._clock = 0
-        self._allocate(capacity)
+        self.allocate(capacity)
 
-    def _allocate(self, capacity: int) -> None:
+    def allocate(self, capacity: int) -> None:
+        """Forget everything, and hold `capacity` tokens per slot from now on."""
         self.capacity, self.slots = capacity, self.slots_at(capacity)
+        self._keys, self._values = [], []  # gives the old memory back before the new is taken
         # Zeros, not uninitialised memory: a masked NaN would still spoil a sum. Pages are taken when touched.
         self._keys = [self._zeros(s.heads, s.key_dim) for s in self._layers]
         self._values = [self._zeros(s.heads, s.value_dim) for s in self._layers]
@@ -82,13 +84,9 @@ class SlotCache:
         """Bytes of all keys and values."""
         return sum(t.nbytes for t in (*self._keys, *self._values))
 
-    def clear(self, capacity: int) -> None:
-        """Forget everything, and hold `capacity` tokens per slot from now on."""
-        if capacity == self.capacity:
-            self.lengths[:] = 0
-        else:
-            del self._keys, self._values
-            self._allocate(capacity)
+    def clear(self) -> None:
+        """Forget everything."""
+        self.lengths[:] = 0
 
     def touch(self, slot: int) -> None:
         """Note that a slot was of use now."""
@@ -97,8 +95,14 @@ class SlotCache:
 
     def longest_prefix(self, prompt: Tokens) -> tuple[int, int]:
         """(slot, n): the slot that shares the longest prefix with `prompt`, and the prefix's length n."""
-        width = min(len(prompt), self.capacity)
-        return _longest_prefix(self.tokens[:, :width], self.lengths, prompt[:width])
+        filled = np.flatnonzero(self.lengths)
+        if len(filled) == 0:
+            return 0, 0
+        rows, width = filled[-1] + 1, min(len(prompt), self.capacity)
+        differs = self.tokens[:rows, :width] != prompt[:width]
+        shared = np.minimum(np.where(differs.any(1), differs.argmax(1), width), self.lengths[:rows])
+        slot = int(shared.argmax())
+        return slot, int(shared[slot])
 
     def arrange(self, front: Sequence[Placement], taken: Sequence[int], slots: int | None = None) -> None:
         """Fill the first slots by `front`, and keep what other slots hold behind it, most recently used first.
@@ -162,16 +166,6 @@ class SlotCache:
         The pass's inputs are padded on the left to the largest count.
         """
         return SlotView(self, slots, starts, counts)
-
-
-def _longest_prefix(
-    tokens_SW: NDArray[np.int32], lengths_S: NDArray[np.int64], prompt_W: NDArray[np.int32]
-) -> tuple[int, int]:
-    differs = tokens_SW != prompt_W
-    first = np.where(differs.any(1), differs.argmax(1), len(prompt_W))
-    shared = np.minimum(first, lengths_S)
-    slot = int(shared.argmax())
-    return slot, int(shared[slot])
 
 
 class SlotView(Cache):

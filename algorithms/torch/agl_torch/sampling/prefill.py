@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,30 +29,24 @@ class Pass:
     """Whether it ends at each row's last token, whose logits are wanted."""
 
 
-@dataclass(slots=True)
 class PrefixScan:
-    """Compares a prompt with those that were added before."""
+    """Compares a prompt of at most `capacity` tokens with those that were added before."""
 
-    capacity: int
-    _lengths: list[int] = field(default_factory=list)
-    _tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    def __init__(self, capacity: int) -> None:
+        self._count = 0
+        self._tokens: NDArray[np.int32] = np.full((8, capacity), -1, np.int32)
 
     def add(self, tokens: Tokens) -> None:
-        count = len(self._lengths)
-        if count == len(self._tokens):
-            grown = np.full((max(8, 2 * count), self.capacity), -1, np.int32)
-            grown[:count, : self._tokens.shape[1]] = self._tokens
-            self._tokens = grown
-        self._tokens[count, : len(tokens)] = tokens
-        self._tokens[count, len(tokens) :] = -1
-        self._lengths.append(len(tokens))
+        if self._count == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, -1)])
+        self._tokens[self._count, : len(tokens)] = tokens
+        self._count += 1
 
     def longest(self, tokens: Tokens) -> int:
         """The length of the longest prefix that `tokens` shares with one of them."""
-        count = len(self._lengths)
-        if count == 0:
+        if self._count == 0:
             return 0
-        differs = self._tokens[:count, : len(tokens)] != tokens
+        differs = self._tokens[: self._count, : len(tokens)] != tokens
         return int(np.where(differs.any(1), differs.argmax(1), len(tokens)).max())
 
 
@@ -66,7 +60,7 @@ def passes(
     short: list[tuple[int, int, int]] = []
     for row, start, count in zip(rows, starts, counts, strict=True):
         while count > max_tokens:
-            yield _one_pass([(count, row, start)], max_tokens)
+            yield _one_pass([(max_tokens, row, start)], last=False)
             start, count = start + max_tokens, count - max_tokens
         short.append((count, row, start))
     if not alone:
@@ -77,14 +71,14 @@ def passes(
             longest = batch[0][0]
             full = (len(batch) + 1) * longest > max_tokens
             if alone or full or longest - entry[0] > max(PAD_TOKENS, PAD_SHARE * longest):
-                yield _one_pass(batch)
+                yield _one_pass(batch, last=True)
                 batch = []
         batch.append(entry)
     if batch:
-        yield _one_pass(batch)
+        yield _one_pass(batch, last=True)
 
 
-def _one_pass(batch: Sequence[tuple[int, int, int]], limit: int | None = None) -> Pass:
-    batch = sorted(batch, key=lambda entry: entry[1])
-    counts, rows, starts = (np.array(column, np.int64) for column in zip(*batch, strict=True))
-    return Pass(rows, starts, counts if limit is None else np.minimum(counts, limit), last=limit is None)
+def _one_pass(batch: Sequence[tuple[int, int, int]], *, last: bool) -> Pass:
+    in_order = sorted(batch, key=lambda entry: entry[1])
+    counts, rows, starts = (np.array(column, np.int64) for column in zip(*in_order, strict=True))
+    return Pass(rows, starts, counts, last)

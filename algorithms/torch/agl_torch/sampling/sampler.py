@@ -33,7 +33,7 @@ class Sampler:
     """Answers requests with one set of weights. Not thread-safe: one thread drives it.
 
     `cache_bytes` bounds the keys and values; `max_rows` how many responses are decoded at the same time;
-    `prefill_tokens` the inputs of one forward pass. With `deterministic`, every row is computed by itself and from its
+    `prefill_tokens` the prompt tokens of one forward pass, and about those of one step. With `deterministic`, every row is computed by itself and from its
     own prompt alone, so that not one bit of it depends on what else is in flight.
 
         sampler.submit(Request("a", prompt_ids, max_tokens=16))
@@ -78,7 +78,7 @@ class Sampler:
                 f"cache_bytes = {cache_bytes} is too small for one response of {self._context} tokens, the model's "
                 f"context: set it to at least {self._context * cache.bytes_per_token}, or lower context_length."
             )
-        cache.clear(min(_FIRST_CAPACITY, self._context))
+        cache.allocate(min(_FIRST_CAPACITY, self._context))
         return cache
 
     @property
@@ -114,14 +114,18 @@ class Sampler:
         """Forget every request and the whole cache: what an error in the middle of a step leaves cannot be trusted."""
         self._waiting.clear()
         self._active = []
-        self._cache.clear(self._cache.capacity)
+        self._cache.allocate(min(_FIRST_CAPACITY, self._context))
 
     def new_version(self, version: int) -> None:
         """The weights are now this version; what was cached for the old one is dropped."""
-        if self._active or any(row.ids for row in self._waiting):
+        if self._active or any(row.started for waiting in self._waiting for row in waiting.job.rows):
             raise EngineError("A new version was published while responses were in progress; drain the sampler first.")
         self.version = version
-        self._cache.clear(self._rounded(max(self._peak, _FIRST_CAPACITY)))
+        capacity = self._rounded(max(self._peak, _FIRST_CAPACITY))
+        if capacity == self._cache.capacity:
+            self._cache.clear()
+        else:
+            self._cache.allocate(capacity)
         self._peak = 0
 
     @torch.inference_mode()
@@ -129,8 +133,9 @@ class Sampler:
         """Admit and prefill what fits, decode one token for every row in progress; return what is complete."""
         touched: list[Job] = []
         with grouped_attention(self._model):
-            for phase in iter(self._next_phase, []):
-                self._prefill(phase)
+            budget = self._prefill_tokens
+            while budget > 0 and (phase := self._next_phase(budget)):
+                budget -= self._prefill(phase)
                 touched += self._retire()
             if self._active:
                 self._make_room()
@@ -140,20 +145,24 @@ class Sampler:
 
     # Admission.
 
-    def _next_phase(self) -> list[tuple[Row, Placement]]:
-        """Rows to prefill now, each with what it can copy. Rows that can soon copy from these wait for the next."""
+    def _next_phase(self, budget: int) -> list[tuple[Row, Placement]]:
+        """Rows to prefill now, each with what it can copy. Rows that can soon copy from these wait for the next.
+
+        No row joins once there are `budget` tokens to compute, so that rows in progress do not wait long.
+        """
         phase: list[tuple[Row, Placement]] = []
         if not self._waiting or not self._fits(self._waiting[0]):
             return phase
         cache, room = self._cache, min(self._max_rows, self._cache.slots) - len(self._active)
         scan, later = PrefixScan(cache.capacity), deque[Row]()
-        while self._waiting and len(phase) < room:
+        while self._waiting and len(phase) < room and budget > 0:
             row = self._waiting[0]
             if (row.longest if self._deterministic else len(row)) > cache.capacity:
                 break
             self._waiting.popleft()
             if self._deterministic:
                 phase.append((row, EMPTY))
+                budget -= len(row)
                 continue
             tokens = row.tokens
             slot, shared = cache.longest_prefix(tokens)
@@ -163,6 +172,7 @@ class Sampler:
             else:
                 phase.append((row, Placement(slot, shared) if shared else EMPTY))
                 scan.add(tokens)
+                budget -= len(tokens) - shared
         self._waiting.extendleft(reversed(later))
         return phase
 
@@ -182,7 +192,8 @@ class Sampler:
         """The next power of two, up to the context."""
         return min(1 << (tokens - 1).bit_length(), self._context)
 
-    def _prefill(self, phase: Sequence[tuple[Row, Placement]]) -> None:
+    def _prefill(self, phase: Sequence[tuple[Row, Placement]]) -> int:
+        """Compute the prompts of these rows and sample each one's first token; return how many tokens that took."""
         cache, first = self._cache, len(self._active)
         taken = set(range(first))
         for _, placement in phase:
@@ -204,6 +215,7 @@ class Sampler:
         slots = range(first, len(self._active))
         for part in passes(slots, starts, counts, max_tokens=self._prefill_tokens, alone=self._deterministic):
             self._forward(part.rows, part.starts, part.counts, sample=part.last)
+        return sum(counts)
 
     def _count(self, row: Row, reused: int, prefilled: int) -> None:
         self.counters.reused += reused

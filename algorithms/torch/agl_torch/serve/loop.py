@@ -111,12 +111,14 @@ class EngineLoop:
     # What follows runs on the thread.
 
     def _run(self) -> None:
-        while self._receive():
-            self._handle_held()
-            for name, sampler in self._samplers.items():
-                if not sampler.idle:
-                    self._step(name, sampler)
-        self._fail_all()
+        try:
+            while self._receive():
+                self._handle_held()
+                for name, sampler in self._samplers.items():
+                    if not sampler.idle:
+                        self._step(name, sampler)
+        finally:
+            self._fail_all()
 
     def _receive(self) -> bool:
         """Take what was posted; wait for it when there is nothing else to do. False when closing."""
@@ -178,6 +180,10 @@ class EngineLoop:
 
     def _fail_all(self) -> None:
         error = EngineError("The engine stopped before it could answer.")
+        with self._wake:
+            self._closing = True
+            self._held += self._inbox
+            self._inbox.clear()
         for message in self._held:
             if not isinstance(message, _Abort):
                 _fail(message.future, error)

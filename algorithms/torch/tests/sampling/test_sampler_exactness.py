@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from agl_torch.sampling import Request, Sampler
 
@@ -106,6 +107,16 @@ def test_eager_attention_is_sampled_from_too(qwen: Loaded) -> None:
     eager = replace(qwen, model=copy.deepcopy(qwen.model))
     eager.model.set_attn_implementation("eager")
     assert_exact(eager, drive(Sampler(eager), mixed_requests(eager, 6)))
+
+
+def test_an_adapter_is_sampled_with(qwen: Loaded) -> None:
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = replace(qwen, model=get_peft_model(copy.deepcopy(qwen.model), adapter).eval())
+    request = Request("r", random_ids(qwen, 30, 0), max_tokens=20)
+    done = drive(Sampler(adapted.with_eos()), [request])
+    assert_exact(adapted, done)
+    plain = drive(Sampler(qwen.with_eos()), [request])
+    assert done["r"].responses[0].ids.tolist() != plain["r"].responses[0].ids.tolist()
 
 
 def test_sampling_leaves_the_attention_of_training_alone(qwen: Loaded) -> None:

@@ -27,6 +27,18 @@ def test_a_short_request_overtakes_a_long_one(qwen: Loaded) -> None:
     assert order == ["short", "long"]
 
 
+def test_many_prompts_do_not_stall_what_is_in_progress(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos(), prefill_tokens=64)
+    sampler.submit(Request("long", random_ids(qwen, 20, 0), max_tokens=30))
+    sampler.step()
+    for i in range(10):
+        sampler.submit(Request(f"r{i}", random_ids(qwen, 50, 1 + i), max_tokens=2))
+    while not sampler.idle:
+        before = sampler.counters.prefilled
+        sampler.step()
+        assert sampler.counters.prefilled - before <= 64 + 50
+
+
 def test_choices_share_their_prompt_and_differ(qwen: Loaded) -> None:
     prompt = random_ids(qwen, 60, 0)
     sampler = Sampler(qwen.with_eos())
@@ -68,6 +80,15 @@ def test_a_new_version_uses_nothing_of_the_old_one(qwen: Loaded) -> None:
     sampler.step()
     with pytest.raises(EngineError, match="drain"):
         sampler.new_version(2)
+
+
+def test_all_choices_of_a_request_are_of_one_version(qwen: Loaded) -> None:
+    sampler = Sampler(qwen.with_eos(), max_rows=1)
+    sampler.submit(Request("a", random_ids(qwen, 10, 0), max_tokens=1, n=2))
+    sampler.step()
+    with pytest.raises(EngineError, match="drain"):
+        sampler.new_version(1)
+    assert len(drive(sampler)["a"].responses) == 2
 
 
 def test_an_aborted_request_is_not_answered_and_frees_its_row(qwen: Loaded) -> None:
