@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from agl_core.errors import StoreError
 from agl_core.store import schema
 from agl_core.store.interface import Record
-from agl_core.store.pieces import SeenPieces, Splitter, join_request, join_tokens
+from agl_core.store.pieces import Data, Pieces, join_request, join_tokens
 from agl_core.store.schema import Table
 from agl_core.store.values import (
     UnstorableError,
@@ -50,24 +50,25 @@ Rows: TypeAlias = dict[Table, list[Row]]
 """What one `put` writes, by table."""
 
 
-def encode(records: Iterable[Record], seen: SeenPieces) -> Rows:
-    """The rows of these records; pieces in `seen` are not written again. StoreError names a record that cannot be.
-
-    The Splitter is shared by all records, so that the pieces of one `put` end in one list.
-    """
+def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
+    """The rows of these records, without their pieces. StoreError names a record that cannot be stored."""
     rows: Rows = {}
-    splitter = Splitter(seen)
     for record in records:
         encoder = _ENCODERS.get(type(record))
         if encoder is None:
             raise StoreError(f"The store keeps records (Run … Use), not {type(record).__name__}.")
         try:
-            encoder(record, rows, splitter)
+            encoder(record, rows, pieces)
         except (UnstorableError, TypeError, ValueError) as error:
             raise StoreError(f"{_name(record)} cannot be stored: {error}.") from error
-    if splitter.pieces:
-        rows[schema.PIECES] = list(splitter.pieces.items())
     return rows
+
+
+def _key(record: Attempt | Call | Outcome | Reward | Use, rows: Rows) -> tuple[str, int]:
+    """The record's attempt, which has to have a number before rows can refer to it."""
+    key = dump_key(record.rollout), dump_int(record.attempt)
+    rows.setdefault(schema.ATTEMPT_KEYS, []).append(key)
+    return key
 
 
 def _name(record: Record) -> str:
@@ -76,13 +77,13 @@ def _name(record: Record) -> str:
     return f"{type(record).__name__} ({', '.join(known)})"
 
 
-def _encode_run(run: Run, rows: Rows, _: Splitter) -> None:
+def _encode_run(run: Run, rows: Rows, _: Pieces) -> None:
     rows.setdefault(schema.RUNS, []).append(
         (run.id, dump_int(run.incarnation), run.started, dump_json(run.config), dump_int(run.resumed_step))
     )
 
 
-def _encode_rollout(rollout: Rollout, rows: Rows, _: Splitter) -> None:
+def _encode_rollout(rollout: Rollout, rows: Rows, _: Pieces) -> None:
     task = rollout.task
     rows.setdefault(schema.ROLLOUTS, []).append(
         (
@@ -101,11 +102,10 @@ def _encode_rollout(rollout: Rollout, rows: Rows, _: Splitter) -> None:
     )
 
 
-def _encode_attempt(attempt: Attempt, rows: Rows, _: Splitter) -> None:
+def _encode_attempt(attempt: Attempt, rows: Rows, _: Pieces) -> None:
     rows.setdefault(schema.ATTEMPTS, []).append(
         (
-            dump_key(attempt.rollout),
-            dump_int(attempt.attempt),
+            *_key(attempt, rows),
             attempt.worker,
             attempt.started,
             attempt.ended,
@@ -116,21 +116,21 @@ def _encode_attempt(attempt: Attempt, rows: Rows, _: Splitter) -> None:
     )
 
 
-def _encode_call(call: Call, rows: Rows, splitter: Splitter) -> None:
-    request, lists, references = splitter.request(call.request)
+def _encode_call(call: Call, rows: Rows, pieces: Pieces) -> None:
+    key = _key(call, rows)
+    request, lists, numbers = pieces.split_request(call.request)
     prompt = dump_ids(call.prompt_ids)
-    blocks, tail = (None, None) if prompt is None else splitter.tokens(prompt)
+    blocks, tail = (None, None) if prompt is None else pieces.split_tokens(prompt)
     rows.setdefault(schema.CALLS, []).append(
         (
-            dump_key(call.rollout),
-            dump_int(call.attempt),
+            *key,
             call.id,
             dump_int(call.sequence),
             call.policy,
             dump_int(call.version),
             request,
             lists,
-            references,
+            numbers,
             len(call.choices),
             call.started,
             call.ended,
@@ -152,8 +152,7 @@ def _encode_call(call: Call, rows: Rows, splitter: Splitter) -> None:
     for position, choice in enumerate(call.choices):
         choices.append(
             (
-                call.rollout,
-                dump_int(call.attempt),
+                *key,
                 call.id,
                 position,
                 dump_int(choice.index),
@@ -177,11 +176,10 @@ def _dump_sampling(sampling: Sampling) -> str:
     return dump_json({name: value for name, value in values.items() if value is not None})
 
 
-def _encode_outcome(outcome: Outcome, rows: Rows, _: Splitter) -> None:
+def _encode_outcome(outcome: Outcome, rows: Rows, _: Pieces) -> None:
     rows.setdefault(schema.OUTCOMES, []).append(
         (
-            dump_key(outcome.rollout),
-            dump_int(outcome.attempt),
+            *_key(outcome, rows),
             outcome.id,
             dump_text(outcome.tool),
             outcome.status.value,
@@ -198,11 +196,10 @@ def _encode_outcome(outcome: Outcome, rows: Rows, _: Splitter) -> None:
     )
 
 
-def _encode_reward(reward: Reward, rows: Rows, _: Splitter) -> None:
+def _encode_reward(reward: Reward, rows: Rows, _: Pieces) -> None:
     rows.setdefault(schema.REWARDS, []).append(
         (
-            dump_key(reward.rollout),
-            dump_int(reward.attempt),
+            *_key(reward, rows),
             reward.name,
             dump_float(reward.value),
             reward.source,
@@ -212,11 +209,10 @@ def _encode_reward(reward: Reward, rows: Rows, _: Splitter) -> None:
     )
 
 
-def _encode_use(use: Use, rows: Rows, _: Splitter) -> None:
+def _encode_use(use: Use, rows: Rows, _: Pieces) -> None:
     rows.setdefault(schema.USES, []).append(
         (
-            dump_key(use.rollout),
-            dump_int(use.attempt),
+            *_key(use, rows),
             use.call,
             dump_int(use.choice),
             dump_int(use.step),
@@ -228,7 +224,7 @@ def _encode_use(use: Use, rows: Rows, _: Splitter) -> None:
     )
 
 
-_ENCODERS: Mapping[type, Callable[[Any, Rows, Splitter], None]] = {
+_ENCODERS: Mapping[type, Callable[[Any, Rows, Pieces], None]] = {
     Run: _encode_run,
     Rollout: _encode_rollout,
     Attempt: _encode_attempt,
@@ -240,13 +236,13 @@ _ENCODERS: Mapping[type, Callable[[Any, Rows, Splitter], None]] = {
 
 
 def decode_run(row: Row) -> Run:
-    """A row of `runs`, columns as in `schema`."""
+    """A row of `runs`, its values as in `schema`."""
     id_, incarnation, started, config, resumed_step = row
     return Run(id_, incarnation, started, load_json(config), resumed_step)
 
 
 def decode_rollout(row: Row) -> Rollout:
-    """A row of `rollouts`, columns as in `schema`."""
+    """A row of `rollouts`, its values as in `schema`."""
     id_, run, incarnation, group, task, mode, step, member, state, counted_attempt, ending = row
     return Rollout(
         id_,
@@ -264,16 +260,16 @@ def decode_rollout(row: Row) -> Rollout:
 
 
 def decode_attempt(row: Row) -> Attempt:
-    """A row of `attempts`, columns as in `schema`."""
+    """A row of `attempts`, its values as in `schema`."""
     rollout, attempt, worker, started, ended, ending, result, error = row
     return Attempt(
         rollout, attempt, worker, started, ended, ending and Ending(ending), load_json(result), load_text(error)
     )
 
 
-def decode_call(row: Row, choices: tuple[Choice, ...], pieces: Mapping[bytes, str | bytes]) -> Call:
-    """A row of `calls`, columns as in `schema`, with its choices and the pieces that it refers to."""
-    value = dict(zip(schema.CALLS.columns, row, strict=True))
+def decode_call(row: Row, choices: tuple[Choice, ...], pieces: Mapping[int, Data]) -> Call:
+    """A row of `calls`, its values as in `schema`, with its choices and the pieces that it refers to."""
+    value = dict(zip(schema.CALLS.values, row, strict=True))
     prompt = None
     if value["prompt_blocks"] is not None:
         prompt = join_tokens(value["prompt_blocks"], value["prompt_tail"], pieces)
@@ -303,7 +299,7 @@ def decode_call(row: Row, choices: tuple[Choice, ...], pieces: Mapping[bytes, st
 
 
 def decode_choice(row: Row) -> Choice:
-    """A row of `choices`, columns as in `schema`."""
+    """A row of `choices`, its values as in `schema`."""
     _, _, _, _, index, message, finish_reason, response_ids, logprobs, mask, parse_error = row
     return Choice(
         index,
@@ -317,8 +313,8 @@ def decode_choice(row: Row) -> Choice:
 
 
 def decode_outcome(row: Row) -> Outcome:
-    """A row of `outcomes`, columns as in `schema`."""
-    value = dict(zip(schema.OUTCOMES.columns, row, strict=True))
+    """A row of `outcomes`, its values as in `schema`."""
+    value = dict(zip(schema.OUTCOMES.values, row, strict=True))
     for name in ("arguments", "result"):
         value[name] = load_json(value[name])
     for name in ("tool", "tool_call_id", "error", "agent", "span", "parent_span"):
@@ -327,12 +323,12 @@ def decode_outcome(row: Row) -> Outcome:
 
 
 def decode_reward(row: Row) -> Reward:
-    """A row of `rewards`, columns as in `schema`."""
+    """A row of `rewards`, its values as in `schema`."""
     rollout, attempt, name, value, source, call, choice = row
     return Reward(rollout, attempt, name, float(value), source, call, choice)
 
 
 def decode_use(row: Row) -> Use:
-    """A row of `uses`, columns as in `schema`."""
+    """A row of `uses`, its values as in `schema`."""
     rollout, attempt, call, choice, step, credit, advantage, weight, dropped = row
     return Use(rollout, attempt, call, choice, step, load_float(credit), load_float(advantage), float(weight), dropped)

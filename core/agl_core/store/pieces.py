@@ -1,120 +1,129 @@
-"""Stores what repeats once: messages and tool schemas of requests, and blocks of prompt tokens.
+"""What repeats is stored once: messages and tool schemas of requests, and blocks of prompt tokens.
 
 A chat request repeats the whole conversation, so the requests of an episode of T turns hold T²/2 messages, and
 the same goes for their prompt tokens. Every item of a request's lists of objects, and every full block of
-prompt tokens, is therefore a *piece*: a row named by the hash of its content, which calls refer to. Turns of one
-rollout share pieces, and so do siblings of a group (their task) and all rollouts of an agent (its system
-prompt and tools).
+prompt tokens, is therefore a *piece*: a numbered row that calls refer to. Turns of one rollout share pieces, and
+so do siblings of a group (their task) and all rollouts of an agent (its system prompt and tools).
+
+Equal pieces are recognised by a hash in memory, not by an index in the file: that index would be in random
+order, and cost more to write than everything else. What memory has forgotten, or another process wrote, is
+written again; that costs space and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from agl_core.errors import StoreError
 from agl_core.store.values import dump_json, load_json
 from agl_core.types import Json
 
+Data: TypeAlias = str | bytes
+"""A piece: JSON as text, or a block of tokens as bytes."""
 Kind = TypeVar("Kind", str, bytes)
 
-HASH_BYTES = 16
 BLOCK_BYTES = 256 * 4
 """256 int32 tokens: large enough that a block's row costs little beside its content, small enough that the
 tail, which every call stores for itself, stays short."""
+_NUMBER_BYTES = 8
 
 
-class SeenPieces:
-    """Hashes of pieces that are known to be committed, so that they need not be written again.
+class Pieces:
+    """Takes requests and prompts apart, and numbers the pieces that it has not seen lately.
 
-    Holds the most recent ones only: forgetting one costs a write that changes nothing.
-
-    >>> seen = SeenPieces(limit=2)
-    >>> seen.add([b"1", b"2", b"3"])
-    >>> b"3" in seen
-    True
+    >>> pieces = Pieces(first=1)
+    >>> pieces.split_request({"model": "m", "messages": [{"role": "user"}]})
+    ('{"model":"m","messages":null}', '{"messages":1}', b'\\x01\\x00\\x00\\x00\\x00\\x00\\x00\\x00')
+    >>> pieces.take()
+    [(1, '{"role":"user"}')]
     """
 
-    def __init__(self, limit: int = 50_000) -> None:
+    def __init__(self, first: int, limit: int = 50_000) -> None:
+        self._next = first
         self._limit = limit
-        self._recent: set[bytes] = set()
-        self._older: set[bytes] = set()
+        self._recent: dict[bytes, int] = {}
+        self._older: dict[bytes, int] = {}
+        self._due: list[tuple[int, Data]] = []
 
-    def __contains__(self, digest: bytes) -> bool:
-        if digest in self._recent:
-            return True
-        if digest in self._older:
-            self.add([digest])
-            return True
-        return False
+    def take(self) -> list[tuple[int, Data]]:
+        """Rows that must be committed no later than what was split so far."""
+        due, self._due = self._due, []
+        return due
 
-    def add(self, hashes: Iterable[bytes]) -> None:
-        self._recent.update(hashes)
-        if len(self._recent) >= self._limit:
-            self._older, self._recent = self._recent, set()
+    def give_back(self, rows: list[tuple[int, Data]]) -> None:
+        """Rows that were taken and not committed: later calls may refer to them already."""
+        self._due = rows + self._due
 
-
-class Splitter:
-    """Takes one value apart; what it found is in `pieces`, without those in `seen`."""
-
-    def __init__(self, seen: SeenPieces) -> None:
-        self._seen = seen
-        self.pieces: dict[bytes, str | bytes] = {}
-
-    def request(self, request: Mapping[str, Json]) -> tuple[str, str, bytes]:
-        """A request body as (JSON without its lists of objects, their lengths as JSON, hashes of their items)."""
+    def split_request(self, request: Mapping[str, Json]) -> tuple[str, str, bytes]:
+        """A request body as (JSON without its lists of objects, their lengths as JSON, numbers of their items)."""
         rest: dict[str, Json] = {}
         lengths: dict[str, int] = {}
-        hashes: list[bytes] = []
+        numbers: list[int] = []
         for name, value in request.items():
             if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
                 rest[name] = None
                 lengths[name] = len(value)
-                hashes.extend(self._item(item) for item in value)
+                numbers.extend(self._number_of_item(item) for item in value)
             else:
                 rest[name] = value
-        return dump_json(rest), dump_json(lengths), b"".join(hashes)
+        return dump_json(rest), dump_json(lengths), _dump_numbers(numbers)
 
-    def tokens(self, tokens: bytes) -> tuple[bytes, bytes]:
-        """Token bytes as (hashes of the full blocks, the rest)."""
+    def split_tokens(self, tokens: bytes) -> tuple[bytes, bytes]:
+        """Token bytes as (numbers of the full blocks, the rest)."""
         full = len(tokens) - len(tokens) % BLOCK_BYTES
-        hashes = [self._block(tokens[start : start + BLOCK_BYTES]) for start in range(0, full, BLOCK_BYTES)]
-        return b"".join(hashes), tokens[full:]
+        blocks = (tokens[start : start + BLOCK_BYTES] for start in range(0, full, BLOCK_BYTES))
+        return _dump_numbers([self._number_of_block(block) for block in blocks]), tokens[full:]
 
-    def _item(self, item: Json) -> bytes:
+    def _number_of_item(self, item: Json) -> int:
         text = dump_json(item)
-        return self._keep(blake2b(text.encode(), digest_size=HASH_BYTES).digest(), text)
+        return self._number(blake2b(text.encode(), digest_size=16).digest(), text)
 
-    def _block(self, block: bytes) -> bytes:
-        return self._keep(blake2b(block, digest_size=HASH_BYTES, person=b"tokens").digest(), block)
+    def _number_of_block(self, block: bytes) -> int:
+        return self._number(blake2b(block, digest_size=16, person=b"tokens").digest(), block)
 
-    def _keep(self, digest: bytes, data: str | bytes) -> bytes:
-        if digest not in self._seen:
-            self.pieces[digest] = data
-        return digest
+    def _number(self, digest: bytes, data: Data) -> int:
+        number = self._recent.get(digest)
+        if number is not None:
+            return number
+        number = self._older.get(digest)
+        if number is None:
+            number = self._next
+            self._next += 1
+            self._due.append((number, data))
+        self._recent[digest] = number
+        if len(self._recent) >= self._limit:
+            self._older, self._recent = self._recent, {}
+        return number
 
 
-def hashes_in(references: bytes | None) -> list[bytes]:
-    """The single hashes of a column of joined ones."""
-    return [] if references is None else [references[i : i + HASH_BYTES] for i in range(0, len(references), HASH_BYTES)]
+def numbers_in(column: bytes | None) -> tuple[int, ...]:
+    """The numbers of pieces in a column of a call."""
+    return () if column is None else struct.unpack(f"<{len(column) // _NUMBER_BYTES}q", column)
 
 
-def join_request(rest: str, lengths: str, references: bytes, pieces: Mapping[bytes, str | bytes]) -> dict[str, Json]:
-    """The inverse of `Splitter.request`."""
+def join_request(rest: str, lengths: str, numbers: bytes, pieces: Mapping[int, Data]) -> dict[str, Json]:
+    """The inverse of `Pieces.split_request`."""
     request: dict[str, Json] = load_json(rest)
-    items = (load_json(_as(str, pieces[digest])) for digest in hashes_in(references))
+    items = (load_json(_piece(str, number, pieces)) for number in numbers_in(numbers))
     for name, length in load_json(lengths).items():
         request[name] = [next(items) for _ in range(length)]
     return request
 
 
-def join_tokens(references: bytes, tail: bytes, pieces: Mapping[bytes, str | bytes]) -> bytes:
-    """The inverse of `Splitter.tokens`."""
-    return b"".join([*(_as(bytes, pieces[digest]) for digest in hashes_in(references)), tail])
+def join_tokens(numbers: bytes, tail: bytes, pieces: Mapping[int, Data]) -> bytes:
+    """The inverse of `Pieces.split_tokens`."""
+    return b"".join([*(_piece(bytes, number, pieces) for number in numbers_in(numbers)), tail])
 
 
-def _as(kind: type[Kind], data: str | bytes) -> Kind:
-    if not isinstance(data, kind):
-        raise StoreError(f"The store is damaged: a piece of a call is {type(data).__name__}, not {kind.__name__}.")
-    return data
+def _dump_numbers(numbers: list[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _piece(kind: type[Kind], number: int, pieces: Mapping[int, Data]) -> Kind:
+    piece = pieces.get(number)
+    if not isinstance(piece, kind):
+        raise StoreError(f"The store is damaged: piece {number} of a call is missing or of another kind.")
+    return piece

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
 
 from agl_core.errors import StoreError
 from agl_core.store import codec, schema
-from agl_core.store.pieces import hashes_in
+from agl_core.store.pieces import Data, numbers_in
 from agl_core.store.schema import Table
 from agl_core.types import Attempt, AttemptKey, Call, Choice, Outcome, Reward, Rollout, Run, Use
 
-_HASHES_PER_STATEMENT = 500
 _PREFIX_MATCHES_SHOWN = 5
 
 
@@ -52,8 +51,9 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
 
 def attempts(connection: sqlite3.Connection, rollout_id: str) -> list[Attempt]:
     """Those of one rollout, in order."""
-    rows = connection.execute(f"{_select(schema.ATTEMPTS)} WHERE rollout = ? ORDER BY attempt", (rollout_id,))
-    return [codec.decode_attempt(row) for row in rows]
+    numbers = connection.execute("SELECT attempt FROM attempt_keys WHERE rollout = ? ORDER BY attempt", (rollout_id,))
+    keys = [AttemptKey(rollout_id, number) for (number,) in numbers]
+    return [codec.decode_attempt(row) for row in _of_attempts(connection, schema.ATTEMPTS, keys, "asked.key")]
 
 
 def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Call]:
@@ -63,10 +63,10 @@ def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Ca
     choices: dict[tuple[str, int, str], list[Choice]] = defaultdict(list)
     for row in _of_attempts(connection, schema.CHOICES, unique, "choices.position"):
         choices[row[:3]].append(codec.decode_choice(row))
-    columns = schema.CALLS.columns
-    references = [columns.index(name) for name in ("request_pieces", "prompt_blocks")]
-    pieces = _pieces(connection, {digest for row in rows for column in references for digest in hashes_in(row[column])})
-    n_choices = columns.index("n_choices")
+    values = schema.CALLS.values
+    references = [values.index(name) for name in ("request_pieces", "prompt_blocks")]
+    pieces = _pieces(connection, {number for row in rows for value in references for number in numbers_in(row[value])})
+    n_choices = values.index("n_choices")
     # Further choices are left from a call with the same key that this one replaced.
     return [codec.decode_call(row, tuple(choices[row[:3]][: row[n_choices]]), pieces) for row in rows]
 
@@ -86,6 +86,12 @@ def uses(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Use
     return [codec.decode_use(row) for row in _of_attempts(connection, schema.USES, keys, "uses.seq")]
 
 
+def next_piece(connection: sqlite3.Connection) -> int:
+    """The first number that no piece has."""
+    (number,) = connection.execute("SELECT ifnull(max(seq), 0) + 1 FROM pieces").fetchone()
+    return int(number)
+
+
 def _select(table: Table) -> str:
     return f"SELECT {', '.join(table.columns)} FROM {table.name}"
 
@@ -94,24 +100,22 @@ def _of_attempts(
     connection: sqlite3.Connection, table: Table, keys: Iterable[AttemptKey], order: str
 ) -> sqlite3.Cursor:
     """One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
-    columns = ", ".join(f"{table.name}.{column}" for column in table.columns)
+    columns = ", ".join(f"{table.name}.{column}" for column in table.columns[1:])
     asked = orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
     return connection.execute(
-        f"SELECT {columns} FROM json_each(?) AS asked CROSS JOIN {table.name} "
-        f"ON {table.name}.rollout = json_extract(asked.value, '$[0]') "
-        f"AND {table.name}.attempt = json_extract(asked.value, '$[1]') ORDER BY {order}",
+        f"SELECT attempt_keys.rollout, attempt_keys.attempt, {columns} FROM json_each(?) AS asked "
+        f"CROSS JOIN attempt_keys ON attempt_keys.rollout = json_extract(asked.value, '$[0]') "
+        f"AND attempt_keys.attempt = json_extract(asked.value, '$[1]') "
+        f"CROSS JOIN {table.name} ON {table.name}.attempt_key = attempt_keys.seq ORDER BY {order}",
         (asked,),
     )
 
 
-def _pieces(connection: sqlite3.Connection, hashes: set[bytes]) -> dict[bytes, str | bytes]:
-    found: dict[bytes, str | bytes] = {}
-    for chunk in _chunks(list(hashes), _HASHES_PER_STATEMENT):
-        found.update(
-            connection.execute(f"{_select(schema.PIECES)} WHERE hash IN ({', '.join('?' * len(chunk))})", chunk)
+def _pieces(connection: sqlite3.Connection, numbers: set[int]) -> dict[int, Data]:
+    asked = orjson.dumps(list(numbers)).decode()
+    return dict(
+        connection.execute(
+            "SELECT pieces.seq, pieces.data FROM json_each(?) AS asked CROSS JOIN pieces ON pieces.seq = asked.value",
+            (asked,),
         )
-    return found
-
-
-def _chunks(items: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
+    )

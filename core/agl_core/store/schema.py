@@ -19,62 +19,75 @@ class Table:
 
     name: str
     columns: tuple[str, ...]
-    key: str
-    """The columns or expressions of its unique index."""
-    replace: bool = True
-    """Whether a row with the key of an earlier one replaces it."""
+    key: tuple[str, ...]
+    """The columns that name a row."""
+    conflict: str = ""
+    """Its unique index, where that is not just the key's columns."""
+
+    replaces: bool = True
+    """Whether a row replaces an earlier one with its key; else the earlier one stays."""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """What a row's values are: the columns, with rollout and attempt for the number that stands for both."""
+        if self.columns[0] != "attempt_key":
+            return self.columns
+        return ("rollout", "attempt", *self.columns[1:])
 
 
-PIECES = Table("pieces", ("hash", "data"), "hash", replace=False)
-RUNS = Table("runs", ("id", "incarnation", "started", "config", "resumed_step"), "id, incarnation")
+ATTEMPT_KEYS = Table("attempt_keys", ("rollout", "attempt"), ("rollout", "attempt"), replaces=False)
+PIECES = Table("pieces", ("seq", "data"), ("seq",), replaces=False)
+RUNS = Table("runs", ("id", "incarnation", "started", "config", "resumed_step"), ("id", "incarnation"))
 ROLLOUTS = Table(
     "rollouts",
     ("id", "run", "incarnation", "grp", "task", "mode", "step", "member", "state", "counted_attempt", "ending"),
-    "id",
+    ("id",),
 )
 ATTEMPTS = Table(
     "attempts",
-    ("rollout", "attempt", "worker", "started", "ended", "ending", "result", "error"),
-    "rollout, attempt",
+    ("attempt_key", "worker", "started", "ended", "ending", "result", "error"),
+    ("attempt_key",),
 )
 CALLS = Table(
     "calls",
     (
-        *("rollout", "attempt", "id", "sequence", "policy", "version", "request", "request_lists", "request_pieces"),
+        *("attempt_key", "id", "sequence", "policy", "version", "request", "request_lists", "request_pieces"),
         *("n_choices", "started", "ended", "api", "agent", "parent_span", "prompt_blocks", "prompt_tail"),
         *("requested", "effective", "prefix_broken", "prefilled", "reused", "late", "retry_of"),
     ),
-    "rollout, attempt, id",
+    ("attempt_key", "id"),
 )
 CHOICES = Table(
     "choices",
     (
-        *("rollout", "attempt", "call", "position", "choice", "message", "finish_reason"),
+        *("attempt_key", "call", "position", "choice", "message", "finish_reason"),
         *("response_ids", "logprobs", "mask", "parse_error"),
     ),
-    "rollout, attempt, call, position",
+    ("attempt_key", "call", "position"),
 )
 OUTCOMES = Table(
     "outcomes",
     (
-        *("rollout", "attempt", "id", "tool", "status", "tool_call_id", "arguments", "result", "error"),
+        *("attempt_key", "id", "tool", "status", "tool_call_id", "arguments", "result", "error"),
         *("agent", "span", "parent_span", "started", "ended"),
     ),
-    "rollout, attempt, id",
+    ("attempt_key", "id"),
 )
 REWARDS = Table(
     "rewards",
-    ("rollout", "attempt", "name", "value", "source", "call", "choice"),
-    # NULLs are never equal in a unique index, and two terminal rewards of one name are the same row.
-    "rollout, attempt, name, source, ifnull(call, x''), choice",
+    ("attempt_key", "name", "value", "source", "call", "choice"),
+    ("attempt_key", "name", "source", "call", "choice"),
+    # NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
+    conflict="attempt_key, name, source, ifnull(call, x''), choice",
 )
 USES = Table(
     "uses",
-    ("rollout", "attempt", "call", "choice", "step", "credit", "advantage", "weight", "dropped"),
-    "rollout, attempt, call, choice",
+    ("attempt_key", "call", "choice", "step", "credit", "advantage", "weight", "dropped"),
+    ("attempt_key", "call", "choice"),
 )
 
-TABLES = (PIECES, RUNS, ROLLOUTS, ATTEMPTS, CALLS, CHOICES, OUTCOMES, REWARDS, USES)
+TABLES = (ATTEMPT_KEYS, PIECES, RUNS, ROLLOUTS, ATTEMPTS, CALLS, CHOICES, OUTCOMES, REWARDS, USES)
+"""In the order of writing: what others refer to comes first."""
 
 
 @cache
@@ -84,19 +97,30 @@ def upsert(table: Table, rows: int) -> str:
     Many rows in one statement, because sqlite3 gives up the interpreter lock once per statement: row by row,
     a busy event loop would make the writer wait for the lock at every row.
     """
-    row = f"({', '.join('?' * len(table.columns))})"
-    changes = ", ".join(f"{column} = excluded.{column}" for column in table.columns)
-    action = f"UPDATE SET {changes}" if table.replace else "NOTHING"
+    values = ["?"] * len(table.columns)
+    if table.values != table.columns:
+        values[0] = "(SELECT seq FROM attempt_keys WHERE rollout = ? AND attempt = ?)"
+    row = f"({', '.join(values)})"
+    changes = ", ".join(f"{column} = excluded.{column}" for column in table.columns if column not in table.key)
     return (
         f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {', '.join([row] * rows)} "
-        f"ON CONFLICT ({table.key}) DO {action}"
+        f"ON CONFLICT ({table.conflict or ', '.join(table.key)}) "
+        f"DO {f'UPDATE SET {changes}' if table.replaces else 'NOTHING'}"
     )
 
 
+# Rollout ids are random. An index that starts with them would make every row written touch a page of its own, and
+# writing slower and slower as the file grows; so they stand in one small index, and the rows that are many
+# are keyed by the number of their attempt, which grows.
 _VERSION_1 = """
-CREATE TABLE pieces (  -- messages, tool schemas and blocks of prompt tokens, each stored once
+CREATE TABLE attempt_keys (  -- a number for each attempt, by which the other tables refer to it
     seq INTEGER PRIMARY KEY,
-    hash BLOB NOT NULL UNIQUE,
+    rollout TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    UNIQUE (rollout, attempt)
+);
+CREATE TABLE pieces (  -- messages, tool schemas and blocks of prompt tokens
+    seq INTEGER PRIMARY KEY,
     data NOT NULL  -- JSON text, or int32 tokens
 );
 CREATE TABLE runs (
@@ -127,34 +151,32 @@ CREATE INDEX rollouts_of_group ON rollouts (grp);
 CREATE INDEX rollouts_in_state ON rollouts (state);
 CREATE TABLE attempts (
     seq INTEGER PRIMARY KEY,
-    rollout TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
+    attempt_key INTEGER NOT NULL,
     worker TEXT NOT NULL,
     started REAL NOT NULL,
     ended REAL,
     ending TEXT,
     result TEXT NOT NULL,
     error TEXT,
-    UNIQUE (rollout, attempt)
+    UNIQUE (attempt_key)
 );
 CREATE TABLE calls (
     seq INTEGER PRIMARY KEY,
-    rollout TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
+    attempt_key INTEGER NOT NULL,
     id TEXT NOT NULL,
     sequence INTEGER NOT NULL,
     policy TEXT NOT NULL,
     version INTEGER,
     request TEXT NOT NULL,  -- lists of objects (messages, tools) are null here
     request_lists TEXT NOT NULL,  -- the length of each such list
-    request_pieces BLOB NOT NULL,  -- the hashes of their items
+    request_pieces BLOB NOT NULL,  -- the int64 numbers of their items in pieces
     n_choices INTEGER NOT NULL,
     started REAL NOT NULL,
     ended REAL NOT NULL,
     api TEXT NOT NULL,
     agent TEXT,
     parent_span TEXT,
-    prompt_blocks BLOB,  -- the hashes of full blocks of prompt tokens; NULL: no ids
+    prompt_blocks BLOB,  -- the int64 numbers of full blocks of prompt tokens in pieces; NULL: no ids
     prompt_tail BLOB,  -- the int32 tokens after them
     requested TEXT NOT NULL,
     effective TEXT NOT NULL,
@@ -163,12 +185,11 @@ CREATE TABLE calls (
     reused INTEGER NOT NULL,
     late INTEGER NOT NULL,
     retry_of TEXT,
-    UNIQUE (rollout, attempt, id)
+    UNIQUE (attempt_key, id)
 );
 CREATE TABLE choices (
     seq INTEGER PRIMARY KEY,
-    rollout TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
+    attempt_key INTEGER NOT NULL,
     call TEXT NOT NULL,
     position INTEGER NOT NULL,  -- 0 ... n_choices - 1 of its call
     choice INTEGER NOT NULL,
@@ -178,12 +199,11 @@ CREATE TABLE choices (
     logprobs BLOB,  -- float32
     mask BLOB,  -- the number of unused bits, then packed bits
     parse_error TEXT,
-    UNIQUE (rollout, attempt, call, position)
+    UNIQUE (attempt_key, call, position)
 );
 CREATE TABLE outcomes (
     seq INTEGER PRIMARY KEY,
-    rollout TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
+    attempt_key INTEGER NOT NULL,
     id TEXT NOT NULL,
     tool TEXT NOT NULL,
     status TEXT NOT NULL,
@@ -196,23 +216,21 @@ CREATE TABLE outcomes (
     parent_span TEXT,
     started REAL,
     ended REAL,
-    UNIQUE (rollout, attempt, id)
+    UNIQUE (attempt_key, id)
 );
 CREATE TABLE rewards (
     seq INTEGER PRIMARY KEY,
-    rollout TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
+    attempt_key INTEGER NOT NULL,
     name TEXT NOT NULL,
     value REAL NOT NULL,
     source TEXT NOT NULL,
     call TEXT,
     choice INTEGER NOT NULL
 );
-CREATE UNIQUE INDEX rewards_key ON rewards (rollout, attempt, name, source, ifnull(call, x''), choice);
+CREATE UNIQUE INDEX rewards_key ON rewards (attempt_key, name, source, ifnull(call, x''), choice);
 CREATE TABLE uses (
     seq INTEGER PRIMARY KEY,
-    rollout TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
+    attempt_key INTEGER NOT NULL,
     call TEXT NOT NULL,
     choice INTEGER NOT NULL,
     step INTEGER NOT NULL,
@@ -220,7 +238,7 @@ CREATE TABLE uses (
     advantage REAL,
     weight REAL NOT NULL,
     dropped TEXT,
-    UNIQUE (rollout, attempt, call, choice)
+    UNIQUE (attempt_key, call, choice)
 );
 """
 

@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 from agl_core.errors import StoreError
 from agl_core.plugins import NoOptions
 from agl_core.store import queries
-from agl_core.store.codec import encode
 from agl_core.store.database import WriterLock, check_folder, connect_writer
 from agl_core.store.faults import explain
 from agl_core.store.interface import Record
-from agl_core.store.pieces import SeenPieces
+from agl_core.store.pieces import Pieces
 from agl_core.store.readers import Readers
 from agl_core.store.writer import GroupWriter
 from agl_core.types import (
@@ -53,7 +52,6 @@ class SqliteStore:
         self._readers: Readers | None = None
         self._writer: GroupWriter | None = None
         self._lock: WriterLock | None = None
-        self._seen = SeenPieces()
 
     async def open(self) -> None:
         if self._readers is not None:
@@ -61,8 +59,8 @@ class SqliteStore:
         readers = Readers(self._path)
         try:
             if not self._read_only:
-                self._lock, connection = await asyncio.to_thread(self._claim)
-                self._writer = GroupWriter(connection, self._seen)
+                self._lock, connection, pieces = await asyncio.to_thread(self._claim)
+                self._writer = GroupWriter(connection, pieces)
             await readers.run(lambda connection: None)
         except sqlite3.Error as error:
             await self._close(readers)
@@ -86,9 +84,8 @@ class SqliteStore:
             )
         if not records:
             return
-        rows = encode(records, self._seen)
         try:
-            await self._writer.commit(rows)
+            await self._writer.put(records)
         except (sqlite3.Error, ValueError, OverflowError) as error:
             raise explain(self._path, error) from error
 
@@ -141,11 +138,12 @@ class SqliteStore:
     ) -> None:
         await self.close()
 
-    def _claim(self) -> tuple[WriterLock, sqlite3.Connection]:
+    def _claim(self) -> tuple[WriterLock, sqlite3.Connection, Pieces]:
         check_folder(self._path)
         lock = WriterLock(self._path)
         try:
-            return lock, connect_writer(self._path)
+            connection = connect_writer(self._path)
+            return lock, connection, Pieces(queries.next_piece(connection))
         except BaseException:
             lock.release()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import orjson
@@ -90,6 +90,10 @@ def load_float(value: float | str | None) -> float | None:
     return None if value is None else float(value)
 
 
+@overload
+def dump_int(value: int) -> int: ...
+@overload
+def dump_int(value: int | None) -> int | None: ...
 def dump_int(value: int | None) -> int | None:
     """An integer, numpy's included."""
     return None if value is None else operator.index(value)

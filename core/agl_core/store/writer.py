@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-from agl_core.store.codec import Row, Rows
-from agl_core.store.pieces import SeenPieces
+from agl_core.store.codec import Row, Rows, encode
+from agl_core.store.interface import Record
+from agl_core.store.pieces import Data, Pieces
 from agl_core.store.schema import PIECES, TABLES, Table, upsert
 
 _ROWS_PER_STATEMENT = 64
@@ -17,16 +19,20 @@ _ROWS_PER_STATEMENT = 64
 class GroupWriter:
     """The one writer. While a transaction runs in its thread, the next one gathers on the event loop."""
 
-    def __init__(self, connection: sqlite3.Connection, seen: SeenPieces) -> None:
+    def __init__(self, connection: sqlite3.Connection, pieces: Pieces) -> None:
         self._connection = connection
-        self._seen = seen
+        self._pieces = pieces
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
         self._waiting: list[tuple[Rows, asyncio.Future[None]]] = []
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def commit(self, rows: Rows) -> None:
-        """Write these rows, all or none; returns once they are committed. Raises what SQLite raised."""
+    async def put(self, records: Iterable[Record]) -> None:
+        """Write these records, all or none; returns once they are committed.
+
+        Raises StoreError for a record that cannot be stored, else what SQLite raised.
+        """
+        rows = encode(records, self._pieces)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._waiting.append((rows, done))
@@ -44,19 +50,20 @@ class GroupWriter:
 
     def _start(self) -> None:
         batch, self._waiting = self._waiting, []
-        running = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._write_each, [rows for rows, _ in batch]
-        )
-        running.add_done_callback(lambda finished: self._finish(batch, finished))
+        pieces = self._pieces.take()
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._thread, self._write_each, pieces, [rows for rows, _ in batch])
+        running.add_done_callback(lambda finished: self._finish(pieces, batch, finished.result()))
 
     def _finish(
         self,
+        pieces: list[tuple[int, Data]],
         batch: list[tuple[Rows, asyncio.Future[None]]],
-        finished: asyncio.Future[list[Exception | None]],
+        errors: list[Exception | None],
     ) -> None:
-        for (rows, done), error in zip(batch, finished.result(), strict=True):
-            if error is None:
-                self._seen.add(digest for digest, _ in rows.get(PIECES, ()))
+        if None not in errors:
+            self._pieces.give_back(pieces)
+        for (_, done), error in zip(batch, errors, strict=True):
             if done.done():  # whoever waited was cancelled
                 continue
             if error is None:
@@ -68,22 +75,29 @@ class GroupWriter:
         else:
             self._idle.set()
 
-    def _write_each(self, batch: list[Rows]) -> list[Exception | None]:
-        """Write them together; what fails because of one of them is written one by one."""
+    def _write_each(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> list[Exception | None]:
+        """Write them together; if one of them makes that fail, one by one. Returns each one's error.
+
+        Pieces are committed with the first that succeeds.
+        """
         try:
-            self._write(batch)
+            self._write(pieces, batch)
         except sqlite3.OperationalError as error:  # the disk, the file or a lock: all fail alike
             return [error] * len(batch)
         except Exception as error:
             if len(batch) == 1:
                 return [error]
-            return [outcome for rows in batch for outcome in self._write_each([rows])]
+            errors: list[Exception | None] = []
+            for rows in batch:
+                errors += self._write_each([] if None in errors else pieces, [rows])
+            return errors
         return [None] * len(batch)
 
-    def _write(self, batch: list[Rows]) -> None:
+    def _write(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> None:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
+            self._insert(PIECES, pieces)
             for table in TABLES:
                 self._insert(table, [row for rows in batch for row in rows.get(table, ())])
             connection.execute("COMMIT")
@@ -92,7 +106,7 @@ class GroupWriter:
                 connection.execute("ROLLBACK")
             raise
 
-    def _insert(self, table: Table, rows: list[Row]) -> None:
+    def _insert(self, table: Table, rows: Sequence[Row]) -> None:
         start = 0
         while start < len(rows):
             # Powers of two, so that the statements are few and stay prepared.

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
-from agl_core.training.tasks import JsonlTasks
+from agl_core.training.tasks import JsonlOptions, JsonlTasks
 from agl_core.types import Task
 
 
-def tasks(folder: Path, text: str, **settings: Any) -> JsonlTasks:
+def tasks(folder: Path, text: str, **options: Any) -> JsonlTasks:
     (folder / "tasks.jsonl").write_text(text)
     source = Plugins.load().component(Kind.TASK_SOURCE, "jsonl", "[tasks.train] source")
-    built: JsonlTasks = source.build(source.options(path="tasks.jsonl", **settings), folder, 0)
+    built: JsonlTasks = source.build(source.options(path="tasks.jsonl", **options), folder, 0)
     return built
 
 
@@ -43,11 +43,13 @@ def test_windows_line_ends_and_a_last_line_without_one(tmp_path: Path) -> None:
     assert tasks(tmp_path, '{"input": 1}\r\n{"input": 2}').size == 2
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.one_of(st.text(), st.integers(-(2**53), 2**53), st.dictionaries(st.text(), st.text())), min_size=1))
 def test_any_json_input_comes_back(tmp_path_factory: pytest.TempPathFactory, inputs: list[Any]) -> None:
-    folder = tmp_path_factory.mktemp("tasks")
+    file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    file.write_text("\n".join(json.dumps({"input": each}) for each in inputs))
 
-    source = tasks(folder, "\n".join(json.dumps({"input": each}) for each in inputs))
+    source = JsonlTasks(JsonlOptions(path=file), file.parent)
 
     assert [source.task(index).input for index in range(source.size)] == inputs
 

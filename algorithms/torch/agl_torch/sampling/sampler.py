@@ -33,8 +33,9 @@ class Sampler:
     """Answers requests with one set of weights. Not thread-safe: one thread drives it.
 
     `cache_bytes` bounds the keys and values; `max_rows` how many responses are decoded at the same time;
-    `prefill_tokens` the prompt tokens of one forward pass, and about those of one step. With `deterministic`, every row is computed by itself and from its
-    own prompt alone, so that not one bit of it depends on what else is in flight.
+    `prefill_tokens` the prompt tokens of one forward pass, and about those of one step. With `deterministic`, every
+    row is computed by itself and from its own prompt alone, so that not one bit of it depends on what else is in
+    flight.
 
         sampler.submit(Request("a", prompt_ids, max_tokens=16))
         while not sampler.idle:

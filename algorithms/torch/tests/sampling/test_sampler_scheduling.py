@@ -84,7 +84,7 @@ def test_a_new_version_uses_nothing_of_the_old_one(qwen: Loaded) -> None:
 
 def test_all_choices_of_a_request_are_of_one_version(qwen: Loaded) -> None:
     sampler = Sampler(qwen.with_eos(), max_rows=1)
-    sampler.submit(Request("a", random_ids(qwen, 10, 0), max_tokens=1, n=2))
+    sampler.submit(Request("a", random_ids(qwen, 10, 0), max_tokens=2, n=2))
     sampler.step()
     with pytest.raises(EngineError, match="drain"):
         sampler.new_version(1)
