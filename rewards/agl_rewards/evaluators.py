@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Annotated, TypeAlias
 
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 import agl_core
 from agl_core.errors import ConfigError
@@ -23,8 +24,16 @@ _NUMBER = re.compile(
 )
 
 
+AnswerField: TypeAlias = Annotated[str, Field(description="The key of the task's metadata that holds the answer.")]
+
+
 @agl_core.reward_rule
-def exact_match(episode: Episode, *, field: str = "result", ignore_case: bool = False) -> float:
+def exact_match(
+    episode: Episode,
+    *,
+    field: AnswerField = "result",
+    ignore_case: Annotated[bool, Field(description="Upper and lower case are the same.")] = False,
+) -> float:
     """1 if the agent returned exactly the expected answer; spaces around it do not count.
 
     `field` names the key of the task's metadata that holds the answer. Answers that are not text are compared as
@@ -35,12 +44,17 @@ def exact_match(episode: Episode, *, field: str = "result", ignore_case: bool = 
     >>> exact_match(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=" Paris\\n"))
     1.0
     """
-    expected, found = (_comparable(each, ignore_case) for each in (_expected(episode, field), episode.result))
+    expected, found = (_comparable(each, ignore_case) for each in (expected_answer(episode, field), episode.result))
     return float(expected == found and isinstance(expected, bool) == isinstance(found, bool))
 
 
 @agl_core.reward_rule
-def numeric_match(episode: Episode, *, field: str = "result", tolerance: NonNegativeFloat = 1e-6) -> float:
+def numeric_match(
+    episode: Episode,
+    *,
+    field: AnswerField = "result",
+    tolerance: Annotated[NonNegativeFloat, Field(description="How far off is right: relative above 1.")] = 1e-6,
+) -> float:
     """1 if the last number that the agent returned is the expected one.
 
     `field` names the key of the task's metadata that holds the answer: a number, or text that holds one. `tolerance`
@@ -51,7 +65,7 @@ def numeric_match(episode: Episode, *, field: str = "result", tolerance: NonNega
     >>> numeric_match(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result="1200 + 34 is 1,234."))
     1.0
     """
-    expected = last_number(_expected(episode, field))
+    expected = last_number(expected_answer(episode, field))
     if expected is None:
         raise ConfigError(
             f"Task '{episode.task.id}': its metadata '{field}' is {episode.task.metadata[field]!r}, which holds no "
@@ -62,7 +76,9 @@ def numeric_match(episode: Episode, *, field: str = "result", tolerance: NonNega
 
 
 @agl_core.reward_rule
-def regex_format(episode: Episode, *, pattern: re.Pattern[str]) -> float:
+def regex_format(
+    episode: Episode, *, pattern: Annotated[re.Pattern[str], Field(description="The regular expression.")]
+) -> float:
     """1 if a regular expression is found in what the agent returned; anchor it (^, $) to match the whole.
 
     >>> from agl_core.types import Ending, Mode, Task
@@ -70,7 +86,7 @@ def regex_format(episode: Episode, *, pattern: re.Pattern[str]) -> float:
     >>> regex_format(episode, pattern=re.compile(r"^Answer: \\d+$"))
     1.0
     """
-    return float(pattern.search(_text(episode.result)) is not None)
+    return float(pattern.search(text_of(episode.result)) is not None)
 
 
 def last_number(value: Json) -> float | None:
@@ -81,11 +97,11 @@ def last_number(value: Json) -> float | None:
     >>> last_number("34-17"), last_number("it is -17"), last_number("none")
     (17.0, -17.0, None)
     """
-    numbers = _NUMBER.findall(_text(value))
+    numbers = _NUMBER.findall(text_of(value))
     return float(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
 
 
-def _expected(episode: Episode, field: str) -> Json:
+def expected_answer(episode: Episode, field: str) -> Json:
     metadata = episode.task.metadata
     if field not in metadata:
         raise ConfigError(
@@ -95,7 +111,7 @@ def _expected(episode: Episode, field: str) -> Json:
     return metadata[field]
 
 
-def _text(value: Json) -> str:
+def text_of(value: Json) -> str:
     """What the agent returned, as text; nothing is the empty text."""
     if value is None:
         return ""

@@ -11,7 +11,7 @@ from pydantic import Field
 
 import agl_core
 from agl_core.types import Episode
-from agl_rewards.evaluators import _expected, _text
+from agl_rewards.evaluators import expected_answer, text_of
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -33,9 +33,9 @@ def token_f1(
     >>> token_f1(Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result="It was Austen."))
     0.4
     """
-    expected = _expected(episode, field)
+    expected = expected_answer(episode, field)
     answers = expected if isinstance(expected, list) and expected else [expected]
-    return max(word_f1(_text(episode.result), _text(answer)) for answer in answers)
+    return max(word_f1(text_of(episode.result), text_of(answer)) for answer in answers)
 
 
 def word_f1(found: str, expected: str) -> float:

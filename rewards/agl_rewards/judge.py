@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core.errors import AglError, ConfigError
 from agl_core.types import Episode
-from agl_rewards.evaluators import _expected
+from agl_rewards.evaluators import expected_answer
 
 _SCALE = 10
 _SCORE = re.compile(r'"score"\s*:\s*(-?\d+(?:\.\d+)?)')
@@ -75,7 +75,7 @@ class Judge:
     def _messages(self, episode: Episode) -> list[dict[str, str]]:
         material = {"task": episode.task.input, "answer": episode.result}
         if self._options.field is not None:
-            material["expected"] = _expected(episode, self._options.field)
+            material["expected"] = expected_answer(episode, self._options.field)
         return [
             {"role": "system", "content": _instruction(self._options.rubric)},
             {"role": "user", "content": json.dumps(material, ensure_ascii=False)},

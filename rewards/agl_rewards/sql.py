@@ -17,7 +17,7 @@ from pydantic import Field
 import agl_core
 from agl_core.errors import ConfigError
 from agl_core.types import Episode
-from agl_rewards.evaluators import _expected
+from agl_rewards.evaluators import expected_answer
 
 Row: TypeAlias = tuple[Any, ...]
 
@@ -48,7 +48,7 @@ async def sql_match(
     query orders them; columns by place, not name; numbers to nine digits. A relative path starts at the working
     directory.
     """
-    expected = _expected(episode, field)
+    expected = expected_answer(episode, field)
     try:
         file = Path(database.format_map(episode.task.metadata))
     except KeyError as error:

@@ -106,7 +106,7 @@ async def test_no_query_by_key_scans_a_table(store: SqliteStore, path: Path, mak
     connection.set_trace_callback(None)
     # A query that calls json_each() is traced a second time, as the comment that SQLite makes of the inner one.
     statements = [statement for statement in asked if not statement.startswith("--")]
-    assert len(statements) == 11
+    assert len(statements) == 12
     for statement in statements:
         plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}")]
         assert not [step for step in plan if step.startswith("SCAN") and "asked" not in step], (statement, plan)
