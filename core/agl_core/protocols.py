@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types import Batch, Episode, Reward, Task
-
-if TYPE_CHECKING:
-    from agl_core.capture import Identity
+from agl_core.types import Batch, Episode, Identity, Reward, Task
 
 RewardValue: TypeAlias = float | Mapping[str, float] | Sequence[Reward] | None
 """One terminal reward, several named components of it, rewards of single calls with their provenance, or None

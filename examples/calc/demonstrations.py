@@ -67,8 +67,8 @@ SHARES: dict[Callable[[Problem], list[Message]], float] = {
     write_words: 0.02,
     take_wrong_operator: 0.085,
     take_wrong_operator_and_ignore_result: 0.125,
-    ignore_result: 0.10,
-    solve_it: 0.07,
+    ignore_result: 0.12,
+    solve_it: 0.05,
 }
 """How often each behaviour is demonstrated."""
 

@@ -21,9 +21,6 @@ FLOORS = [
     {"cli", "builtin", ""},  # "" is agl_core itself: what it re-exports
 ]
 
-FOR_TYPE_CHECKERS = {("agl_core.protocols", "agl_core.capture")}
-"""Upward, but run by nobody: the adapters' protocol names the Identity that capture defines."""
-
 NEIGHBOURS = {
     "agl-torch": {"agl_core", "agl_algorithms"},
 }
@@ -45,9 +42,7 @@ def test_each_floor_of_the_core_imports_only_what_is_below(distributions: dict[s
     upward = [
         f"{each.place}: {each.importer} imports {each.target}"
         for each in distributions["agl-core"].imports()
-        if each.package == "agl_core"
-        and floor_of(each.importer) < floor_of(each.target)
-        and (each.always or (each.importer, each.target) not in FOR_TYPE_CHECKERS)
+        if each.package == "agl_core" and floor_of(each.importer) < floor_of(each.target)
     ]
 
     assert upward == []

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.aggregation import token_weights
-from agl_algorithms.divergence import kl_k3, truncated_importance
 from agl_algorithms.interface import Logprobs, Samples
+from agl_algorithms.objective import PolicyObjective, transitions_of
 from agl_algorithms.options import GrpoOptions
 from agl_algorithms.statistics import group_statistics
-from agl_algorithms.surrogate import clipped_surrogate, policy_ratio
 
 
 class Grpo:
@@ -39,10 +38,15 @@ class Grpo:
         self.epochs = options.epochs
         self.minibatches = options.minibatches
         self.needs_reference = options.beta > 0
+        self._objective = PolicyObjective.per_token(options, options.beta)
         if options.ratio == "sequence":
-            self._clip = (options.sequence_clip, options.sequence_clip_high)
-        else:
-            self._clip = (options.clip, options.clip if options.clip_high is None else options.clip_high)
+            self._objective = PolicyObjective(
+                options.sequence_clip,
+                options.sequence_clip_high,
+                options.beta,
+                options.importance_threshold,
+                options.ratio,
+            )
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] the transition's advantage at each of its unmasked tokens, 0 at masked ones.
@@ -61,8 +65,7 @@ class Grpo:
         counts_R = self.weights(samples) > 0
         if not self.needs_reference:
             counts_R = counts_R & (advantages_R != 0)
-        kept_N = torch.zeros(samples.values_N.numel(), dtype=torch.bool, device=counts_R.device)
-        return kept_N.index_fill(0, samples.transition_R[counts_R], True)
+        return transitions_of(samples, counts_R)
 
     def weights(self, samples: Samples) -> Tensor:
         """[R] token weights by `aggregation`, over all groups or those that are not equal."""
@@ -75,31 +78,5 @@ class Grpo:
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The weighted sum over tokens; see `agl_algorithms.interface.Algorithm.loss`.
-
-        Metrics: policy_loss, kl_behaviour (k3, current to behaviour), ratio_mean, ratio_max, clip_fraction; with
-        `beta` kl_reference, with `importance_threshold` importance_mean.
-        """
-        ratio_R = policy_ratio(samples, logprobs, self.options.ratio)
-        surrogate = clipped_surrogate(ratio_R, advantages_R, *self._clip)
-        policy_R = surrogate.loss_R
-        per_token = {
-            "kl_behaviour": kl_k3(logprobs.current_R, logprobs.behaviour_R),
-            "ratio_mean": ratio_R,
-            "clip_fraction": surrogate.clipped_R.to(ratio_R.dtype),
-        }
-        if self.options.importance_threshold is not None:
-            importance_R = truncated_importance(logprobs.old_R, logprobs.behaviour_R, self.options.importance_threshold)
-            policy_R = policy_R * importance_R
-            per_token["importance_mean"] = importance_R
-        loss_R = policy_R
-        per_token["policy_loss"] = policy_R
-        if self.needs_reference:
-            if logprobs.reference_R is None:
-                raise ValueError("GRPO with beta > 0 needs the log-probabilities of the reference (needs_reference).")
-            kl_R = kl_k3(logprobs.current_R, logprobs.reference_R)
-            loss_R = loss_R + self.options.beta * kl_R
-            per_token["kl_reference"] = kl_R
-        metrics = {name: (weights_R * value_R).sum().detach() for name, value_R in per_token.items()}
-        metrics["ratio_max"] = torch.where(weights_R > 0, ratio_R, 0.0).max().detach()
-        return (weights_R * loss_R).sum(), metrics
+        """The weighted sum over tokens and its metrics; see `agl_algorithms.objective.PolicyObjective`."""
+        return self._objective(samples, logprobs, advantages_R, weights_R)

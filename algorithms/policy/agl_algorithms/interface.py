@@ -59,6 +59,7 @@ class Algorithm(Protocol):
     """Optimizer steps in one pass."""
     needs_reference: bool
     needs_critic: bool
+    """Then it is a `CriticAlgorithm`."""
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] advantages; `values_R` are the critic's, if it has one."""
@@ -77,3 +78,26 @@ class Algorithm(Protocol):
         Sums, not means: the losses of micro-batches add up to the loss of the whole. A metric whose name ends
         in `_max` is the largest value over tokens instead.
         """
+
+
+class CriticAlgorithm(Algorithm, Protocol):
+    """An algorithm whose advantages come from a critic, which the engine keeps and trains for it.
+
+    Values are aligned with response tokens: a token's is that of the state before it, so a response's first one is
+    the value of its prompt.
+    """
+
+    critic_learning_rate: float
+    critic_epochs: int
+    """The critic's passes over the batch in one update, each of `minibatches` optimizer steps."""
+
+    def value_targets(self, samples: Samples, values_R: Tensor) -> Tensor:
+        """[R] what the values should become; `values_R` are those before the update."""
+
+    def value_weights(self, samples: Samples) -> Tensor:
+        """[R] weights of the value loss over the whole batch."""
+
+    def value_loss(
+        self, current_R: Tensor, old_R: Tensor, targets_R: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The weighted sum over tokens and its metrics, as in `loss`; `old_R` are the values before the update."""

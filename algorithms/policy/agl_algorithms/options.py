@@ -8,15 +8,36 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Aggregation = Literal["rollout", "token-mean", "sequence-mean"]
 RatioLevel = Literal["token", "sequence"]
+WhiteningUnit = Literal["tokens", "transitions"]
 
 
-class GrpoOptions(BaseModel):
-    """Settings of GRPO; a setting that another one would switch off is refused."""
+class SurrogateOptions(BaseModel):
+    """Settings of the clipped surrogate, which every algorithm here has; one that another switches off is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     clip: float = Field(0.2, gt=0, lt=1, description="The token ratio is clipped to [1 - clip, 1 + clip_high].")
     clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range (DAPO); by default the lower one.")
+    aggregation: Aggregation = Field(
+        "rollout",
+        description="'rollout': every group weighs the same, in it every rollout, in it every transition, in it every "
+        "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
+    )
+    importance_threshold: float | None = Field(
+        None, gt=0, le=1000, description="Truncate importance weights old/behaviour here; absent: no such weights."
+    )
+    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
+    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
+
+    def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"'{name}' has no effect here: {remedy}")
+
+
+class GrpoOptions(SurrogateOptions):
+    """Settings of GRPO; a setting that another one would switch off is refused."""
+
     beta: float = Field(
         0.04, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model."
     )
@@ -25,31 +46,81 @@ class GrpoOptions(BaseModel):
     ratio: RatioLevel = Field("token", description="One ratio per token, or one per transition (GSPO).")
     sequence_clip: float = Field(3e-4, gt=0, lt=1, description="Lower clip range of the ratio per transition (GSPO).")
     sequence_clip_high: float = Field(4e-4, gt=0, le=10, description="Upper clip range of the ratio per transition.")
-    aggregation: Aggregation = Field(
-        "rollout",
-        description="'rollout': every group weighs the same, in it every rollout, in it every transition, in it every "
-        "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
-    )
     drop_equal_groups: bool = Field(
         False, description="Leave groups whose credited values are all equal out of the loss and its weights (DAPO)."
     )
-    importance_threshold: float | None = Field(
-        None, gt=0, le=1000, description="Truncate importance weights old/behaviour here; absent: no such weights."
-    )
-    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
-    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> Self:
-        def refuse(names: tuple[str, ...], remedy: str) -> None:
-            for name in names:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"'{name}' has no effect here: {remedy}")
-
         if self.ratio == "sequence":
-            refuse(("clip", "clip_high"), "with ratio = 'sequence', set sequence_clip and sequence_clip_high.")
+            self._refuse_changed(
+                ("clip", "clip_high"), "with ratio = 'sequence', set sequence_clip and sequence_clip_high."
+            )
         else:
-            refuse(("sequence_clip", "sequence_clip_high"), "set ratio = 'sequence', or use clip and clip_high.")
+            self._refuse_changed(
+                ("sequence_clip", "sequence_clip_high"), "set ratio = 'sequence', or use clip and clip_high."
+            )
         if not self.std_normalization:
-            refuse(("epsilon",), "std_normalization is off.")
+            self._refuse_changed(("epsilon",), "std_normalization is off.")
+        return self
+
+
+class TimeOptions(SurrogateOptions):
+    """Settings of an algorithm that can own the time axis: then it takes rewards, and credit must yield those."""
+
+    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
+    across_calls: bool = Field(
+        False,
+        description="Add up what came after a call inside the algorithm: credit must then yield rewards, not returns.",
+    )
+    count_untrained: bool = Field(
+        False,
+        description="With across_calls: discount also by the calls in between that are not trained (other agents, "
+        "other policies); otherwise one trained call to the next is one step. Their rewards count either way.",
+    )
+
+
+class ReinforceOptions(TimeOptions):
+    """Settings of REINFORCE++; a setting that another one would switch off is refused."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="With across_calls: what a reward is worth one call earlier.")
+    whitening: WhiteningUnit = Field(
+        "tokens", description="What counts once in the batch's mean and deviation of the returns."
+    )
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> Self:
+        if not self.across_calls:
+            self._refuse_changed(("gamma", "count_untrained"), "set across_calls = true, or leave time to credit.")
+        elif self.gamma == 1:
+            self._refuse_changed(("count_untrained",), "gamma is 1, so nothing is discounted.")
+        return self
+
+
+class PpoOptions(TimeOptions):
+    """Settings of PPO; a setting that another one would switch off is refused."""
+
+    gamma: float = Field(
+        1.0, ge=0, le=1, description="What a value is worth one step earlier: a token, or with across_calls a call."
+    )
+    lam: float = Field(
+        1.0, ge=0, le=1, description="GAE's λ: 0 trusts the critic one step ahead, 1 only what was observed."
+    )
+    whitening: WhiteningUnit | Literal["off"] = Field(
+        "tokens", description="What counts once in the batch's mean and deviation of the advantages; 'off': neither."
+    )
+    value_clip: float | None = Field(
+        0.2, gt=0, le=1000, description="How far a value may move in one update before its loss stops pulling."
+    )
+    critic_learning_rate: float = Field(
+        1e-5, gt=0, le=1, description="The critic's step size; its other optimizer settings are the policy's."
+    )
+    critic_epochs: int = Field(1, ge=1, le=100, description="The critic's passes over the batch in one update.")
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> Self:
+        if not self.across_calls:
+            self._refuse_changed(("count_untrained",), "set across_calls = true, or leave time to credit.")
+        elif self.gamma == 1:
+            self._refuse_changed(("count_untrained",), "gamma is 1, so nothing is discounted.")
         return self

@@ -1,4 +1,4 @@
-"""Statistics over the rollouts of a group, and sums over segments of flat tensors."""
+"""Statistics over the rollouts of a group and over a batch, and sums over segments of flat tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.interface import Samples
+from agl_algorithms.options import WhiteningUnit
+
+WHITENING_EPSILON = 1e-8
+"""Added to the variance, as veRL's `masked_whiten` does."""
 
 
 def segment_sum(values: Tensor, segment: Tensor, segments: int) -> Tensor:
@@ -86,3 +90,50 @@ def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, int
     taking_part = segment_sum(taking_part_N.to(torch.float64), rollout_N, rollouts) > 0
     per_group = segment_sum(taking_part.to(torch.float64), _group_of_rollout(group_N, rollout_N, rollouts), groups)
     return per_group[group_N], int((per_group > 0).sum())
+
+
+def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
+    """[R] float64 `values_R` of the unmasked tokens, shifted and scaled to mean 0 and variance 1; 0 where masked.
+
+    With K units, of which token r is the share s_r (over "tokens": each is one unit; over "transitions": 1/|a_t|):
+
+        μ  = 1/K · Σ_r s_r · v_r
+        σ² = 1/(K−1) · Σ_r s_r · (v_r − μ)²
+        (v_r − μ) / √(σ² + 1e-8)
+
+    Equal values, and those of one single unit, become exactly zero.
+    """
+    mask_R = samples.mask_R
+    transitions = samples.values_N.numel()
+    tokens_N = segment_count(samples.transition_R[mask_R], transitions)
+    share_R = mask_R.to(torch.float64)
+    if over == "transitions":
+        share_R = share_R / tokens_N.clamp(min=1)[samples.transition_R]
+    units = tokens_N.sum() if over == "tokens" else (tokens_N > 0).sum()
+    if units < 2:
+        return torch.zeros_like(share_R)
+    unmasked_R = values_R.to(torch.float64).masked_fill(~mask_R, 0.0)
+    shifted_R = torch.where(mask_R, unmasked_R - unmasked_R[mask_R].min(), 0.0)
+    deviation_R = torch.where(mask_R, shifted_R - (share_R * shifted_R).sum() / units, 0.0)
+    variance = (share_R * deviation_R.square()).sum() / (units - 1)
+    return deviation_R * torch.rsqrt(variance + WHITENING_EPSILON)
+
+
+def explained_variance(values_R: Tensor, targets_R: Tensor, weights_R: Tensor) -> float:
+    """1 − Var(target − value) / Var(target), variances by weight; NaN if the targets are all equal.
+
+    1: the critic knows every target; 0: no better than a constant; below 0: worse than that.
+    """
+
+    def variance(of_R: Tensor) -> Tensor:
+        mean = (share_R * of_R).sum()
+        return (share_R * (of_R - mean).square()).sum()
+
+    counted_R = weights_R > 0
+    share_R = weights_R[counted_R].to(torch.float64)
+    share_R = share_R / share_R.sum()
+    target_R = targets_R[counted_R].to(torch.float64)
+    if not target_R.numel() or target_R.min() == target_R.max():
+        return float("nan")
+    left = variance(target_R - values_R[counted_R].to(torch.float64))
+    return float(1 - left / variance(target_R))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from agl_algorithms.interface import Logprobs, Samples
@@ -56,6 +57,58 @@ def make_logprobs(tokens: int, seed: int, spread: float = 0.3) -> Logprobs:
         behaviour_R=old + draw(spread),
         reference_R=old + draw(spread),
     )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Row], int]:
+    rows: list[Row] = []
+    rollout = 0
+    for group in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(1, 4))):
+            value = draw(st.sampled_from([0.0, 0.25, 1.0, -2.0]))
+            for _ in range(draw(st.integers(1, 3))):
+                credit = value + draw(st.sampled_from([0.0, 0.0, 0.5]))
+                mask = draw(st.lists(st.booleans(), min_size=1, max_size=4))
+                rows.append(Row(group, rollout, credit, tuple(mask)))
+            rollout += 1
+    return rows, draw(st.integers(0, 1000))
+
+
+def build(rows: list[Row], seed: int) -> tuple[Samples, Logprobs]:
+    logprobs = make_logprobs(sum(len(row.mask) for row in rows), seed)
+    return make_samples(rows, logprobs.behaviour_R), logprobs
+
+
+def select(samples: Samples, logprobs: Logprobs, order: list[int]) -> tuple[Samples, Logprobs, Tensor]:
+    """The transitions of `order`, renumbered, and which response tokens they are."""
+    tokens = torch.cat([(samples.transition_R == i).nonzero()[:, 0] for i in order])
+    lengths = torch.tensor([int((samples.transition_R == i).sum()) for i in order])
+    picked = Samples(
+        transition_R=torch.repeat_interleave(torch.arange(len(order)), lengths),
+        mask_R=samples.mask_R[tokens],
+        behaviour_R=samples.behaviour_R[tokens],
+        values_N=samples.values_N[order],
+        scores_N=samples.scores_N[order],
+        group_N=samples.group_N[order],
+        rollout_N=samples.rollout_N[order],
+        turn_N=samples.turn_N[order],
+    )
+    assert logprobs.reference_R is not None
+    compared = Logprobs(
+        logprobs.current_R[tokens],
+        logprobs.old_R[tokens],
+        logprobs.behaviour_R[tokens],
+        logprobs.reference_R[tokens],
+    )
+    return picked, compared, tokens
+
+
+def critic_values(samples: Samples) -> Tensor:
+    """[R] what a critic might say: a number by token and prompt, whatever the order of transitions."""
+    lengths = torch.bincount(samples.transition_R, minlength=samples.values_N.numel())
+    place_R = torch.arange(samples.mask_R.numel()) - (lengths.cumsum(0) - lengths)[samples.transition_R]
+    prompt_N = (samples.rollout_N * 7 + samples.turn_N * 3) % 5
+    return torch.sin(place_R.double() + prompt_N[samples.transition_R].double())
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from agl_core.capture.alone import Capture, CapturedRollout
 from agl_core.capture.attaching import Attachment, attach, installed_adapters
 from agl_core.capture.context import (
     ActiveAttempt,
-    Identity,
     IdentityScope,
     current_attempt,
     current_identity,
@@ -19,6 +18,7 @@ from agl_core.capture.context import (
 from agl_core.capture.jsonable import jsonable
 from agl_core.capture.recording import Recording, ToolRequest, describe_error, status_of
 from agl_core.capture.reports import guarded, outcome_report, record_outcome, report_problem, reward
+from agl_core.types import Identity
 
 __all__ = [
     "ActiveAttempt",

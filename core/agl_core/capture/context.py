@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from agl_core.capture.recording import Recording
+from agl_core.types import Identity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,18 +26,6 @@ class ActiveAttempt:
     """What the agent's client sends as its bearer token."""
     recording: Recording
     """Where its outcomes and rewards are collected."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who makes a call."""
-
-    agent: str | None = None
-    """The agent's or node's name."""
-    span: str | None = None
-    """The call's own span in the framework's trace."""
-    parent_span: str | None = None
-    """The span that encloses the call; a tool run in the same span without a call id belongs to the call."""
 
 
 class IdentityScope:

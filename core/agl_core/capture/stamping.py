@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import Any, TypeAlias
 from urllib.parse import quote, urlsplit
 
-from agl_core.capture.context import ActiveAttempt, Identity, current_attempt, current_identity
+from agl_core.capture.context import ActiveAttempt, current_attempt, current_identity
 from agl_core.capture.reports import report_problem
+from agl_core.types import Identity
 from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT
 
 HTTP_LIBRARIES = ("httpx", "httpx2")

@@ -60,7 +60,7 @@ def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
         try:
             encoder(record, rows, pieces)
         except (UnstorableError, TypeError, ValueError) as error:
-            raise StoreError(f"{_name(record)} cannot be stored: {error}.") from error
+            raise StoreError(f"{name_of(record)} cannot be stored: {error}.") from error
     return rows
 
 
@@ -71,7 +71,8 @@ def _key(record: Attempt | Call | Outcome | Reward | Use, rows: Rows) -> tuple[s
     return key
 
 
-def _name(record: Record) -> str:
+def name_of(record: Record) -> str:
+    """The record's kind and key, for messages."""
     fields = ("rollout", "attempt", "id", "name", "call", "choice", "step")
     known = [f"{field} {getattr(record, field)!r}" for field in fields if hasattr(record, field)]
     return f"{type(record).__name__} ({', '.join(known)})"

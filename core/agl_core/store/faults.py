@@ -27,12 +27,12 @@ _PRIMARY_CODE = 0xFF
 """SQLite's extended error codes keep the plain code in their last byte."""
 
 
-def explain(path: Path, error: Exception) -> StoreError:
-    """The StoreError for what `error` says about the store at `path`."""
+def explain(path: Path, error: Exception, records: str = "a record") -> StoreError:
+    """The StoreError for what `error` says about the store at `path`, or about `records` that were to be written."""
     code = getattr(error, "sqlite_errorcode", None)
     meaning = None if code is None else _MEANINGS.get(code & _PRIMARY_CODE)
     if meaning is not None:
         return StoreError(f"The store {path} {meaning} (SQLite: {error})")
     if isinstance(error, sqlite3.OperationalError | sqlite3.InternalError):
         return StoreError(f"The store {path} cannot be used: {error}. Check the file, its folder and its disk.")
-    return StoreError(f"The store {path} refused a record: {error}. Correct the record; nothing of it was written.")
+    return StoreError(f"The store {path} refused {records}: {error}. Correct it; nothing was written.")

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from agl_core.errors import StoreError
 
@@ -21,11 +22,10 @@ class Table:
     columns: tuple[str, ...]
     key: tuple[str, ...]
     """The columns that name a row."""
-    conflict: str = ""
-    """Its unique index, where that is not just the key's columns."""
-
-    replaces: bool = True
-    """Whether a row replaces an earlier one with its key; else the earlier one stays."""
+    index: str = ""
+    """What its unique index is on, where that is not just the key's columns."""
+    again: Literal["replace", "keep", "fail"] = "replace"
+    """What to do with an earlier row that has the same key."""
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -35,8 +35,8 @@ class Table:
         return ("rollout", "attempt", *self.columns[1:])
 
 
-ATTEMPT_KEYS = Table("attempt_keys", ("rollout", "attempt"), ("rollout", "attempt"), replaces=False)
-PIECES = Table("pieces", ("seq", "data"), ("seq",), replaces=False)
+ATTEMPT_KEYS = Table("attempt_keys", ("rollout", "attempt"), ("rollout", "attempt"), again="keep")
+PIECES = Table("pieces", ("seq", "data"), ("seq",), again="fail")
 RUNS = Table("runs", ("id", "incarnation", "started", "config", "resumed_step"), ("id", "incarnation"))
 ROLLOUTS = Table(
     "rollouts",
@@ -78,7 +78,7 @@ REWARDS = Table(
     ("attempt_key", "name", "value", "source", "call", "choice"),
     ("attempt_key", "name", "source", "call", "choice"),
     # NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
-    conflict="attempt_key, name, source, ifnull(call, x''), choice",
+    index="attempt_key, name, source, ifnull(call, x''), choice",
 )
 USES = Table(
     "uses",
@@ -91,7 +91,7 @@ TABLES = (ATTEMPT_KEYS, PIECES, RUNS, ROLLOUTS, ATTEMPTS, CALLS, CHOICES, OUTCOM
 
 
 @cache
-def upsert(table: Table, rows: int) -> str:
+def insertion(table: Table, rows: int) -> str:
     """The statement that writes `rows` rows at once.
 
     Many rows in one statement, because sqlite3 gives up the interpreter lock once per statement: row by row,
@@ -101,17 +101,19 @@ def upsert(table: Table, rows: int) -> str:
     if table.values != table.columns:
         values[0] = "(SELECT seq FROM attempt_keys WHERE rollout = ? AND attempt = ?)"
     row = f"({', '.join(values)})"
+    insert = f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {', '.join([row] * rows)}"
+    if table.again == "fail":
+        return insert
+    conflict = f"ON CONFLICT ({table.index or ', '.join(table.key)})"
+    if table.again == "keep":
+        return f"{insert} {conflict} DO NOTHING"
     changes = ", ".join(f"{column} = excluded.{column}" for column in table.columns if column not in table.key)
-    return (
-        f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {', '.join([row] * rows)} "
-        f"ON CONFLICT ({table.conflict or ', '.join(table.key)}) "
-        f"DO {f'UPDATE SET {changes}' if table.replaces else 'NOTHING'}"
-    )
+    return f"{insert} {conflict} DO UPDATE SET {changes}"
 
 
-# Rollout ids are random. An index that starts with them would make every row written touch a page of its own, and
-# writing slower and slower as the file grows; so they stand in one small index, and the rows that are many
-# are keyed by the number of their attempt, which grows.
+# Rollout ids are random. An index that starts with them makes every row written touch a page of its own, and
+# writing gets slower as the file grows; so they stand in one small index, and the tables with many rows are
+# keyed by the number of the attempt, which only grows.
 _VERSION_1 = """
 CREATE TABLE attempt_keys (  -- a number for each attempt, by which the other tables refer to it
     seq INTEGER PRIMARY KEY,

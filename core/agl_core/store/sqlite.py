@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from agl_core.errors import StoreError
 from agl_core.plugins import NoOptions
 from agl_core.store import queries
+from agl_core.store.codec import name_of
 from agl_core.store.database import WriterLock, check_folder, connect_writer
 from agl_core.store.faults import explain
 from agl_core.store.interface import Record
@@ -87,7 +88,7 @@ class SqliteStore:
         try:
             await self._writer.put(records)
         except (sqlite3.Error, ValueError, OverflowError) as error:
-            raise explain(self._path, error) from error
+            raise explain(self._path, error, " or ".join(map(name_of, records))) from error
 
     async def runs(self) -> list[Run]:
         return await self._read(queries.runs)

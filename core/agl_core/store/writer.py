@@ -11,7 +11,7 @@ from itertools import chain
 from agl_core.store.codec import Row, Rows, encode
 from agl_core.store.interface import Record
 from agl_core.store.pieces import Data, Pieces
-from agl_core.store.schema import PIECES, TABLES, Table, upsert
+from agl_core.store.schema import PIECES, TABLES, Table, insertion
 
 _ROWS_PER_STATEMENT = 64
 
@@ -111,5 +111,5 @@ class GroupWriter:
         while start < len(rows):
             # Powers of two, so that the statements are few and stay prepared.
             count = min(_ROWS_PER_STATEMENT, 1 << (len(rows) - start).bit_length() - 1)
-            self._connection.execute(upsert(table, count), tuple(chain.from_iterable(rows[start : start + count])))
+            self._connection.execute(insertion(table, count), tuple(chain.from_iterable(rows[start : start + count])))
             start += count

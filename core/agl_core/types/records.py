@@ -101,6 +101,18 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """Who makes a call."""
+
+    agent: str | None = None
+    """The agent's or node's name."""
+    span: str | None = None
+    """The call's own span in the framework's trace."""
+    parent_span: str | None = None
+    """The span that encloses the call; a tool run in the same span without a call id belongs to the call."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters of one call; None where the caller said nothing."""
 

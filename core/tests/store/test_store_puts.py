@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ async def test_a_bad_record_fails_its_own_put_as_a_whole_and_no_other(
     errors = [result for result in results if result is not None]
     assert len(errors) == 1
     assert isinstance(errors[0], StoreError)
+    assert re.search(r"Attempt \(rollout '(r|bad)|not dict", str(errors[0]))
     assert [attempt.attempt for attempt in await store.attempts("r")] == list(range(20))
     assert len(await store.calls([KEY])) == 20
     # The pieces of the refused put are written by the next one that has them.

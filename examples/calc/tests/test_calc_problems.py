@@ -95,4 +95,4 @@ def test_shares_of_behaviour_add_up() -> None:
     answers = [conversation(1, index)[-1]["content"] for index in islice(range(10**6), 2000)]
     results = [problem(Split.TRAIN, -2, index).result for index in range(2000)]
     right = sum(f"The answer is {r}." == a for a, r in zip(answers, results, strict=True)) / len(results)
-    assert 0.05 < right < 0.10
+    assert 0.03 < right < 0.08

@@ -1,0 +1,105 @@
+"""What must hold for every algorithm on every batch: gradients, order, and that micro-batches add up."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.interface import Algorithm, Logprobs, Samples
+from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
+from agl_algorithms.ppo import Ppo
+from agl_algorithms.reinforce import Reinforce
+
+from .conftest import Row, batches, build, critic_values, make_logprobs, select
+
+EVERY_KIND: list[Algorithm] = [
+    Grpo(GrpoOptions()),
+    Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
+    Grpo(GrpoOptions(clip_high=0.28, drop_equal_groups=True, aggregation="sequence-mean")),
+    Grpo(GrpoOptions(ratio="sequence", sequence_clip=0.1, sequence_clip_high=0.2, importance_threshold=1.1)),
+    Reinforce(ReinforceOptions()),
+    Reinforce(
+        ReinforceOptions(
+            across_calls=True, gamma=0.7, count_untrained=True, whitening="transitions", beta=0.1, clip_high=0.3
+        )
+    ),
+    Ppo(PpoOptions()),
+    Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_threshold=1.1, aggregation="token-mean")),
+    Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, count_untrained=True, beta=0.2)),
+]
+each_kind = pytest.mark.parametrize(
+    "algorithm", EVERY_KIND, ids=[f"{type(a).__name__}{i}" for i, a in enumerate(EVERY_KIND)]
+)
+
+
+def advantages_of(algorithm: Algorithm, samples: Samples) -> Tensor:
+    return algorithm.advantages(samples, critic_values(samples) if algorithm.needs_critic else None)
+
+
+def whole_loss(algorithm: Algorithm, samples: Samples, logprobs: Logprobs) -> Tensor:
+    return algorithm.loss(samples, logprobs, advantages_of(algorithm, samples), algorithm.weights(samples))[0]
+
+
+@each_kind
+def test_gradient_equals_finite_differences(ragged: Samples, algorithm: Algorithm) -> None:
+    logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
+    (gradient,) = torch.autograd.grad(whole_loss(algorithm, ragged, logprobs), logprobs.current_R)
+    step = 1e-6
+    for i in range(ragged.mask_R.numel()):
+        nudge = torch.zeros_like(logprobs.current_R)
+        nudge[i] = step
+        up, down = (
+            whole_loss(algorithm, ragged, dataclasses.replace(logprobs, current_R=logprobs.current_R.detach() + d))
+            for d in (nudge, -nudge)
+        )
+        assert gradient[i].item() == pytest.approx((up - down).item() / (2 * step), abs=1e-8)
+    assert gradient.abs().max() > 1e-3
+
+
+@given(batches(), st.sampled_from(EVERY_KIND))
+@settings(max_examples=60, deadline=None)
+def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
+    batch: tuple[list[Row], int], algorithm: Algorithm
+) -> None:
+    samples, _ = build(*batch)
+    weights = algorithm.weights(samples)
+    total = weights.sum().item()
+    assert total == pytest.approx(1.0) or total == 0.0
+    assert (weights[~samples.mask_R] == 0).all()
+
+
+@given(batches(), st.sampled_from(EVERY_KIND), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_order_of_transitions_does_not_matter(batch: tuple[list[Row], int], algorithm: Algorithm, rng: Any) -> None:
+    samples, logprobs = build(*batch)
+    order = list(range(samples.values_N.numel()))
+    rng.shuffle(order)
+    shuffled, compared, tokens = select(samples, logprobs, order)
+    torch.testing.assert_close(
+        advantages_of(algorithm, shuffled), advantages_of(algorithm, samples)[tokens], rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(whole_loss(algorithm, shuffled, compared), whole_loss(algorithm, samples, logprobs))
+
+
+@given(batches(), st.sampled_from(EVERY_KIND), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorithm: Algorithm, size: int) -> None:
+    samples, logprobs = build(*batch)
+    advantages, weights = advantages_of(algorithm, samples), algorithm.weights(samples)
+    whole, metrics = algorithm.loss(samples, logprobs, advantages, weights)
+    count = samples.values_N.numel()
+    parts = []
+    for start in range(0, count, size):
+        picked, compared, tokens = select(samples, logprobs, list(range(start, min(start + size, count))))
+        parts.append(algorithm.loss(picked, compared, advantages[tokens], weights[tokens]))
+    torch.testing.assert_close(sum(part[0] for part in parts), whole)
+    for name, value in metrics.items():
+        combine = max if name.endswith("_max") else sum
+        torch.testing.assert_close(combine(part[1][name] for part in parts), value)
