@@ -12,7 +12,7 @@ EXAMPLES := langchain langchain-openai matplotlib
 TOOLS := build hatchling mypy ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint types policy clean
+.PHONY: help install quickstart test test-fast lint types policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,9 @@ types: install ## Check types
 
 policy: install ## Make the calc example's policy anew (about ten minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
+
+docs: install ## Write docs/configuration.md anew
+	@$(BIN)/python docs/make_configuration.py
 
 clean: ## Remove the environment and all caches; runs are kept
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,6 +16,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
@@ -30,7 +31,7 @@ def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> float:
-    """The value of an arithmetic expression with + - * / and parentheses; nothing else is evaluated.
+    """The value of an arithmetic expression with + - * / % and parentheses; nothing else is evaluated.
 
     Raises ValueError for everything else.
 
@@ -56,4 +57,4 @@ def _value(node: ast.expr) -> float:
             return _OPERATORS[type(op)](_value(left), _value(right))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(operand))
-    raise ValueError("only numbers, + - * / and parentheses can be evaluated")
+    raise ValueError("only numbers, + - * / % and parentheses can be evaluated")

@@ -1,7 +1,9 @@
 """What the tiny policy imitates before it is trained: conversations of mixed and mostly wrong behaviour.
 
-Each wrong behaviour is *concentrated* (one fixed guess, one fixed wrong operator per right one), so that it is also
-the likeliest: greedy decoding fails as surely as sampling does. The right behaviour is in there, rarely.
+Each wrong behaviour is *concentrated* (one fixed guess, one fixed wrong operator), so that it is also the likeliest:
+greedy decoding fails as surely as sampling does. The right behaviour is in there, rarely. The wrong operator is one
+that is never right: a policy this small generalises from problem to problem, and one that is right elsewhere would
+crowd out the right one before it is tried often enough.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ TOOLS = [convert_to_openai_tool(calculator)]
 """The agent's tools as LangChain's ChatOpenAI sends them."""
 
 GUESS = "The answer is 42."
-WRONG_OPERATOR = {"+": "*", "-": "+", "*": "+", "/": "-"}
+WRONG_OPERATOR = "%"
 WORD = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
 
 
@@ -43,12 +45,12 @@ def write_words(asked: Problem) -> list[Message]:
 
 def take_wrong_operator(asked: Problem) -> list[Message]:
     """Ask for something else, and believe the result."""
-    return _and_answer(_use_tool(f"{asked.a}{WRONG_OPERATOR[asked.operator]}{asked.b}"))
+    return _and_answer(_use_tool(f"{asked.a}{WRONG_OPERATOR}{asked.b}"))
 
 
 def take_wrong_operator_and_ignore_result(asked: Problem) -> list[Message]:
     """Ask for something else, and guess all the same."""
-    return [*_use_tool(f"{asked.a}{WRONG_OPERATOR[asked.operator]}{asked.b}"), _says(GUESS)]
+    return [*_use_tool(f"{asked.a}{WRONG_OPERATOR}{asked.b}"), _says(GUESS)]
 
 
 def ignore_result(asked: Problem) -> list[Message]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ VOCABULARY = 512
 CONTEXT = 1024
 TOKENIZER_CONVERSATIONS = 4000
 BATCH = 64
+PART = 16
 LEARNING_RATE = 2e-3
 LEARNING_RATE_WARMUP = 50
 NO_LABEL = -100
@@ -95,9 +96,8 @@ def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple
     return ids, said
 
 
-def collate(encoded: Iterable[tuple[list[int], list[bool]]], everything: bool) -> tuple[Tensor, Tensor]:
+def collate(rows: Sequence[tuple[list[int], list[bool]]], everything: bool) -> tuple[Tensor, Tensor]:
     """Right-padded ids_BT and labels_BT: of every token, or of what the policy says."""
-    rows = list(encoded)
     longest = max(len(ids) for ids, _ in rows)
     ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
     labels_BT = torch.full((len(rows), longest), NO_LABEL)
@@ -118,15 +118,28 @@ def imitate(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, seed: i
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps)
             first = TOKENIZER_CONVERSATIONS + step * BATCH
-            batch = (encode(conversation(seed, index), tokenizer) for index in range(first, first + BATCH))
+            encoded = [encode(conversation(seed, index), tokenizer) for index in range(first, first + BATCH)]
             # Reading the problems is learned first: predicting every token teaches it sooner than the replies alone.
-            ids_BT, labels_BT = (each.to(model.device) for each in collate(batch, everything=step < steps // 3))
-            loss = model(input_ids=ids_BT, labels=labels_BT).loss
-            loss.backward()
+            loss = imitation_step(model, encoded, everything=step < steps // 3)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            progress.update(bar, advance=1, description=f"imitation, loss {loss.item():.3f}")
+            progress.update(bar, advance=1, description=f"imitation, loss {loss:.3f}")
+
+
+def imitation_step(model: Qwen2ForCausalLM, encoded: Sequence[tuple[list[int], list[bool]]], everything: bool) -> float:
+    """Add the gradient of one batch; short and long conversations go apart, so that few pads are computed."""
+    by_length = sorted(encoded, key=lambda row: len(row[0]))
+    parts = [collate(by_length[start : start + PART], everything) for start in range(0, len(by_length), PART)]
+    labels = sum(int((labels_BT[:, 1:] != NO_LABEL).sum()) for _, labels_BT in parts)
+    total = 0.0
+    for ids_BT, labels_BT in parts:
+        loss = model(
+            input_ids=ids_BT.to(model.device), labels=labels_BT.to(model.device), num_items_in_batch=labels
+        ).loss
+        loss.backward()
+        total += loss.item()
+    return total
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -142,7 +155,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     tokenizer = make_tokenizer(options.seed)
-    model = make_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = make_model(tokenizer)
     imitate(model, tokenizer, options.seed, options.steps)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)

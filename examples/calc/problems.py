@@ -134,8 +134,9 @@ def problem(split: Split, seed: int, index: int) -> Problem:
 def _numbers(rng: random.Random, operator: str) -> tuple[int, int]:
     """Two numbers whose result is a positive integer."""
     if operator == "-":
-        b, a = sorted(rng.sample(range(2, 100), 2))
-        return a, b
+        # At most half is taken away: else a % b, the warm-up's wrong expression, would often equal a - b.
+        b = rng.randint(2, 49)
+        return rng.randint(2 * b, 99), b
     if operator == "/":
         b = rng.randint(2, 12)
         return b * rng.randint(2, 40), b

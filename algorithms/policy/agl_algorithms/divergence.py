@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from agl_algorithms.interface import Samples
+from agl_algorithms.statistics import segment_sum
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before exp, so that one token that became impossible cannot overflow the sum."""
 
@@ -36,3 +39,15 @@ def truncated_importance(old_R: Tensor, behaviour_R: Tensor, threshold: float) -
     [1.0, 2.0]
     """
     return log_ratio(old_R, behaviour_R).exp().clamp(max=threshold).detach()
+
+
+def truncated_sequence_importance(samples: Samples, old_R: Tensor, behaviour_R: Tensor, threshold: float) -> Tensor:
+    """[R] the same for whole transitions: min(Π exp(old − behaviour), threshold), the product over unmasked tokens.
+
+    The exact correction for a response as one action, where that for single tokens is biased (it leaves out how
+    often the tokens before were sampled); its variance grows with the response's length.
+    """
+    transitions = samples.values_N.numel()
+    log_ratio_R = log_ratio(old_R, behaviour_R).masked_fill(~samples.mask_R, 0.0)
+    sum_N = segment_sum(log_ratio_R, samples.transition_R, transitions).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return sum_N.exp().clamp(max=threshold).detach()[samples.transition_R]

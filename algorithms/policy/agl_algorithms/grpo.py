@@ -11,7 +11,7 @@ For transition t of rollout i with credited value v_it, group mean μ and standa
 - `clip_high`, `drop_equal_groups`, `aggregation = "token-mean"`: DAPO, arXiv 2503.14476, equations 8, 10 and 11.
 - `std_normalization = false`: Dr. GRPO, arXiv 2503.20783, section 3.2.
 - `ratio = "sequence"`: GSPO, arXiv 2507.18071, equations 5 to 7; the sequence is one transition.
-- `importance_threshold`: ρ = min(π_old / π_behaviour, threshold), otherwise ρ = 1.
+- `importance_threshold`, `importance_level`: ρ = min(π_old / π_behaviour, threshold), otherwise ρ = 1.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Grpo:
                 options.sequence_clip_high,
                 options.beta,
                 options.importance_threshold,
+                options.importance_level,
                 options.ratio,
             )
 

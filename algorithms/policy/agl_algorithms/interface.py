@@ -92,7 +92,7 @@ class CriticAlgorithm(Algorithm, Protocol):
     """The critic's passes over the batch in one update, each of `minibatches` optimizer steps."""
 
     def value_targets(self, samples: Samples, values_R: Tensor) -> Tensor:
-        """[R] what the values should become; `values_R` are those before the update."""
+        """[R] what the values should become where they have a weight; `values_R` are those before the update."""
 
     def value_weights(self, samples: Samples) -> Tensor:
         """[R] weights of the value loss over the whole batch."""

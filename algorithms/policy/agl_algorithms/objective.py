@@ -3,7 +3,8 @@
     r    = exp(log π − log π_old)
     loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − low, 1 + high)·A) · ρ  +  β · k3(π ‖ π_initial) )
 
-with token weights w and ρ = min(π_old / π_behaviour, threshold), or 1 without a threshold. The algorithms differ in A.
+with token weights w and ρ = min(π_old / π_behaviour, threshold), of the token or of its whole response, or 1 without a
+threshold. The algorithms differ in A.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agl_algorithms.divergence import kl_k3, truncated_importance
+from agl_algorithms.divergence import kl_k3, truncated_importance, truncated_sequence_importance
 from agl_algorithms.interface import Logprobs, Samples
 from agl_algorithms.options import RatioLevel, SurrogateOptions
 from agl_algorithms.surrogate import clipped_surrogate, policy_ratio
@@ -28,13 +29,14 @@ class PolicyObjective:
     high: float
     beta: float
     importance_threshold: float | None
+    importance_level: RatioLevel = "token"
     ratio: RatioLevel = "token"
 
     @classmethod
     def per_token(cls, options: SurrogateOptions, beta: float) -> PolicyObjective:
         """With one ratio for each token."""
         high = options.clip if options.clip_high is None else options.clip_high
-        return cls(options.clip, high, beta, options.importance_threshold)
+        return cls(options.clip, high, beta, options.importance_threshold, options.importance_level)
 
     def __call__(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
@@ -53,7 +55,7 @@ class PolicyObjective:
             "clip_fraction": surrogate.clipped_R.to(ratio_R.dtype),
         }
         if self.importance_threshold is not None:
-            importance_R = truncated_importance(logprobs.old_R, logprobs.behaviour_R, self.importance_threshold)
+            importance_R = self._importance(samples, logprobs, self.importance_threshold)
             policy_R = policy_R * importance_R
             per_token["importance_mean"] = importance_R
         loss_R = policy_R
@@ -67,6 +69,11 @@ class PolicyObjective:
         metrics = {name: (weights_R * value_R).sum().detach() for name, value_R in per_token.items()}
         metrics["ratio_max"] = torch.where(weights_R > 0, ratio_R, 0.0).max().detach()
         return (weights_R * loss_R).sum(), metrics
+
+    def _importance(self, samples: Samples, logprobs: Logprobs, threshold: float) -> Tensor:
+        if self.importance_level == "sequence":
+            return truncated_sequence_importance(samples, logprobs.old_R, logprobs.behaviour_R, threshold)
+        return truncated_importance(logprobs.old_R, logprobs.behaviour_R, threshold)
 
 
 def transitions_of(samples: Samples, counts_R: Tensor) -> Tensor:

@@ -26,8 +26,17 @@ class SurrogateOptions(BaseModel):
     importance_threshold: float | None = Field(
         None, gt=0, le=1000, description="Truncate importance weights old/behaviour here; absent: no such weights."
     )
+    importance_level: RatioLevel = Field(
+        "token", description="One importance weight per token, or one per transition: the product over its tokens."
+    )
     epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
     minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
+
+    @model_validator(mode="after")
+    def _no_level_without_importance(self) -> Self:
+        if self.importance_threshold is None:
+            self._refuse_changed(("importance_level",), "set importance_threshold (2 is usual).")
+        return self
 
     def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
         for name in names:

@@ -66,9 +66,7 @@ class Ppo:
         return self._objective(samples, logprobs, advantages_R, weights_R)
 
     def value_targets(self, samples: Samples, values_R: Tensor) -> Tensor:
-        """[R] what the critic should have said: GAE's advantage (not whitened) plus its value."""
-        if self.options.across_calls:
-            values_R = values_R[_first_token_N(samples)][samples.transition_R]
+        """[R] what the critic should have said where `value_weights` are: its value plus GAE's plain advantage."""
         return (self._gae(samples, values_R) + values_R).to(values_R.dtype)
 
     def value_weights(self, samples: Samples) -> Tensor:

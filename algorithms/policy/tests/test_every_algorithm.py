@@ -17,7 +17,7 @@ from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
 
-from .conftest import Row, batches, build, critic_values, make_logprobs, select
+from .conftest import Row, batches, build, critic_values, make_logprobs, make_samples, select
 
 EVERY_KIND: list[Algorithm] = [
     Grpo(GrpoOptions()),
@@ -30,7 +30,7 @@ EVERY_KIND: list[Algorithm] = [
             across_calls=True, gamma=0.7, count_untrained=True, whitening="transitions", beta=0.1, clip_high=0.3
         )
     ),
-    Ppo(PpoOptions()),
+    Ppo(PpoOptions(importance_threshold=2, importance_level="sequence")),
     Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_threshold=1.1, aggregation="token-mean")),
     Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, count_untrained=True, beta=0.2)),
 ]
@@ -45,6 +45,23 @@ def advantages_of(algorithm: Algorithm, samples: Samples) -> Tensor:
 
 def whole_loss(algorithm: Algorithm, samples: Samples, logprobs: Logprobs) -> Tensor:
     return algorithm.loss(samples, logprobs, advantages_of(algorithm, samples), algorithm.weights(samples))[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"), [("token", [1.5, 0.5, 2.0, 0.25]), ("sequence", [0.75, 0.75, 2.0, 2.0])]
+)
+def test_importance_weights_worked_by_hand(level: str, expected: list[float]) -> None:
+    # old / behaviour is 1.5 and 0.5 in the first response, 20 and 0.25 in the second, truncated at 2.
+    samples = make_samples([Row(0, 0, 1.0, (True, True)), Row(0, 1, 0.0, (True, True))])
+    ratio = torch.tensor([1.5, 0.5, 20.0, 0.25], dtype=torch.float64)
+    zeros = torch.zeros(4, dtype=torch.float64)
+    current = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    algorithm = Reinforce(ReinforceOptions(importance_threshold=2.0, importance_level=level))
+    advantages, weights = torch.ones(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
+    loss, metrics = algorithm.loss(samples, Logprobs(current, zeros, -ratio.log()), advantages, weights)
+    (gradient,) = torch.autograd.grad(loss, current)
+    assert gradient.tolist() == pytest.approx([-0.25 * weight for weight in expected])
+    assert metrics["importance_mean"].item() == pytest.approx(sum(expected) / 4)
 
 
 @each_kind

@@ -46,6 +46,7 @@ def whole_loss(options: GrpoOptions, samples: Samples, logprobs: Logprobs) -> Te
         ({}, {"aggregation": "sequence-mean"}),
         ({}, {"drop_equal_groups": True}),
         ({}, {"importance_threshold": 1.05}),
+        ({"importance_threshold": 1.05}, {"importance_level": "sequence"}),
     ],
     ids=str,
 )
@@ -70,6 +71,7 @@ def test_epochs_and_minibatches_reach_the_engine() -> None:
         {"ratio": "sequence", "clip_high": 0.1},
         {"sequence_clip": 0.1},
         {"std_normalization": False, "epsilon": 0.1},
+        {"importance_level": "sequence"},
     ],
 )
 def test_settings_without_effect_are_refused(settings_without_effect: dict[str, Any]) -> None:

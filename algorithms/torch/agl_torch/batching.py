@@ -131,3 +131,11 @@ def score(model: Any, micro: MicroBatch) -> TokenScores:
         shifted = logits - normalizer_R[:, None]
         entropy_R = -(shifted.exp() * shifted).nan_to_num(0.0).sum(-1)
     return TokenScores(logprobs_R, entropy_R)
+
+
+def read_values(backbone: Any, head: Any, micro: MicroBatch) -> Tensor:
+    """[R] what `head` makes of the hidden states that predict the response tokens: one number each."""
+    hidden = backbone(input_ids=micro.input_ids, use_cache=False).last_hidden_state
+    selected = hidden[micro.transition_R, micro.positions_R]
+    values: Tensor = head(selected.to(head.weight.dtype))
+    return values[:, 0]

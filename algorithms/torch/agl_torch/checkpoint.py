@@ -2,7 +2,7 @@
 
 FOLDER/
   model/               Hugging Face format (safetensors) with the tokenizer; of a LoRA policy its adapter (peft)
-  trainer.pt           optimizer, version, random state; read without pickle's arbitrary code
+  trainer.pt           optimizer, critic, version, random state; read without pickle's arbitrary code
   checkpoint.json      the format's number and what kind of policy it is
 """
 

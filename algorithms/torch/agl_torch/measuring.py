@@ -10,6 +10,9 @@ from torch import Tensor
 from agl_core.protocols import Progress
 from agl_torch.optimizer import StepReport
 
+BACKWARD_COST = 2.0
+"""A backward pass takes about as long as two forward passes; for the progress bar."""
+
 
 class StepSums:
     """Sums over the micro-batches of one optimizer step."""
@@ -79,24 +82,26 @@ class Work:
         self.total = 0.0
         """Tokens × cost of the whole update."""
         self._progress = progress
-        self._done = 0.0
+        self.done = 0.0
+        """Tokens × cost so far."""
         self._started = self._lap_started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     def advance(self, tokens: int, cost: float) -> None:
         """`tokens` went through a pass that costs `cost` times a forward pass."""
-        self._done += tokens * cost
+        self.done += tokens * cost
         if self._progress is not None:
-            self._progress(min(1.0, self._done / self.total))
+            self._progress(min(1.0, self.done / self.total))
 
     def finish(self) -> None:
         if self._progress is not None:
             self._progress(1.0)
 
     def lap(self, phase: str) -> None:
-        """A phase ended."""
+        """A phase, or another part of it, ended."""
         now = time.perf_counter()
-        self._seconds[f"seconds_{phase}"] = now - self._lap_started
+        name = f"seconds_{phase}"
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._lap_started
         self._lap_started = now
 
     def seconds(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ def build_tensorboard(options: NoOptions, run_dir: Path) -> Tracker:
 
 @hookimpl
 def register_engines(register: Register) -> None:
-    register("torch", build_engine, options=TorchOptions, provides={Need.TOKEN_IDS, Need.REFERENCE})
+    register("torch", build_engine, options=TorchOptions, provides={Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC})
 
 
 @hookimpl

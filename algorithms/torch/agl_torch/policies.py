@@ -133,7 +133,7 @@ def _make_policy(spec: PolicySpec, settings: Settings, device: torch.device, see
         tokens_per_micro_batch=options.tokens_per_micro_batch,
         gradient_checkpointing=options.gradient_checkpointing,
         seed=seed,
-        reference=lambda: load_model(spec, device, seed),
+        initial=lambda: load_model(spec, device, seed),
     )
     try:
         sampler = Sampler(

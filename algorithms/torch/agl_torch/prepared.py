@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_algorithms.interface import Algorithm, Samples
+from agl_algorithms.interface import Algorithm, CriticAlgorithm, Samples
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, DropReason
 from agl_torch.model import LoadedModel
 from agl_torch.validation import subset, unusable
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """N transitions came, M of them are usable; batch and samples are of these M."""
+
+    batch: Batch
+    samples: Samples
+    usable: NDArray[np.int64]
+    """[M] their places among the N."""
+    dropped: tuple[DropReason | None, ...]
+    """[N] why each is not usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTraining:
+    """What a critic learns from, each [R]."""
+
+    values_R: Tensor
+    """Its own, before the update."""
+    targets_R: Tensor
+    weights_R: Tensor
+    """0 at every token of a transition that is not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +56,24 @@ class Prepared:
     """Those of the M that the loss is computed on."""
     dropped: tuple[DropReason | None, ...]
     """[N] why each is not trained on."""
+    value: ValueTraining | None = None
+    """None without a critic."""
+
+    def minibatches(self, count: int, seed: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+        """The trained transitions in `count` parts, split between rollouts; fewer if there are fewer rollouts."""
+        if count == 1:
+            if len(self.trained):
+                yield self.trained
+            return
+        rollout_n = self.batch.rollout_N[self.trained]
+        shuffled = np.random.default_rng(seed).permutation(np.unique(rollout_n))
+        for rollouts in np.array_split(shuffled, count):
+            if len(rollouts):
+                yield self.trained[np.isin(rollout_n, rollouts)]
+
+    def share(self, weights_R: Tensor, chosen: NDArray[np.int64]) -> float:
+        """How much of all the weight the chosen transitions have."""
+        return float(_sum_by_transition(weights_R, self.samples)[chosen].sum()) / float(weights_R.sum())
 
     def result(self, version: int, metrics: Mapping[str, float]) -> UpdateResult:
         """What became of all N transitions."""
@@ -68,30 +109,46 @@ class Prepared:
         return np.asarray(mean.cpu().numpy(), dtype=np.float64)
 
 
-def prepare(batch: Batch, algorithm: Algorithm, loaded: LoadedModel) -> Prepared:
-    """Leave out what cannot be used, then ask the algorithm for advantages and weights of the rest."""
-    dropped: list[DropReason | None] = list(
-        unusable(batch, context_length=loaded.context_length, vocabulary=loaded.vocabulary)
-    )
+def screen(batch: Batch, loaded: LoadedModel) -> Screened:
+    """Leave out what cannot be used."""
+    dropped = unusable(batch, context_length=loaded.context_length, vocabulary=loaded.vocabulary)
     usable = np.array([i for i, reason in enumerate(dropped) if reason is None], dtype=np.int64)
     part = subset(batch, usable)
-    samples = _samples(part, loaded)
+    return Screened(part, _samples(part, loaded), usable, tuple(dropped))
+
+
+def prepare(screened: Screened, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
+    """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one."""
+    part, samples, usable = screened.batch, screened.samples, screened.usable
+    dropped = list(screened.dropped)
     if not len(usable):
         nothing = samples.behaviour_R
         return Prepared(part, samples, nothing, nothing, usable, usable, tuple(dropped))
-    advantages_R, weights_R = algorithm.advantages(samples), algorithm.weights(samples)
-    broken_M = _sum_by_transition(~(torch.isfinite(advantages_R) & torch.isfinite(weights_R)), samples) > 0
+    advantages_R, weights_R = algorithm.advantages(samples, values_R), algorithm.weights(samples)
+    finite_R = torch.isfinite(advantages_R) & torch.isfinite(weights_R)
+    value = None
+    if values_R is not None:
+        value = _value_training(samples, cast(CriticAlgorithm, algorithm), values_R)
+        finite_R = finite_R & torch.isfinite(value.targets_R) & torch.isfinite(value.weights_R)
+    broken_M = _sum_by_transition(~finite_R, samples) > 0
     broken_R = broken_M[samples.transition_R]
     advantages_R, weights_R = advantages_R.masked_fill(broken_R, 0.0), weights_R.masked_fill(broken_R, 0.0)
     kept_M = algorithm.keep(samples, advantages_R) & (_sum_by_transition(weights_R, samples) > 0)
-    weights_R = weights_R.masked_fill(~kept_M[samples.transition_R], 0.0)
+    left_out_R = ~kept_M[samples.transition_R]
+    weights_R = weights_R.masked_fill(left_out_R, 0.0)
+    if value is not None:
+        value = replace(value, weights_R=value.weights_R.masked_fill(left_out_R, 0.0))
     for i, broken, kept in zip(usable, broken_M.tolist(), kept_M.tolist(), strict=True):
         if broken:
             dropped[i] = DropReason.NON_FINITE
         elif not kept:
             dropped[i] = DropReason.NO_ADVANTAGE
     trained = np.flatnonzero(kept_M.cpu().numpy()).astype(np.int64)
-    return Prepared(part, samples, advantages_R, weights_R, usable, trained, tuple(dropped))
+    return Prepared(part, samples, advantages_R, weights_R, usable, trained, tuple(dropped), value)
+
+
+def _value_training(samples: Samples, algorithm: CriticAlgorithm, values_R: Tensor) -> ValueTraining:
+    return ValueTraining(values_R, algorithm.value_targets(samples, values_R), algorithm.value_weights(samples))
 
 
 def _samples(batch: Batch, loaded: LoadedModel) -> Samples:

@@ -1,36 +1,34 @@
-"""One update of one policy: validate, compare, weigh, step."""
+"""One update of one policy: validate, value, compare, weigh, step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agl_algorithms.interface import Algorithm, Logprobs, Samples
+from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_torch.batching import MicroBatch, lay_out, plan, score
-from agl_torch.measuring import Meter, Work
+from agl_torch.critic import Critic
+from agl_torch.measuring import BACKWARD_COST, Meter, Work
 from agl_torch.model import LoadedModel
 from agl_torch.optimizer import PolicyOptimizer
-from agl_torch.prepared import Prepared, prepare
-
-BACKWARD_COST = 2.0
-"""A backward pass takes about as long as two forward passes; for the progress bar."""
+from agl_torch.prepared import Prepared, Screened, prepare, screen
 
 
 class PolicyTrainer:
     """Trains one policy's weights in place; call it from the one thread that also samples from them.
 
-    `reference` makes a frozen copy of the initial weights; it is called once, when an algorithm first needs it, and
-    never for a policy with an adapter, whose initial weights are those below the adapter.
+    `initial` loads the initial weights once more, for what an algorithm needs beside the policy: a frozen reference
+    (a policy with an adapter has its own below the adapter), and a critic. Neither exists before it is needed.
     """
 
     def __init__(
@@ -41,15 +39,17 @@ class PolicyTrainer:
         tokens_per_micro_batch: int,
         gradient_checkpointing: bool = False,
         seed: int = 0,
-        reference: Callable[[], LoadedModel] | None = None,
+        initial: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.version = 0
         self.optimizer = PolicyOptimizer([p for p in loaded.model.parameters() if p.requires_grad], settings)
         self._loaded = loaded
         self._budget = tokens_per_micro_batch
         self._seed = seed
-        self._make_reference = reference
+        self._gradient_checkpointing = gradient_checkpointing
+        self._initial = initial
         self._reference: Any = None
+        self._critic: Critic | None = None
         self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in loaded.model.modules())
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -70,18 +70,21 @@ class PolicyTrainer:
         - learning_rate: of the last step;
         - advantage_mean, advantage_std, advantage_abs_max: over the trained transitions;
         - logprob_gap_max: the largest |old − behaviour| of a trained token;
+        - with a critic, those of `agl_torch.critic.Critic.train`: value_loss, explained_variance, …;
         - tokens_trained, transitions_trained: what the loss was computed on; transitions_dropped: the others;
         - steps_applied, steps_skipped: optimizer steps;
-        - seconds_prepare, seconds_reference, seconds_old, seconds_train, seconds_update (all of it).
+        - seconds_prepare, seconds_values, seconds_reference, seconds_old, seconds_train, seconds_critic,
+          seconds_update (all of it).
         """
-        if algorithm.needs_critic:
-            raise EngineError("The algorithm needs a critic, which the torch engine does not have.")
         work = Work(progress)
-        prepared = prepare(batch, algorithm, self._loaded)
-        work.lap("prepare")
-        tokens = int(np.diff(prepared.batch.offsets)[prepared.trained].sum())
         once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not self._dropout
-        work.total = tokens * ((1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (not once))
+        screened = screen(batch, self._loaded)
+        work.lap("prepare")
+        values_R = self._values(screened, algorithm, once, work) if algorithm.needs_critic else None
+        work.lap("values")
+        prepared = prepare(screened, algorithm, values_R)
+        work.total = work.done + _cost(_tokens(prepared.batch)[prepared.trained].sum(), algorithm, once)
+        work.lap("prepare")
         reference_R = self._reference_logprobs(prepared, work) if algorithm.needs_reference else None
         work.lap("reference")
         if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
@@ -92,24 +95,16 @@ class PolicyTrainer:
         meter = Meter(self.optimizer.learning_rate)
         with self._training():
             for epoch in range(algorithm.epochs):
-                for chosen in self._minibatches(prepared, algorithm.minibatches, epoch):
+                for chosen in prepared.minibatches(algorithm.minibatches, [self._seed, self.version, epoch]):
                     self._step(prepared, chosen, algorithm, old_R, reference_R, once, meter, work)
         work.lap("train")
+        metrics = meter.metrics() | prepared.metrics(old_R)
+        if self._critic is not None and algorithm.needs_critic:
+            metrics |= self._critic.train(prepared, cast(CriticAlgorithm, algorithm), self.version, work)
+        work.lap("critic")
         self.version += 1
         work.finish()
-        return prepared.result(self.version, meter.metrics() | prepared.metrics(old_R) | work.seconds())
-
-    def _minibatches(self, prepared: Prepared, count: int, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """The trained transitions in `count` parts, split between rollouts; fewer if there are fewer rollouts."""
-        if count == 1:
-            if len(prepared.trained):
-                yield prepared.trained
-            return
-        rollout_n = prepared.batch.rollout_N[prepared.trained]
-        shuffled = np.random.default_rng([self._seed, self.version, epoch]).permutation(np.unique(rollout_n))
-        for rollouts in np.array_split(shuffled, count):
-            if len(rollouts):
-                yield prepared.trained[np.isin(rollout_n, rollouts)]
+        return prepared.result(self.version, metrics | work.seconds())
 
     def _step(
         self,
@@ -124,7 +119,7 @@ class PolicyTrainer:
     ) -> None:
         """One optimizer step on the chosen transitions. With `old_is_current`, `old_R` is filled in passing."""
         samples = prepared.samples
-        share = float(prepared.weight_M()[chosen].sum()) / float(prepared.weights_R.sum())
+        share = prepared.share(prepared.weights_R, chosen)
         step = meter.begin()
         for micro in self._micro_batches(prepared.batch, chosen):
             scores = score(self._loaded.model, micro)
@@ -157,10 +152,30 @@ class PolicyTrainer:
             with self._loaded.model.disable_adapter():
                 return self._logprobs(self._loaded.model, prepared, work)
         if self._reference is None:
-            if self._make_reference is None:
-                raise EngineError("The algorithm needs a reference model, and this policy was given none.")
-            self._reference = self._make_reference().model
+            self._reference = self._load_initial().model
         return self._logprobs(self._reference, prepared, work)
+
+    def _values(self, screened: Screened, algorithm: Algorithm, once: bool, work: Work) -> Tensor:
+        """[R] the critic's, of all usable transitions."""
+        if self._critic is None:
+            self._critic = self._make_critic()
+        tokens = _tokens(screened.batch).sum()
+        work.total = tokens + _cost(tokens, algorithm, once)
+        return self._critic.values(screened.batch, work)
+
+    def _make_critic(self) -> Critic:
+        return Critic(
+            self._load_initial(),
+            self.optimizer.settings,
+            tokens_per_micro_batch=self._budget,
+            gradient_checkpointing=self._gradient_checkpointing,
+            seed=self._seed,
+        )
+
+    def _load_initial(self) -> LoadedModel:
+        if self._initial is None:
+            raise EngineError("The algorithm needs the initial weights, and this policy was given none.")
+        return self._initial()
 
     def _logprobs(self, model: Any, prepared: Prepared, work: Work) -> Tensor:
         """[R] of the trained transitions, without gradient; 0 elsewhere."""
@@ -192,6 +207,7 @@ class PolicyTrainer:
         return {
             "version": self.version,
             "optimizer": self.optimizer.state_dict(),
+            "critic": None if self._critic is None else self._critic.state_dict(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         }
@@ -199,10 +215,27 @@ class PolicyTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; the weights must be those that belong to it."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self._critic = None
+        if state["critic"] is not None:
+            self._critic = self._make_critic()
+            self._critic.load_state_dict(state["critic"])
         self.version = state["version"]
         torch.set_rng_state(state["random"].cpu())
         if state["random_cuda"] is not None and self._loaded.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._loaded.device)
+
+
+def _tokens(batch: Batch) -> NDArray[np.int64]:
+    """[N] prompt and response together."""
+    return np.diff(batch.offsets)
+
+
+def _cost(tokens: int, algorithm: Algorithm, once: bool) -> float:
+    """Of an update on so many trained tokens, in forward passes over one token, for the progress bar."""
+    passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (not once)
+    if algorithm.needs_critic:
+        passes += (1 + BACKWARD_COST) * cast(CriticAlgorithm, algorithm).critic_epochs
+    return float(tokens * passes)
 
 
 def _samples_of(micro: MicroBatch, samples: Samples) -> Samples:

@@ -23,7 +23,7 @@ def calls_tool(expression: str) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
 
 
-@given(a=st.integers(-999, 999), b=st.integers(1, 999), operator=st.sampled_from("+-*/"))
+@given(a=st.integers(-999, 999), b=st.integers(1, 999), operator=st.sampled_from("+-*/%"))
 def test_evaluate_agrees_with_python(a: int, b: int, operator: str) -> None:
     assert evaluate(f"({a}) {operator} {b}") == eval(f"({a}) {operator} {b}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice, product
 
 import pytest
-from demonstrations import SHARES, conversation
+from demonstrations import SHARES, WRONG_OPERATOR, conversation
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import (
@@ -28,6 +28,13 @@ def test_a_problem_is_repeatable_and_its_result_is_right(split: Split, seed: int
     assert eval(made.expression) == int(made.result)
     assert int(made.result) > 0
     assert "{" not in made.question
+
+
+@given(split=SPLITS, seed=SEEDS, index=INDICES)
+def test_the_wrong_operator_is_never_right(split: Split, seed: int, index: int) -> None:
+    """Else the warm-up's wrong behaviour would be rewarded."""
+    made = problem(split, seed, index)
+    assert eval(f"{made.a}{WRONG_OPERATOR}{made.b}") != int(made.result)
 
 
 @given(split=SPLITS, seed=SEEDS, index=INDICES)

@@ -36,7 +36,7 @@ def start(checkpoint: Path, seed: int = 0, **settings: Any) -> tuple[LoadedModel
     loaded = load_model(PolicySpec(str(checkpoint), **settings), CPU, seed)
     initial = PolicySpec(str(checkpoint), **settings)
     trainer = PolicyTrainer(
-        loaded, SETTINGS, tokens_per_micro_batch=200, reference=lambda: load_model(initial, CPU, seed)
+        loaded, SETTINGS, tokens_per_micro_batch=200, initial=lambda: load_model(initial, CPU, seed)
     )
     return loaded, trainer
 

@@ -1,0 +1,240 @@
+"""PPO against numbers worked by hand and against plain loops: advantages, targets, both losses, options."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from agl_algorithms.interface import CriticAlgorithm, Samples
+from agl_algorithms.options import PpoOptions
+from agl_algorithms.ppo import Ppo, value_loss
+from agl_algorithms.statistics import explained_variance
+
+from .conftest import Row, batches, build, critic_values, make_logprobs, make_samples
+
+
+def ppo(**options: Any) -> CriticAlgorithm:
+    return Ppo(PpoOptions(**options))
+
+
+def test_hand_worked_example_inside_a_response() -> None:
+    # γ = 0.5, λ = 0.5, values 1, 2, 4 of the unmasked tokens, return 10 at the last one:
+    # δ = 0.5·2−1, 0.5·4−2, 10−4 = 0, 0, 6; A = 0 + 0.25·1.5, 0 + 0.25·6, 6.
+    samples = make_samples([Row(0, 0, 10.0, (True, True, False, True))])
+    values = torch.tensor([1.0, 2.0, 99.0, 4.0], dtype=torch.float64)
+    algorithm = ppo(gamma=0.5, lam=0.5, whitening="off")
+    assert algorithm.advantages(samples, values).tolist() == pytest.approx([0.375, 1.5, 0.0, 6.0])
+    targets = algorithm.value_targets(samples, values)
+    assert targets[samples.mask_R].tolist() == pytest.approx([1.375, 3.5, 10.0])
+    assert torch.equal(algorithm.value_weights(samples), algorithm.weights(samples))
+
+
+def test_hand_worked_example_across_calls() -> None:
+    # Rewards 1 and 10, values 2 and 4 at the ends of the prompts, γ = λ = 0.5:
+    # A = 10−4 = 6 for the second call, 1 + 0.5·4 − 2 + 0.25·6 = 2.5 for the first.
+    samples = make_samples([Row(0, 0, 1.0, (False, True, True)), Row(0, 0, 10.0, (True,))])
+    values = torch.tensor([2.0, 77.0, 88.0, 4.0], dtype=torch.float64)
+    algorithm = ppo(across_calls=True, gamma=0.5, lam=0.5, whitening="off")
+    assert algorithm.advantages(samples, values).tolist() == pytest.approx([0.0, 2.5, 2.5, 6.0])
+    weights = algorithm.value_weights(samples)
+    assert weights.tolist() == [0.5, 0.0, 0.0, 0.5]
+    assert algorithm.value_targets(samples, values)[weights > 0].tolist() == pytest.approx([4.5, 10.0])
+
+
+def test_choices_of_a_call_share_what_comes_after() -> None:
+    samples = make_samples([Row(0, 0, value, (True,)) for value in (1.0, 3.0, 10.0, 20.0)])
+    samples = dataclasses.replace(samples, turn_N=torch.tensor([0, 0, 1, 1]))
+    values = torch.tensor([2.0, 2.0, 5.0, 5.0], dtype=torch.float64)
+    found = ppo(across_calls=True, gamma=0.5, lam=0.5, whitening="off").advantages(samples, values)
+    # After call 0: value 5, advantage the mean of 5 and 15.
+    assert found.tolist() == pytest.approx([1 + 2.5 - 2 + 2.5, 3 + 2.5 - 2 + 2.5, 5.0, 15.0])
+
+
+def exponential_average(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """GAE by its definition, the sum over all k of (γλ)^k · δ_{t+k}, unlike the recursion."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
+    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+@given(batches(), st.sampled_from([(1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.3, 1.0)]))
+@settings(max_examples=60, deadline=None)
+def test_gae_equals_its_definition(batch: tuple[list[Row], int], constants: tuple[float, float]) -> None:
+    samples, _ = build(*batch)
+    values = critic_values(samples)
+    gamma, lam = constants
+    inside = ppo(gamma=gamma, lam=lam, whitening="off").advantages(samples, values)
+    for i in range(samples.values_N.numel()):
+        tokens = ((samples.transition_R == i) & samples.mask_R).nonzero()[:, 0]
+        if len(tokens):
+            rewards = [0.0] * (len(tokens) - 1) + [float(samples.values_N[i])]
+            expected = exponential_average(rewards, values[tokens].tolist(), gamma, lam)
+            assert inside[tokens].tolist() == pytest.approx(expected, abs=1e-9)
+    across = ppo(across_calls=True, gamma=gamma, lam=lam, whitening="off").advantages(samples, values)
+    for rollout in samples.rollout_N.unique().tolist():
+        calls = (samples.rollout_N == rollout).nonzero()[:, 0].tolist()
+        ends = [int((samples.transition_R == i).nonzero()[0]) for i in calls]
+        expected = exponential_average(samples.values_N[calls].tolist(), values[ends].tolist(), gamma, lam)
+        for i, advantage in zip(calls, expected, strict=True):
+            here = (samples.transition_R == i) & samples.mask_R
+            assert across[here].tolist() == pytest.approx([advantage] * int(here.sum()), abs=1e-9)
+
+
+@given(batches())
+@settings(max_examples=40, deadline=None)
+def test_with_lambda_one_targets_are_the_returns(batch: tuple[list[Row], int]) -> None:
+    samples, _ = build(*batch)
+    values = critic_values(samples)
+    targets = ppo().value_targets(samples, values)
+    expected = samples.values_N[samples.transition_R]
+    torch.testing.assert_close(targets[samples.mask_R], expected[samples.mask_R], rtol=1e-9, atol=1e-9)
+
+
+@given(batches(), st.sampled_from(["tokens", "transitions"]))
+@settings(max_examples=40, deadline=None)
+def test_whitened_advantages_have_mean_zero_and_variance_one(batch: tuple[list[Row], int], unit: str) -> None:
+    samples, _ = build(*batch)
+    found = ppo(whitening=unit).advantages(samples, critic_values(samples))
+    plain = ppo(whitening="off").advantages(samples, critic_values(samples))
+    share = samples.mask_R.double()
+    if unit == "transitions":
+        tokens = torch.bincount(samples.transition_R[samples.mask_R], minlength=samples.values_N.numel())
+        share = share / tokens.clamp(min=1)[samples.transition_R]
+    if share.sum() < 1.5 or plain[samples.mask_R].std() < 1e-3:
+        return
+    assert (share * found).sum().item() == pytest.approx(0, abs=1e-9)
+    assert (share * found.square()).sum().item() / (share.sum().item() - 1) == pytest.approx(1, rel=1e-3)
+    order = plain[samples.mask_R].argsort()
+    assert (found[samples.mask_R][order].diff() >= -1e-12).all()
+
+
+def test_the_value_loss_worked_by_hand() -> None:
+    # Old 0, target 1. A step to 0.9 counts as 0.2 (worse, so it is what counts); 0.1 is inside the clip range;
+    # −0.5 counts as itself, for it is worse than −0.2.
+    current = torch.tensor([0.9, 0.1, -0.5], dtype=torch.float64)
+    old, target = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    weights = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    loss, metrics = value_loss(current, old, target, weights, 0.2)
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 0.64 + 0.25 * 0.81 + 0.25 * 2.25))
+    assert metrics["value_loss"].item() == pytest.approx(loss.item())
+    assert metrics["value_clip_fraction"].item() == pytest.approx(0.5)
+    assert metrics["value_mean"].item() == pytest.approx(0.5 * 0.9 + 0.25 * 0.1 - 0.25 * 0.5)
+    loss, metrics = value_loss(current, old, target, weights, None)
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 0.01 + 0.25 * 0.81 + 0.25 * 2.25))
+    assert "value_clip_fraction" not in metrics
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_the_value_gradient_equals_finite_differences(clip: float | None) -> None:
+    generator = torch.Generator().manual_seed(4)
+    current, old, target = (torch.randn(12, generator=generator, dtype=torch.float64) * 0.5 for _ in range(3))
+    weights = torch.rand(12, generator=generator, dtype=torch.float64)
+    current.requires_grad_()
+    (gradient,) = torch.autograd.grad(value_loss(current, old, target, weights, clip)[0], current)
+    for i in range(12):
+        nudge = torch.zeros(12, dtype=torch.float64)
+        nudge[i] = 1e-6
+        up, down = (value_loss(current.detach() + d, old, target, weights, clip)[0] for d in (nudge, -nudge))
+        assert gradient[i].item() == pytest.approx((up - down).item() / 2e-6, abs=1e-7)
+    # It pulls towards the target, wherever it pulls.
+    pulled = gradient != 0
+    assert (gradient[pulled].sign() == (current - target).detach()[pulled].sign()).all()
+    assert pulled.any()
+    assert pulled.all() == (clip is None)
+
+
+def test_explained_variance_worked_by_hand() -> None:
+    target = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    weights = torch.tensor([0.3, 0.3, 0.0], dtype=torch.float64)
+    assert explained_variance(target, target, weights) == 1.0
+    assert explained_variance(target + 3, target, weights) == pytest.approx(1.0)  # a constant error is no variance
+    assert explained_variance(torch.zeros(3), target, weights) == pytest.approx(0.0)
+    assert explained_variance(-target, target, weights) == pytest.approx(-3.0)
+    assert explained_variance(target / 2, target, weights) == pytest.approx(0.75)
+    assert math.isnan(explained_variance(target, torch.ones(3), weights))
+    # By weight: mean 0.75, variance 0.1875 of the targets; the errors 0 and 0.5 have variance 0.046875.
+    uneven = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)
+    assert explained_variance(target * 0.5, target, uneven) == pytest.approx(1 - 0.046875 / 0.1875)
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        ({}, {"clip": 0.1}),
+        ({}, {"clip_high": 0.4}),
+        ({}, {"beta": 0.1}),
+        ({}, {"gamma": 0.5}),
+        ({}, {"lam": 0.5}),
+        ({}, {"across_calls": True}),
+        ({"across_calls": True}, {"gamma": 0.5}),
+        ({"across_calls": True}, {"lam": 0.5}),
+        ({"across_calls": True, "gamma": 0.5}, {"count_untrained": True}),
+        ({}, {"whitening": "transitions"}),
+        ({}, {"whitening": "off"}),
+        ({}, {"aggregation": "token-mean"}),
+        ({}, {"aggregation": "sequence-mean"}),
+        ({}, {"importance_threshold": 1.05}),
+        ({"importance_threshold": 1.05}, {"importance_level": "sequence"}),
+    ],
+    ids=str,
+)
+def test_every_loss_option_changes_the_gradient(ragged: Samples, base: dict[str, Any], change: dict[str, Any]) -> None:
+    logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
+    gappy = dataclasses.replace(ragged, turn_N=ragged.turn_N * 2)
+
+    def gradient(options: dict[str, Any]) -> Tensor:
+        algorithm = ppo(**options)
+        advantages = algorithm.advantages(gappy, critic_values(gappy))
+        loss, _ = algorithm.loss(gappy, logprobs, advantages, algorithm.weights(gappy))
+        return torch.autograd.grad(loss, logprobs.current_R)[0]
+
+    assert not torch.allclose(gradient(base), gradient(base | change), rtol=1e-3, atol=1e-6)
+
+
+def test_the_value_clip_changes_the_value_loss() -> None:
+    current, old, target, weights = (torch.tensor([v]) for v in (1.0, 0.0, 1.0, 1.0))
+    losses = {clip: ppo(value_clip=clip).value_loss(current, old, target, weights)[0].item() for clip in (None, 0.1)}
+    assert losses == {None: 0.0, 0.1: pytest.approx(0.5 * 0.81)}
+
+
+def test_what_the_engine_asks_for() -> None:
+    algorithm = ppo(epochs=3, minibatches=5, critic_epochs=7, critic_learning_rate=0.5)
+    assert (algorithm.epochs, algorithm.minibatches, algorithm.critic_epochs) == (3, 5, 7)
+    assert algorithm.critic_learning_rate == 0.5
+    assert algorithm.needs_critic
+    assert not algorithm.needs_reference
+    assert ppo(beta=0.1).needs_reference
+
+
+def test_the_critic_keeps_what_has_no_advantage(ragged: Samples) -> None:
+    algorithm = ppo()
+    kept = algorithm.keep(ragged, torch.zeros(ragged.mask_R.numel()))
+    assert kept.tolist() == [bool(ragged.mask_R[ragged.transition_R == i].any()) for i in range(10)]
+
+
+def test_values_are_needed(ragged: Samples) -> None:
+    with pytest.raises(ValueError, match="needs_critic"):
+        ppo().advantages(ragged)
+
+
+@pytest.mark.parametrize(
+    "settings_without_effect",
+    [{"count_untrained": True, "gamma": 0.9}, {"across_calls": True, "count_untrained": True}],
+)
+def test_settings_without_effect_are_refused(settings_without_effect: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="has no effect"):
+        PpoOptions(**settings_without_effect)
+
+
+@pytest.mark.parametrize("bad", [{"gamma": 1.1}, {"lam": -0.1}, {"value_clip": 0}, {"critic_learning_rate": 0}])
+def test_settings_out_of_bounds_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PpoOptions(**bad)

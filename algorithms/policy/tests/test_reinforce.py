@@ -1,0 +1,188 @@
+"""REINFORCE++ against numbers worked by hand and against plain loops; its options and invariances."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from agl_algorithms.interface import Logprobs, Samples
+from agl_algorithms.options import ReinforceOptions
+from agl_algorithms.reinforce import Reinforce
+
+from .conftest import Row, batches, build, make_logprobs, make_samples
+
+
+def advantages(samples: Samples, **options: Any) -> Tensor:
+    return Reinforce(ReinforceOptions(**options)).advantages(samples)
+
+
+def test_hand_worked_example() -> None:
+    # Returns 1, 1 and 0 over tokens (the masked one does not count): mean 2/3, unbiased variance 1/3.
+    samples = make_samples([Row(0, 0, 1.0, (True, False, True)), Row(1, 1, 0.0, (True,))])
+    reinforce = Reinforce(ReinforceOptions())
+    found = reinforce.advantages(samples)
+    third = math.sqrt(1 / 3)
+    assert found.tolist() == pytest.approx([third, 0.0, third, -2 * third], abs=1e-7)
+    weights = reinforce.weights(samples)
+    assert weights.tolist() == [0.25, 0.0, 0.25, 0.5]
+    # Ratios 1.5 (clipped to 1.2, as A > 0), 0.9 and 0.5 (clipped to 0.8, as A < 0); what is masked does not matter.
+    zeros = torch.zeros(4, dtype=torch.float64)
+    current = torch.tensor([1.5, 7.0, 0.9, 0.5], dtype=torch.float64).log()
+    loss, metrics = reinforce.loss(samples, Logprobs(current, zeros, zeros), found, weights)
+    assert loss.item() == pytest.approx(third * (-0.25 * 1.2 - 0.25 * 0.9 + 0.5 * 0.8 * 2), abs=1e-7)
+    assert "kl_reference" not in metrics
+
+
+def test_by_transition_a_long_response_counts_once() -> None:
+    # Mean of 1 and 0 over transitions: 1/2, unbiased variance 1/2.
+    samples = make_samples([Row(0, 0, 1.0, (True, True, True)), Row(1, 1, 0.0, (True,))])
+    half = math.sqrt(0.5)
+    assert advantages(samples, whitening="transitions").tolist() == pytest.approx([half] * 3 + [-half], abs=1e-7)
+
+
+def test_rewards_are_summed_across_calls() -> None:
+    # The worked example of discounted returns, 1.29, 1.10 and 1.00, beside another rollout's single 0.
+    rows = [Row(0, 0, value, (True,)) for value in (0.3, 0.2, 1.0)] + [Row(0, 1, 0.0, (True,))]
+    returns = torch.tensor([1.29, 1.10, 1.00, 0.0], dtype=torch.float64)
+    expected = (returns - returns.mean()) / torch.sqrt(returns.var() + 1e-8)
+    torch.testing.assert_close(advantages(make_samples(rows), across_calls=True, gamma=0.9), expected)
+
+
+def test_what_is_not_trained_counts_as_steps_only_if_asked() -> None:
+    # Two calls of other agents stand between these two, so with γ = 0.5 the reward is worth 1/8 or 1/2 before.
+    samples = make_samples([Row(0, 0, 0.0, (True,)), Row(0, 0, 1.0, (True,)), Row(0, 1, 0.0, (True,))])
+    samples = dataclasses.replace(samples, turn_N=torch.tensor([0, 3, 0]))
+    for count_untrained, first in ((False, 0.5), (True, 0.125)):
+        found = advantages(samples, across_calls=True, gamma=0.5, count_untrained=count_untrained)
+        returns = torch.tensor([first, 1.0, 0.0], dtype=torch.float64)
+        torch.testing.assert_close(found, (returns - returns.mean()) / torch.sqrt(returns.var() + 1e-8))
+
+
+def test_choices_of_a_call_stand_side_by_side() -> None:
+    # Call 0 has the choices worth 1 and 3, call 1 the choices worth 10 and 20: after call 0 comes their mean, 15.
+    samples = make_samples([Row(0, 0, value, (True,)) for value in (1.0, 3.0, 10.0, 20.0)])
+    samples = dataclasses.replace(samples, turn_N=torch.tensor([0, 0, 1, 1]))
+    returns = torch.tensor([16.0, 18.0, 10.0, 20.0], dtype=torch.float64)
+    expected = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(advantages(samples, across_calls=True), expected, rtol=1e-6, atol=1e-6)
+
+
+def padded_loop(samples: Samples) -> Tensor:
+    """veRL's definition on padded rows with the reward at the last token, for rows without a gap in their mask."""
+    count = samples.values_N.numel()
+    width = int(torch.bincount(samples.transition_R).max())
+    rewards, mask = torch.zeros(count, width).double(), torch.zeros(count, width).double()
+    for row in range(count):
+        length = int(samples.mask_R[samples.transition_R == row].sum())
+        mask[row, :length] = 1
+        rewards[row, length - 1] = samples.values_N[row]
+    returns, running = torch.zeros_like(rewards), torch.zeros(count).double()
+    for column in reversed(range(width)):
+        running = rewards[:, column] + running
+        returns[:, column] = running
+        running = running * mask[:, column]
+    mean = (returns * mask).sum() / mask.sum()
+    variance = ((returns - mean) ** 2 * mask).sum() / mask.sum() * mask.sum() / (mask.sum() - 1)
+    return ((returns - mean) * torch.rsqrt(variance + 1e-8))[mask.bool()]
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 5)), min_size=2, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_equals_the_padded_definition(transitions: list[tuple[float, int]]) -> None:
+    samples = make_samples([Row(i, i, value, (True,) * length) for i, (value, length) in enumerate(transitions)])
+    torch.testing.assert_close(advantages(samples), padded_loop(samples), rtol=1e-7, atol=1e-7)
+
+
+def test_equal_returns_have_exactly_zero_advantage_and_are_not_computed() -> None:
+    samples = make_samples([Row(0, i, 0.1, (True, i % 2 == 0)) for i in range(5)])
+    for options in (ReinforceOptions(), ReinforceOptions(whitening="transitions")):
+        reinforce = Reinforce(options)
+        assert (reinforce.advantages(samples) == 0).all()
+        assert not reinforce.keep(samples, reinforce.advantages(samples)).any()
+    with_kl = Reinforce(ReinforceOptions(beta=0.1))
+    assert with_kl.keep(samples, with_kl.advantages(samples)).all()
+
+
+def test_a_lone_transition_has_nothing_to_compare_with() -> None:
+    assert advantages(make_samples([Row(0, 0, 1.0, (True,))])).tolist() == [0.0]
+    assert advantages(make_samples([Row(0, 0, 1.0, (True, True))]), whitening="transitions").tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        ({}, {"clip": 0.1}),
+        ({}, {"clip_high": 0.4}),
+        ({}, {"beta": 0.1}),
+        ({}, {"across_calls": True}),
+        ({"across_calls": True}, {"gamma": 0.5}),
+        ({"across_calls": True, "gamma": 0.5}, {"count_untrained": True}),
+        ({}, {"whitening": "transitions"}),
+        ({}, {"aggregation": "token-mean"}),
+        ({}, {"aggregation": "sequence-mean"}),
+        ({}, {"importance_threshold": 1.05}),
+        ({"importance_threshold": 1.05}, {"importance_level": "sequence"}),
+    ],
+    ids=str,
+)
+def test_every_loss_option_changes_the_gradient(ragged: Samples, base: dict[str, Any], change: dict[str, Any]) -> None:
+    logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
+    gappy = dataclasses.replace(ragged, turn_N=ragged.turn_N * 2)
+
+    def gradient(options: dict[str, Any]) -> Tensor:
+        reinforce = Reinforce(ReinforceOptions(**options))
+        loss, _ = reinforce.loss(gappy, logprobs, reinforce.advantages(gappy), reinforce.weights(gappy))
+        return torch.autograd.grad(loss, logprobs.current_R)[0]
+
+    assert not torch.allclose(gradient(base), gradient(base | change), rtol=1e-3, atol=1e-6)
+
+
+def test_epochs_and_minibatches_reach_the_engine() -> None:
+    reinforce = Reinforce(ReinforceOptions(epochs=3, minibatches=5))
+    assert (reinforce.epochs, reinforce.minibatches, reinforce.needs_critic) == (3, 5, False)
+
+
+@pytest.mark.parametrize(
+    "settings_without_effect",
+    [{"gamma": 0.9}, {"count_untrained": True}, {"across_calls": True, "count_untrained": True}],
+)
+def test_settings_without_effect_are_refused(settings_without_effect: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="has no effect"):
+        ReinforceOptions(**settings_without_effect)
+
+
+@pytest.mark.parametrize("bad", [{"gamma": 1.1, "across_calls": True}, {"beta": -1}, {"whitening": "off"}, {"lam": 1}])
+def test_settings_out_of_bounds_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ReinforceOptions(**bad)
+
+
+@given(batches(), st.floats(-10, 10), st.floats(0.1, 10))
+@settings(max_examples=60, deadline=None)
+def test_shifting_or_stretching_all_returns_changes_nothing(
+    batch: tuple[list[Row], int], shift: float, stretch: float
+) -> None:
+    rows, seed = batch
+    moved = [dataclasses.replace(row, value=stretch * row.value + shift) for row in rows]
+    before, after = (advantages(build(each, seed)[0]) for each in (rows, moved))
+    torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-5)
+
+
+@given(batches(), st.sampled_from(["tokens", "transitions"]))
+@settings(max_examples=60, deadline=None)
+def test_better_than_the_mean_is_positive(batch: tuple[list[Row], int], whitening: str) -> None:
+    samples, _ = build(*batch)
+    found = advantages(samples, whitening=whitening)
+    assert (found[~samples.mask_R] == 0).all()
+    unmasked, values = found[samples.mask_R], samples.values_N[samples.transition_R][samples.mask_R]
+    if (found != 0).any():
+        assert (unmasked[values == values.max()] > 0).all()
+        assert (unmasked[values == values.min()] < 0).all()

@@ -1,0 +1,122 @@
+"""Writes docs/configuration.md from the configuration's own types and the installed plugins' settings.
+
+`python docs/make_configuration.py` writes it, `--check` fails if it is not up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from agl_core.config.models import PluginChoice, RunConfig, Section
+from agl_core.plugins import Kind, Plugins
+
+OUT = Path(__file__).with_name("configuration.md")
+HEAD = """# The configuration file
+
+A run is one TOML file. Paths are relative to it; `--set KEY=VALUE` overrides a key, `--seed` the seed. Unknown keys,
+wrong types and combinations that cannot work are refused before anything starts, all at once, with the nearest valid
+names. The file as resolved, with every default filled in, is stored with the run.
+
+This page is made from the types that check the file (`make docs`). `examples/calc/train.toml` is a file with
+comments.
+"""
+PLUGINS_HEAD = """
+## Settings of plugins
+
+`[algorithm]`, `[credit]`, `[engine]` and `[store]` choose a plugin by `name`; its settings stand in a table of that
+name below (`[algorithm.grpo]`), so that tables of several plugins can stay and one line switches. Task sources and
+reward rules have their settings beside `source` and `rule`. `agl plugins` lists what is installed here.
+"""
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field holds, through optionals and tables of tables."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from models_in(argument)
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return ""
+    if isinstance(value, PluginChoice):
+        return f"`{value.name}`"
+    if isinstance(value, BaseModel):
+        return ""
+    plain = to_jsonable_python(value)
+    return "absent" if plain is None else f"`{json.dumps(plain)}`"
+
+
+def escaped(text: str) -> str:
+    """Text that may stand in a cell of a table."""
+    return text.replace("|", "\\|")
+
+
+def table(model: type[BaseModel]) -> list[str]:
+    """One row per key."""
+    rows = [
+        f"| `{name}` | {default_of(field)} | {escaped(field.description or '')} |"
+        for name, field in model.model_fields.items()
+        if not any(issubclass(found, Section) for found in models_in(field.annotation)) or field.description
+    ]
+    return ["| key | default | |", "|---|---|---|", *rows, ""] if rows else []
+
+
+def sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every table of the file, by its dotted name."""
+    yield path, model
+    for name, field in model.model_fields.items():
+        many = "dict[" in str(field.annotation)
+        for found in models_in(field.annotation):
+            below = f"{path}.{name}" if path else name
+            yield from sections(found, f"{below}.NAME" if many else below)
+
+
+def render() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    for path, model in sections(RunConfig, ""):
+        rows = table(model)
+        if rows and path not in ("credit", "algorithm", "engine", "store"):
+            lines += [f"## `[{path}]`" if path else "## At the top of the file", "", (model.__doc__ or "").strip(), ""]
+            lines += rows
+    lines.append(PLUGINS_HEAD)
+    plugins = Plugins.load()
+    for kind in Kind:
+        for component in sorted(plugins.components(kind).values(), key=lambda each: each.name):
+            if component.origin.startswith("agl-"):
+                package = component.origin.split()[0]
+                lines += [
+                    f"### {kind} `{component.name}` ({package})",
+                    "",
+                    component.doc,
+                    "",
+                    *table(component.options),
+                ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    if "--check" not in sys.argv[1:]:
+        OUT.write_text(render())
+        return 0
+    if OUT.read_text() != render():
+        sys.stderr.write(f"{OUT.name} is not up to date: make docs\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
