@@ -1,0 +1,182 @@
+"""The whole stack for clients that block: a Lightning Server with a store, and the torch engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import openai
+import torch
+from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from agl_core.config.models import SamplingSection
+from agl_core.plugins import Plugins
+from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.server import LightningServer
+from agl_core.store.interface import Store
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
+from agl_core.wire import LeaseRequest, rollout_path
+from agl_torch.engine import TorchEngine
+from agl_torch.options import TorchOptions
+
+Result = TypeVar("Result")
+
+CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "calc" / "chat_template.jinja"
+CONTEXT = 2048
+MAX_TOKENS = 32
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TOOL_MARKS = ("<tool_call>", "</tool_call>")
+TEXTS = (
+    "Hello, how are you? What is the weather like in San Francisco today?",
+    '{"name": "magic_function", "arguments": {"input": 3}}',
+    "user\nassistant\nsystem\nGrüße, 世界! The answer is 12 + 345 = 357.",
+)
+_CONSTANT = 0
+"""The hidden dimension that is alike for every token, so that the output weights of it are biases."""
+
+
+@dataclass(frozen=True)
+class EngineStack:
+    """The running stack; every method may be called from any thread but the stack's own."""
+
+    server: LightningServer
+    store: Store
+    tokenizer: PreTrainedTokenizerBase
+    loop: asyncio.AbstractEventLoop
+
+    def lease(self) -> AttemptKey:
+        """The attempt of a new rollout. All have one task: the n-th call of each has the same sampling seed."""
+        return _wait(self.loop, self._lease())
+
+    def url(self, key: AttemptKey) -> str:
+        """The base URL of an attempt, for clients."""
+        return f"{self.server.base_url}{rollout_path(*key)}/v1"
+
+    def client(self, key: AttemptKey) -> openai.OpenAI:
+        """OpenAI's own client for an attempt."""
+        return openai.OpenAI(base_url=self.url(key), api_key=self.server.agent_key, max_retries=0)
+
+    def calls(self, key: AttemptKey) -> list[Call]:
+        """What the store has of an attempt."""
+        return _wait(self.loop, self.store.calls([key]))
+
+    async def _lease(self) -> AttemptKey:
+        queue = self.server.queue
+        task = Task("chat", None)
+        rollout = Rollout(f"r{queue.running}", "run", 0, "group", task, Mode.TRAIN, step=0, member=0)
+        await queue.enqueue([rollout])
+        (lease,) = (await queue.lease(LeaseRequest(worker="test", capacity=1, wait=0))).leases
+        return AttemptKey(lease.rollout, lease.attempt)
+
+
+@contextlib.contextmanager
+def engine_stack(folder: Path) -> Iterator[EngineStack]:
+    """Make a policy in `folder` and serve it from a loop in a thread; the engine is a process of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="engine-stack")
+    thread.start()
+    serving = _serving(folder, make_policy(folder / "policy"), loop)
+    try:
+        stack = _wait(loop, serving.__aenter__())
+        try:
+            yield stack
+        finally:
+            _wait(loop, serving.__aexit__(None, None, None))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, loop: asyncio.AbstractEventLoop
+) -> AsyncIterator[EngineStack]:
+    context = EngineContext(
+        run_dir=folder,
+        seed=0,
+        policies={"default": PolicySpec(str(folder / "policy"))},
+        deterministic=False,
+        plugin_files=(),
+        api_key="the-engine's-key",
+    )
+    engine = TorchEngine(TorchOptions(threads=1, cache_mib=32), context)
+    try:
+        upstream = await engine.start()
+        async with (
+            SqliteStore(folder / "store.sqlite") as store,
+            LightningServer(
+                store,
+                upstream,
+                sampling=SamplingSection(max_tokens=MAX_TOKENS),
+                seed=0,
+                timeout=300,
+                attempts=1,
+                hook=Plugins().hook,
+            ) as server,
+        ):
+            yield EngineStack(server, store, tokenizer, loop)
+    finally:
+        await engine.stop()
+
+
+def make_policy(folder: Path) -> PreTrainedTokenizerBase:
+    """Write a tiny Qwen2 with random weights and two habits, and return its tokenizer.
+
+    It babbles, but with full stops, and after one it ends its reply, and nowhere else. So no reply is empty, and
+    there are replies that ended by themselves and replies that were cut short.
+    """
+    tokenizer = _make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    (full_stop,) = tokenizer.encode(".", add_special_tokens=False)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+        read, write = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        read.normal_()
+        read[:, _CONSTANT] = 4
+        write[:, _CONSTANT] = 0
+        write[full_stop] = 0
+        write[full_stop, _CONSTANT] = 0.75  # about every tenth token
+        write[tokenizer.all_special_ids] = 0
+        write[tokenizer.eos_token_id] = read[full_stop] / 2
+        write[tokenizer.all_special_ids, _CONSTANT] = -4
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _make_tokenizer() -> PreTrainedTokenizerBase:
+    """Qwen2's own tokenizer with a vocabulary of every byte and some pieces of `TEXTS`."""
+    stock = Qwen2Tokenizer(eos_token=TURN_END, pad_token=END_OF_TEXT, model_max_length=CONTEXT)
+    tokenizer: PreTrainedTokenizerBase = stock.train_new_from_iterator(
+        TEXTS * 3, 340, new_special_tokens=[TURN_START, TURN_END], show_progress=False
+    )  # type: ignore[no-untyped-call]
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in TOOL_MARKS])
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text()
+    return tokenizer
+
+
+def _wait(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]) -> Result:
+    future: Future[Result] = asyncio.run_coroutine_threadsafe(work, loop)
+    return future.result(120)

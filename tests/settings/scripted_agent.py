@@ -1,0 +1,45 @@
+"""An agent that does what its task says: {"answer": …, "wait": seconds, "fails": "first-member" | "first-attempt"}."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import httpx
+
+from agl_core.client import AgentContext
+from agl_core.wire import HEADER_AGENT
+
+
+async def solve(task_input: Any, context: AgentContext) -> Any:
+    """One call, then the answer."""
+    fails = task_input.get("fails")
+    if fails == "first-attempt" and context.attempt == 0:
+        raise ConnectionError("the tool's server is not up yet")
+    await _ask(context.base_url, context.api_key)
+    if fails == "first-member" and context.rollout.endswith("-m0"):
+        raise ValueError("told to fail")
+    await asyncio.sleep(task_input.get("wait", 0))
+    return task_input["answer"]
+
+
+async def solve_badly(task_input: Any, context: AgentContext) -> Any:
+    """One call, and nonsense."""
+    await solve(task_input, context)
+    return "nonsense"
+
+
+async def solve_unaware(task_input: Any) -> Any:
+    """An agent that knows nothing of agl: its client goes where the environment says."""
+    await _ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    return task_input["answer"]
+
+
+async def _ask(base_url: str, key: str) -> None:
+    async with httpx.AsyncClient(verify=False, trust_env=False) as client:
+        await client.post(
+            f"{base_url}/chat/completions",
+            json={"model": "default", "messages": [{"role": "user", "content": "hello"}]},
+            headers={"Authorization": f"Bearer {key}", HEADER_AGENT: "solver"},
+        )

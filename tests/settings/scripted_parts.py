@@ -1,0 +1,80 @@
+"""A plugin file with an engine without weights that writes down what it was asked, and a second store."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scripted_upstream import ScriptedUpstream
+
+import agl_core
+from agl_core import Need
+from agl_core.plugins import NoOptions, Register
+from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Batch
+
+SEEN = "seen.json"
+"""What the engine writes into the run's folder when it is stopped."""
+
+
+class ScriptedEngine:
+    """Serves a scripted upstream; an update changes nothing but the version."""
+
+    def __init__(self, name: str, options: NoOptions, context: EngineContext) -> None:
+        self._context, self._upstream = context, ScriptedUpstream()
+        self._versions = dict.fromkeys(context.policies, 0)
+        self._seen: dict[str, Any] = {
+            "engine": name,
+            "policies": {name: asdict(spec) for name, spec in context.policies.items()},
+            "updates": [],
+            "saved": [],
+        }
+
+    async def start(self) -> Upstream:
+        await self._upstream.__aenter__()
+        return Upstream((self._upstream.url,), {name: name for name in self._versions}, self._context.api_key)
+
+    async def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
+    ) -> UpdateResult:
+        columns = {name: getattr(batch, f"{name}_N").tolist() for name in ("values", "scores", "group", "rollout")}
+        self._seen["updates"].append({"policy": policy, "algorithm": algorithm, **columns})
+        self._versions[policy] += 1
+        zeros = np.zeros(len(batch))
+        return UpdateResult(self._versions[policy], {}, zeros, zeros, (None,) * len(batch))
+
+    async def save(self, folder: Path) -> None:
+        self._seen["saved"].append(folder.name)
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def versions(self) -> Mapping[str, int]:
+        return self._versions
+
+    async def stats(self) -> Mapping[str, float]:
+        return {}
+
+    async def stop(self) -> None:
+        await self._upstream.__aexit__()
+        self._seen["requests"] = [received.body for received in self._upstream.received]
+        (self._context.run_dir / SEEN).write_text(json.dumps(self._seen))
+
+
+@agl_core.hookimpl
+def register_engines(register: Register) -> None:
+    for name in ("scripted", "scripted-too"):
+        register(name, functools.partial(ScriptedEngine, name), provides={Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC})
+
+
+@agl_core.hookimpl
+def register_stores(register: Register) -> None:
+    def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:
+        return SqliteStore(folder / "another.sqlite", read_only=read_only)
+
+    register("another", build)

@@ -1,0 +1,129 @@
+"""What the tables of effects are made of: an effect, and the bench on which it is observed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import tomli_w
+
+from agl_core.config import LoadedConfig, load
+from agl_core.training.progress import Silent
+from agl_core.training.report import Summary
+from agl_core.training.run import new_run_dir, train
+from agl_core.types import Attempt
+
+HERE = Path(__file__).parent
+
+Given: TypeAlias = Mapping[str, Any]
+"""Changes to the bench's configuration, by dotted key; a value may be a table."""
+
+TASKS: Mapping[str, list[dict[str, Any]]] = {
+    "tasks": [
+        {"id": "a", "input": {"answer": "5"}, "result": "5", "also": "4"},
+        {"id": "b", "input": {"answer": "6 apples"}, "result": "7 apples", "also": "6 apples"},
+    ],
+    "other": [{"id": each, "input": {"answer": "5"}, "result": "5", "also": "4"} for each in "pqrs"],
+    "fragile": [{"id": each, "input": {"answer": "5", "fails": "first-member"}, "result": "5"} for each in "ab"],
+    "restarting": [{"id": each, "input": {"answer": "5", "fails": "first-attempt"}, "result": "5"} for each in "ab"],
+    "slow": [{"id": "a", "input": {"answer": "5", "wait": 1.0}, "result": "5"}],
+    "renamed": [{"name": "z", "question": {"answer": "5"}, "id": "y", "input": {"answer": "6"}, "result": "5"}],
+}
+"""Files of tasks beside the configuration."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """`observe` sees something else once `change` is made to a run that has `given`."""
+
+    observe: Callable[[Bench, Given], Any | Awaitable[Any]]
+    change: Given
+    given: Given = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A whole run of the scripted agent, and what its engine saw."""
+
+    folder: Path
+    summary: Summary
+    seen: Mapping[str, Any]
+    attempts: list[Attempt]
+
+    @property
+    def updates(self) -> list[Mapping[str, Any]]:
+        found: list[Mapping[str, Any]] = self.seen["updates"]
+        return found
+
+    def requested(self, field: str) -> list[Any]:
+        """The distinct values of a field of the requests that reached the engine."""
+        return sorted({request[field] for request in self.seen["requests"]})
+
+
+class Bench:
+    """A folder with a configuration to change; runs are kept, since most effects are seen against the same one."""
+
+    def __init__(self, folder: Path, weights: Path) -> None:
+        self.folder, self.weights = folder, weights
+        self._base: dict[str, Any] = {
+            "config_version": 1,
+            "runs": str(folder / "runs"),
+            "plugins": [str(HERE / "scripted_parts.py")],
+            "agent": {"entry": "scripted_agent:solve", "attach": False},
+            "tasks": {
+                "train": {"source": "jsonl", "path": "tasks.jsonl"},
+                "eval": {"source": "jsonl", "path": "other.jsonl"},
+            },
+            "policies": {"default": {"model": {"path": str(weights)}, "optimizer": {"learning_rate": 0.01}}},
+            "sampling": {"max_tokens": 64},
+            "train": {"steps": 2, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 100},
+            "eval": {"tasks": 2, "modes": ["eval-greedy"], "every": 100},
+            "workers": {"concurrency": 8, "timeout": 30.0, "attempts": 1},
+            "rewards": {"exact_match": {}},
+            "algorithm": {"name": "grpo"},
+            "engine": {"name": "scripted", "torch": {"cache_mib": 16, "threads": 1}},
+            "trackers": {},
+        }
+        for name, rows in TASKS.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self._runs: dict[str, Ran] = {}
+
+    def load(self, given: Given = {}) -> LoadedConfig:  # noqa: B006
+        """The configuration with these changes, read from a file as any is."""
+        data = copy.deepcopy(self._base)
+        for key, value in given.items():
+            *tables, last = key.split(".")
+            table = data
+            for name in tables:
+                table = table.setdefault(name, {})
+            table[last] = value
+        file = self.folder / "train.toml"
+        file.write_text(tomli_w.dumps(data))
+        return load(file)
+
+    async def run(self, given: Given) -> Ran:
+        """Train with these changes, from the queue to the last checkpoint; the engine is a scripted one."""
+        key = json.dumps(given, sort_keys=True)
+        if key not in self._runs:
+            loaded = self.load(given)
+            run_dir = new_run_dir(loaded)
+            summary = await train(loaded, run_dir, Silent())
+            async with loaded.store.build(run_dir, read_only=True) as store:
+                rollouts = await store.rollouts(run=run_dir.name)
+                attempts = [attempt for rollout in rollouts for attempt in await store.attempts(rollout.id)]
+            seen = json.loads((run_dir / "seen.json").read_text())
+            self._runs[key] = Ran(run_dir, summary, seen, attempts)
+        return self._runs[key]
+
+
+def ran(look: Callable[[Ran], Any]) -> Callable[[Bench, Given], Awaitable[Any]]:
+    """Observe a whole run."""
+
+    async def observe(bench: Bench, given: Given) -> Any:
+        return look(await bench.run(given))
+
+    return observe

@@ -1,0 +1,59 @@
+"""No silent no-ops: every setting that agl accepts has an entry in a table of effects, and has that effect."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import algorithm_effects
+import policy_effects
+import pytest
+import rule_effects
+import run_effects
+import training_effects
+from settings_bench import Bench, Effect, Given
+from settings_found import every_setting
+
+from agl_core.plugins import Plugins
+
+PLUGINS = Plugins.load()
+SETTINGS = every_setting(PLUGINS)
+EFFECTS: Mapping[str, Effect] = {
+    **run_effects.EFFECTS,
+    **training_effects.EFFECTS,
+    **policy_effects.EFFECTS,
+    **rule_effects.EFFECTS,
+    **algorithm_effects.effects(PLUGINS),
+}
+
+
+async def seen(effect: Effect, bench: Bench, given: Given) -> Any:
+    found = effect.observe(bench, given)
+    return await found if inspect.isawaitable(found) else found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+async def test_it_has_an_effect(name: str, benches: tuple[Bench, Bench]) -> None:
+    if name not in EFFECTS:
+        pytest.fail(f"The setting '{name}' has no entry in a table of effects: say how changing it is seen.")
+    effect = EFFECTS[name]
+    bench, another = benches
+    before = await seen(effect, bench, effect.given)
+    assert await seen(effect, another, effect.given) == before, "not a function of the settings"
+    assert await seen(effect, bench, {**effect.given, **effect.change}) != before
+
+
+def test_no_entry_is_out_of_date() -> None:
+    assert EFFECTS.keys() - set(SETTINGS) == set()
+
+
+def test_settings_are_found_where_they_are() -> None:
+    some = {
+        "config_version", "train.steps", "train.endings.lost", "tasks", "tasks.NAME.source", "trackers",
+        "policies.NAME.optimizer.beta1", "policies.NAME.model.lora.rank", "rewards.NAME.weight", "credit.name",
+        "engine.torch.threads", "algorithm.grpo.beta", "credit.discounted.gamma", "reward.judge.timeout",
+        "task_source.jsonl.path",
+    }  # fmt: skip
+    assert some <= set(SETTINGS)
+    assert len(SETTINGS) == len(set(SETTINGS))
