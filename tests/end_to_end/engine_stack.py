@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,13 +34,13 @@ CONTEXT = 2048
 MAX_TOKENS = 32
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>")
+NO_ARGUMENTS = " {}}\n" + TOOL_MARKS[1]
+"""How a tool call without arguments goes on after the key of the arguments."""
 TEXTS = (
     "Hello, how are you? What is the weather like in San Francisco today?",
-    '{"name": "magic_function", "arguments": {"input": 3}}',
+    '{"name": "magic_function", "arguments":' + NO_ARGUMENTS,
     "user\nassistant\nsystem\nGrüße, 世界! The answer is 12 + 345 = 357.",
 )
-_CONSTANT = 0
-"""The hidden dimension that is alike for every token, so that the output weights of it are biases."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,11 @@ class EngineStack:
 @contextlib.contextmanager
 def engine_stack(folder: Path) -> Iterator[EngineStack]:
     """Make a policy in `folder` and serve it from a loop in a thread; the engine is a process of its own."""
+    tokenizer = make_policy(folder / "policy")
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="engine-stack")
     thread.start()
-    serving = _serving(folder, make_policy(folder / "policy"), loop)
+    serving = _serving(folder, tokenizer, loop)
     try:
         stack = _wait(loop, serving.__aenter__())
         try:
@@ -128,10 +130,11 @@ async def _serving(
 
 
 def make_policy(folder: Path) -> PreTrainedTokenizerBase:
-    """Write a tiny Qwen2 with random weights and two habits, and return its tokenizer.
+    """Write a tiny Qwen2 with random weights and a few habits, and return its tokenizer.
 
-    It babbles, but with full stops, and after one it ends its reply, and nowhere else. So no reply is empty, and
-    there are replies that ended by themselves and replies that were cut short.
+    It babbles, but now and then a full stop comes, and with it the reply ends; with nothing else does babble end. So no
+    reply is empty, and some end by themselves and some are cut short. A tool call that was begun for it up to the
+    arguments it finishes without any.
     """
     tokenizer = _make_tokenizer()
     config = Qwen2Config(
@@ -148,22 +151,34 @@ def make_policy(folder: Path) -> PreTrainedTokenizerBase:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    (full_stop,) = tokenizer.encode(".", add_special_tokens=False)
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
-        read, write = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        read.normal_()
-        read[:, _CONSTANT] = 4
-        write[:, _CONSTANT] = 0
-        write[full_stop] = 0
-        write[full_stop, _CONSTANT] = 0.75  # about every tenth token
-        write[tokenizer.all_special_ids] = 0
-        write[tokenizer.eos_token_id] = read[full_stop] / 2
-        write[tokenizer.all_special_ids, _CONSTANT] = -4
+        _give_habits(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+@torch.no_grad()
+def _give_habits(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set input and output weights so that some tokens follow some others, and nothing else, almost surely."""
+    read, write = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    constant = 0  # a hidden dimension that is alike for every token: output weights of it are biases
+    read.normal_()
+    read[:, constant] = 4
+    write[:, constant] = 0
+    end = tokenizer.eos_token_id
+    (full_stop,) = tokenizer.encode(".", add_special_tokens=False)
+    no_arguments = tokenizer.encode('":' + NO_ARGUMENTS, add_special_tokens=False)
+    assert len(set(no_arguments)) == len(no_arguments), "a habit is what follows one token"
+    write[full_stop] = 0
+    write[full_stop, constant] = 0.75  # about every twentieth token
+    followers = [*tokenizer.all_special_ids, *no_arguments[1:]]
+    write[followers] = 0
+    for token, follower in ((full_stop, end), *pairwise([*no_arguments, end])):
+        write[follower] += read[token] / 2
+    write[followers, constant] = -4
 
 
 def _make_tokenizer() -> PreTrainedTokenizerBase:

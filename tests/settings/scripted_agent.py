@@ -1,4 +1,4 @@
-"""An agent that does what its task says: {"answer": …, "wait": seconds, "fails": "first-member" | "first-attempt"}."""
+"""An agent that does what its task says: {"answer": …, "calls": n, "wait": seconds, "fails": …}."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from agl_core.wire import HEADER_AGENT
 
 
 async def solve(task_input: Any, context: AgentContext) -> Any:
-    """One call, then the answer."""
+    """Its calls, then the answer."""
     fails = task_input.get("fails")
     if fails == "first-attempt" and context.attempt == 0:
         raise ConnectionError("the tool's server is not up yet")
-    await _ask(context.base_url, context.api_key)
+    for _ in range(task_input.get("calls", 1)):
+        await _ask(context.base_url, context.api_key)
     if fails == "first-member" and context.rollout.endswith("-m0"):
         raise ValueError("told to fail")
     await asyncio.sleep(task_input.get("wait", 0))
@@ -25,7 +26,7 @@ async def solve(task_input: Any, context: AgentContext) -> Any:
 
 
 async def solve_badly(task_input: Any, context: AgentContext) -> Any:
-    """One call, and nonsense."""
+    """The same calls, and nonsense."""
     await solve(task_input, context)
     return "nonsense"
 

@@ -1,4 +1,4 @@
-"""A plugin file with an engine without weights that writes down what it was asked, and a second store."""
+"""A plugin file: an engine without weights that writes down what it was asked, a second store and task source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agl_core import Need
 from agl_core.plugins import NoOptions, Register
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Batch
+from agl_core.types import Batch, Task
 
 SEEN = "seen.json"
 """What the engine writes into the run's folder when it is stopped."""
@@ -78,3 +78,20 @@ def register_stores(register: Register) -> None:
         return SqliteStore(folder / "another.sqlite", read_only=read_only)
 
     register("another", build)
+
+
+class Counting:
+    """Three tasks, named by numbers."""
+
+    size = 3
+
+    def task(self, index: int) -> Task:
+        return Task(str(index), {"answer": "5"}, metadata={"result": "5"})
+
+
+@agl_core.hookimpl
+def register_task_sources(register: Register) -> None:
+    def build(options: NoOptions, folder: Path, seed: int) -> Counting:
+        return Counting()
+
+    register("counting", build)

@@ -24,8 +24,8 @@ Given: TypeAlias = Mapping[str, Any]
 
 TASKS: Mapping[str, list[dict[str, Any]]] = {
     "tasks": [
-        {"id": "a", "input": {"answer": "5"}, "result": "5", "also": "4"},
-        {"id": "b", "input": {"answer": "6 apples"}, "result": "7 apples", "also": "6 apples"},
+        {"id": "a", "input": {"answer": "5", "calls": 2}, "result": "5", "also": "4"},
+        {"id": "b", "input": {"answer": "6 apples"}, "result": "7 apples", "also": "8 apples"},
     ],
     "other": [{"id": each, "input": {"answer": "5"}, "result": "5", "also": "4"} for each in "pqrs"],
     "fragile": [{"id": each, "input": {"answer": "5", "fails": "first-member"}, "result": "5"} for each in "ab"],
@@ -90,6 +90,8 @@ class Bench:
         }
         for name, rows in TASKS.items():
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "below").mkdir()
+        (folder / "below" / "tasks.jsonl").write_bytes((folder / "other.jsonl").read_bytes())
         self._runs: dict[str, Ran] = {}
 
     def load(self, given: Given = {}) -> LoadedConfig:  # noqa: B006
@@ -112,7 +114,7 @@ class Bench:
             loaded = self.load(given)
             run_dir = new_run_dir(loaded)
             summary = await train(loaded, run_dir, Silent())
-            async with loaded.store.build(run_dir, read_only=True) as store:
+            async with loaded.store.build(run_dir, True) as store:
                 rollouts = await store.rollouts(run=run_dir.name)
                 attempts = [attempt for rollout in rollouts for attempt in await store.attempts(rollout.id)]
             seen = json.loads((run_dir / "seen.json").read_text())

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from agl_core.config.models import OpenSection, RunConfig
+from agl_core.config.models import RunConfig
 from agl_core.plugins import Kind, Plugins
 
 TABLE = "NAME"
@@ -63,19 +63,3 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield from _members(get_args(annotation)[0])
     else:
         yield annotation
-
-
-def open_sections() -> list[str]:
-    """The tables whose further keys belong to plugins, for a test that the walk above meets them all."""
-    return [name for name, field in RunConfig.model_fields.items() for m in _deep(field.annotation) if _is_open(m)]
-
-
-def _deep(annotation: Any) -> Iterator[Any]:
-    for member in _members(annotation):
-        yield member
-        for argument in get_args(member):
-            yield from _deep(argument)
-
-
-def _is_open(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, OpenSection)

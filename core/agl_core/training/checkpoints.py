@@ -37,7 +37,8 @@ class Progress:
 
     def count_dropped(self, reasons: Mapping[str, int]) -> None:
         for reason, count in reasons.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
+            name = str(reason)  # A member of an enum is no key of JSON.
+            self.dropped[name] = self.dropped.get(name, 0) + count
 
 
 class Checkpoints:

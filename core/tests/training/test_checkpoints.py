@@ -10,6 +10,7 @@ import pytest
 from agl_core.errors import CheckpointError
 from agl_core.training.checkpoints import Checkpoints, Progress, read_progress
 from agl_core.training.metrics import MetricsLog
+from agl_core.types import DropReason
 
 
 def save(checkpoints: Checkpoints, step: int) -> Path:
@@ -33,6 +34,15 @@ def test_a_checkpoint_that_was_not_finished_does_not_exist(tmp_path: Path) -> No
     (checkpoints.begin(10) / "weights").write_text("half")
     assert checkpoints.latest() == checkpoints.path(5)
     assert (save(checkpoints, 10) / "weights").read_text() == "10"
+
+
+def test_transitions_dropped_for_the_typed_reasons_are_saved(tmp_path: Path) -> None:
+    progress = Progress(step=1)
+    for count in (2, 3):
+        progress.count_dropped({DropReason.UNTRAINED_AGENT: count})
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.commit(checkpoints.begin(1), progress)
+    assert read_progress(checkpoints.latest()).dropped == {"untrained_agent": 5}
 
 
 def test_nothing_to_resume_from_says_what_to_do(tmp_path: Path) -> None:

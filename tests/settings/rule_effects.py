@@ -1,0 +1,243 @@
+"""Effects of the settings of reward rules, credit rules and task sources."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, closing
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from aiohttp import web
+from run_effects import train_tasks
+from settings_bench import Bench, Effect, Given, ran
+
+from agl_core.errors import ConfigError
+from agl_core.types import (
+    Ending,
+    Episode,
+    FinishReason,
+    Mode,
+    Outcome,
+    OutcomeStatus,
+    Reward,
+    Task,
+    Transition,
+    TransitionKey,
+)
+from agl_rewards import JudgeError
+
+METADATA = {"result": "Ann 5.001", "also": "nothing"}
+COUNTED = 300_000
+SLOW_QUERY = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT {COUNTED}) SELECT max(i) FROM n"
+
+
+def episode(
+    result: Any = "ann 5", terminal: float | None = 1.0, rollout: str = "r", metadata: Given = METADATA
+) -> Episode:
+    """Three calls; the tools of the first two answered, once well. Rollouts share the first prompt."""
+
+    def outcome(turn: int) -> Outcome:
+        status = OutcomeStatus.OK if turn else OutcomeStatus.ERROR
+        return Outcome(f"o{turn}", rollout, 0, "search", status, result=rollout)
+
+    transitions = tuple(
+        Transition(
+            key=TransitionKey(rollout, 0, f"c{turn}", 0),
+            agent=None,
+            turn=turn,
+            agent_turn=turn,
+            policy="default",
+            version=0,
+            messages=(),
+            response={},
+            finish_reason=FinishReason.STOP,
+            temperature=1.0,
+            prompt_ids=np.array([1, turn if rollout == "r" else 2 * turn], np.int32),
+            outcomes=(outcome(turn),) if turn < 2 else (),
+            rewards=(Reward(rollout, 0, "step", 0.5, "test", f"c{turn}"),),
+        )
+        for turn in range(3)
+    )
+    task = Task("t", "a question", metadata=metadata)
+    return Episode(rollout, 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, transitions, result=result, terminal=terminal)
+
+
+async def value_of(rule: Callable[[Episode], Any], judged: Episode) -> Any:
+    """What a rule says of an episode; rewards of single calls by name and value."""
+    found = rule(judged)
+    found = await found if inspect.isawaitable(found) else found
+    return [(each.name, each.value) for each in found] if isinstance(found, list) else found
+
+
+def reward(name: str, result: Any = "ann 5") -> Callable[[Bench, Given], Awaitable[Any]]:
+    """Observe what a reward rule says of an episode with this result, or that it refuses it."""
+
+    async def observe(bench: Bench, given: Given) -> Any:
+        return await value_of(bench.load(given).rewards[name].build(), episode(result))
+
+    return observe
+
+
+def credit(bench: Bench, given: Given) -> list[list[float]]:
+    """The values of a group."""
+    values: list[list[float]] = bench.load(given).credit.build()([episode(), episode(terminal=0.0, rollout="s")])
+    return values
+
+
+async def queried(bench: Bench, given: Given) -> float | str:
+    """What the agent's query is worth, on databases of one and of three pets, or that the rule refuses the task."""
+    for pets in (1, 3):
+        with closing(sqlite3.connect(bench.folder / f"pets{pets}.sqlite")) as connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS pet (name TEXT)")
+            connection.execute("DELETE FROM pet")
+            connection.executemany("INSERT INTO pet VALUES (?)", [("Ada",), ("Bo",), ("Cy",)][:pets])
+            connection.commit()
+    loaded = bench.load(given)
+    expected = {"result": "SELECT name FROM pet", "also": "SELECT 'Ada'", "last": f"SELECT {COUNTED}"}
+    found = SLOW_QUERY if loaded.config.rewards["sql_match"].settings["field"] == "last" else expected["result"]
+    metadata = {**expected, "folder": str(bench.folder)}
+    try:
+        return float(await value_of(loaded.rewards["sql_match"].build(), episode(found, metadata=metadata)))
+    except ConfigError as error:
+        return type(error).__name__
+
+
+@asynccontextmanager
+async def endpoint(delay: float) -> AsyncIterator[tuple[str, list[tuple[str, str | None, str]]]]:
+    """A judging model that answers after a while: its URL, and what it was asked (path, key, body)."""
+    asked: list[tuple[str, str | None, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((request.path, request.headers.get("Authorization"), await request.text()))
+        await asyncio.sleep(delay)
+        return web.json_response({"choices": [{"message": {"content": '{"score": 7}'}}]})
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+async def judged(bench: Bench, given: Given) -> Any:
+    """Two answers judged, and one again by a second judge with the same settings: the scores, and what was asked."""
+    settings = {"base_url": "/v1", "model": "m", "rubric": "Polite."}
+    settings |= {key.removeprefix("rewards.judge."): value for key, value in given.items()}
+    scores: list[Any] = []
+    async with endpoint(delay=0.3 if "timeout" in settings else 0.0) as (url, asked):
+        settings["base_url"] = f"{url}{settings['base_url']}"
+        if "cache" in settings:
+            settings["cache"] = str(bench.folder / settings["cache"])
+        loaded = bench.load({"rewards": {"judge": settings}})
+        with mock.patch.dict("os.environ", {"JUDGE_KEY": "secret"}):
+            for results in (("yes", "no"), ("yes",)):
+                judge = loaded.rewards["judge"].build()
+                for result in results:
+                    try:
+                        scores.append(await value_of(judge, episode(result)))
+                    except JudgeError as error:
+                        scores.append(type(error).__name__)
+    return scores, asked
+
+
+def _table(name: str, **settings: Any) -> Given:
+    """The only reward rule is this one."""
+    return {"rewards": {name: settings}}
+
+
+def mean_rewards(run: Any) -> list[float]:
+    found: list[float] = run.summary.progress.train_rewards
+    return found
+
+
+def values(run: Any) -> list[list[float]]:
+    return [update["values"] for update in run.updates]
+
+
+def first_letter(outcome: Outcome) -> float:
+    """A rule of the user's for one tool."""
+    return 0.125
+
+
+OUTCOMES = _table("tool_outcomes")
+SQL = _table("sql_match", database="{folder}/pets3.sqlite")
+TASKS: Given = {"tasks.train": {"source": "jsonl", "path": "tasks.jsonl"}}
+RENAMED: Given = {"tasks.train": {"source": "jsonl", "path": "renamed.jsonl"}}
+
+EFFECTS: Mapping[str, Effect] = {
+    "rewards.NAME.rule": Effect(
+        ran(mean_rewards), {"rewards": {"it": {"rule": "token_f1"}}}, {"rewards": {"it": {"rule": "exact_match"}}}
+    ),
+    "rewards.NAME.weight": Effect(ran(mean_rewards), {"rewards.exact_match.weight": 0.5}),
+    "reward.exact_match.field": Effect(reward("exact_match", "nothing"), {"rewards.exact_match.field": "also"}),
+    "reward.exact_match.ignore_case": Effect(
+        reward("exact_match", "ann 5.001"), {"rewards.exact_match.ignore_case": True}
+    ),
+    "reward.numeric_match.field": Effect(
+        ran(mean_rewards), {"rewards.numeric_match.field": "also"}, _table("numeric_match")
+    ),
+    "reward.numeric_match.tolerance": Effect(
+        reward("numeric_match"), {"rewards.numeric_match.tolerance": 0.1}, _table("numeric_match")
+    ),
+    "reward.regex_format.pattern": Effect(
+        reward("regex_format"), {"rewards.regex_format.pattern": "^5"}, _table("regex_format", pattern="5$")
+    ),
+    "reward.token_f1.field": Effect(
+        reward("token_f1", "nothing"), {"rewards.token_f1.field": "also"}, _table("token_f1")
+    ),
+    "reward.sql_match.field": Effect(queried, {"rewards.sql_match.field": "also"}, SQL),
+    "reward.sql_match.database": Effect(
+        queried,
+        _table("sql_match", field="also", database="{folder}/pets1.sqlite"),
+        _table("sql_match", field="also", database="{folder}/pets3.sqlite"),
+    ),
+    "reward.sql_match.timeout": Effect(
+        queried,
+        _table("sql_match", field="last", database="{folder}/pets3.sqlite", timeout=0.002),
+        _table("sql_match", field="last", database="{folder}/pets3.sqlite", timeout=60.0),
+    ),
+    "reward.sql_match.max_rows": Effect(
+        queried, _table("sql_match", database="{folder}/pets3.sqlite", max_rows=2), SQL
+    ),
+    "reward.tool_outcomes.default_weight": Effect(
+        reward("tool_outcomes"), _table("tool_outcomes", default_weight=0.3), OUTCOMES
+    ),
+    "reward.tool_outcomes.weights": Effect(
+        reward("tool_outcomes"), _table("tool_outcomes", weights={"search": 0.5}), OUTCOMES
+    ),
+    "reward.tool_outcomes.rules": Effect(
+        reward("tool_outcomes"), _table("tool_outcomes", rules={"search": "rule_effects:first_letter"}), OUTCOMES
+    ),
+    **{
+        f"reward.judge.{name}": Effect(judged, {f"rewards.judge.{name}": value})
+        for name, value in {
+            "base_url": "/another/v1",
+            "model": "another",
+            "rubric": "Short.",
+            "field": "result",
+            "api_key_env": "JUDGE_KEY",
+            "max_calls": 1,
+            "cache": "judgements",
+        }.items()
+    },
+    "reward.judge.timeout": Effect(judged, {"rewards.judge.timeout": 0.05}, {"rewards.judge.timeout": 60.0}),
+    "credit.name": Effect(ran(values), {"credit.name": "discounted", "credit.discounted.gamma": 0.0}),
+    "credit.discounted.gamma": Effect(credit, {"credit.discounted.gamma": 0.5}, {"credit.name": "discounted"}),
+    "credit.stepwise.gamma": Effect(credit, {"credit.stepwise.gamma": 0.5}, {"credit.name": "stepwise"}),
+    "credit.air.alpha": Effect(credit, {"credit.air.alpha": 0.7}, {"credit.name": "air"}),
+    "task_source.jsonl.path": Effect(train_tasks, {"tasks.train.path": "other.jsonl"}, TASKS),
+    "task_source.jsonl.id_field": Effect(train_tasks, {"tasks.train.id_field": "name"}, RENAMED),
+    "task_source.jsonl.input_field": Effect(
+        lambda bench, given: [bench.load(given).tasks["train"].build(bench.folder, 0).task(0).input],
+        {"tasks.train.input_field": "question"},
+        RENAMED,
+    ),
+}

@@ -1,0 +1,125 @@
+"""Effects of the training loop's settings, of evaluation and of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from memory_store import MemoryStore
+from policy_effects import rows_computed_together
+from settings_bench import Bench, Effect, Given, Ran, ran
+
+from agl_core.learning import ScoringRule
+from agl_core.plugins import Plugins
+from agl_core.training.collect import Collector
+from agl_core.training.plan import plan_groups
+from agl_core.training.progress import Silent
+from agl_core.types import Attempt, Ending, Mode, Rollout, RolloutState
+
+
+class EndedQueue:
+    """A rollout queue whose every rollout is done at once, with one ending."""
+
+    def __init__(self, store: MemoryStore, ending: Ending) -> None:
+        self._store, self._ending = store, ending
+        self._done: list[Rollout] = []
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        await self._store.put(*(Attempt(each.id, 0, "w", 0.0, 1.0, self._ending) for each in rollouts))
+        self._done += [
+            replace(each, state=RolloutState.DONE, ending=self._ending, counted_attempt=0) for each in rollouts
+        ]
+
+    async def next_done(self) -> Rollout:
+        return self._done.pop()
+
+    def done_now(self) -> list[Rollout]:
+        return []
+
+    async def cancel(self, ids: Sequence[str]) -> None: ...
+
+
+def episodes_that_ended(ending: Ending) -> Callable[[Bench, Given], Awaitable[Any]]:
+    """What the trainer collects of rollouts with this ending: whether each is dropped, and its terminal reward."""
+
+    async def observe(bench: Bench, given: Given) -> Any:
+        loaded = bench.load(given)
+        tasks = loaded.tasks["train"].build(loaded.folder, 0)
+        groups = plan_groups(tasks, [0], run="r", incarnation=0, step=1, mode=Mode.TRAIN, split="train")
+        store = MemoryStore()
+        collector = Collector(
+            store,
+            EndedQueue(store, ending),
+            [ScoringRule("half", lambda episode: 0.5)],
+            loaded.config.train.endings,
+            Plugins().hook,
+            lambda: None,
+        )
+        with Silent().phase("rollouts", 1) as phase:
+            collected = await collector.collect(groups, phase)
+        return [(episode.dropped, episode.terminal) for episode in collected.episodes]
+
+    return observe
+
+
+def groups_and_rollouts(run: Ran) -> list[tuple[int, int]]:
+    """Of each update."""
+    return [(len(set(update["group"])), len(set(update["rollout"]))) for update in run.updates]
+
+
+def kept(run: Ran) -> int:
+    return run.summary.progress.kept
+
+
+def checkpoints(run: Ran) -> tuple[list[str], list[str]]:
+    """Those that were written, and those that are there at the end."""
+    return run.seen["saved"], sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+
+
+def evaluations(run: Ran) -> list[tuple[Any, ...]]:
+    keys = ("step", "set", "mode", "rollouts")
+    return [tuple(entry[key] for key in keys) for entry in run.summary.progress.evaluations]
+
+
+def most_at_once(run: Ran) -> int:
+    """How many attempts of the first training step were under way at the same time."""
+    steps = [attempt for attempt in run.attempts if attempt.rollout.startswith("s1-g")]
+    return max(sum(other.started <= each.started < (other.ended or 0) for other in steps) for each in steps)
+
+
+def endings(run: Ran) -> list[tuple[str, int, Ending | None]]:
+    return sorted((attempt.rollout, attempt.attempt, attempt.ending) for attempt in run.attempts)
+
+
+def _of_endings() -> Iterator[tuple[str, Effect]]:
+    for ending in Ending:
+        change = {f"train.endings.{ending}": 0.25}
+        yield f"train.endings.{ending}", Effect(episodes_that_ended(ending), change)
+
+
+def _tasks(name: str) -> Given:
+    return {"tasks.train.path": f"{name}.jsonl"}
+
+
+EFFECTS: Mapping[str, Effect] = {
+    "train.steps": Effect(ran(lambda run: len(run.updates)), {"train.steps": 1}),
+    "train.groups_per_step": Effect(ran(groups_and_rollouts), {"train.groups_per_step": 1}),
+    "train.group_size": Effect(ran(groups_and_rollouts), {"train.group_size": 3}),
+    "train.min_group_size": Effect(
+        ran(kept),
+        {"train.min_group_size": 3},
+        {**_tasks("fragile"), "train.group_size": 3, "train.endings.crashed": "drop"},
+    ),
+    "train.agents": Effect(ran(kept), {"train.agents": ["planner"]}),
+    "train.checkpoint_every": Effect(ran(checkpoints), {"train.checkpoint_every": 1}),
+    "train.keep_checkpoints": Effect(ran(checkpoints), {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
+    "train.deterministic": Effect(rows_computed_together, {"train.deterministic": True}),
+    **dict(_of_endings()),
+    "eval.every": Effect(ran(evaluations), {"eval.every": 1}),
+    "eval.tasks": Effect(ran(evaluations), {"eval.tasks": 3}),
+    "eval.modes": Effect(ran(evaluations), {"eval.modes": ["eval-sampled"]}),
+    "workers.concurrency": Effect(ran(most_at_once), {"workers.concurrency": 1}),
+    "workers.timeout": Effect(ran(endings), {"workers.timeout": 0.2}, {**_tasks("slow"), "train.steps": 1}),
+    "workers.attempts": Effect(ran(endings), {"workers.attempts": 2}, _tasks("restarting")),
+}
