@@ -146,14 +146,14 @@ def make_policy(folder: Path) -> PreTrainedTokenizerBase:
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
-        initializer_range=0.1,
+        initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+        model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
         _give_habits(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -161,7 +161,7 @@ def make_policy(folder: Path) -> PreTrainedTokenizerBase:
 
 
 @torch.no_grad()
-def _give_habits(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def _give_habits(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set input and output weights so that some tokens follow some others, and nothing else, almost surely."""
     read, write = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     constant = 0  # a hidden dimension that is alike for every token: output weights of it are biases
@@ -173,12 +173,12 @@ def _give_habits(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) ->
     no_arguments = tokenizer.encode('":' + NO_ARGUMENTS, add_special_tokens=False)
     assert len(set(no_arguments)) == len(no_arguments), "a habit is what follows one token"
     write[full_stop] = 0
-    write[full_stop, constant] = 0.75  # about every twentieth token
+    write[full_stop, constant] = 0.85  # about every twentieth token
     followers = [*tokenizer.all_special_ids, *no_arguments[1:]]
     write[followers] = 0
     for token, follower in ((full_stop, end), *pairwise([*no_arguments, end])):
-        write[follower] += read[token] / 2
-    write[followers, constant] = -4
+        write[follower] += read[token]
+    write[followers, constant] = -7
 
 
 def _make_tokenizer() -> PreTrainedTokenizerBase:

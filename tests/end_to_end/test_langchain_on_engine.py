@@ -8,6 +8,8 @@ cannot enforce a schema: `test_a_schema_is_refused` says how that ends.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Literal
@@ -175,18 +177,19 @@ def test_choices_are_samples_of_one_prompt(stack: EngineStack) -> None:
         model="default", messages=[user("Hello")], n=2, logprobs=True, temperature=0
     )
     (call,) = stack.calls(key)
+    assert completion.choices[0].message.content != completion.choices[1].message.content
     assert call.prompt_ids is not None
     assert stack.tokenizer.decode(call.prompt_ids) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert (call.requested.temperature, call.effective.temperature) == (0, 1)  # training samples, whatever is asked
-    first, second = (choice.response_ids for choice in call.choices)
-    assert not np.array_equal(first, second)
     for shown, recorded in zip(completion.choices, call.choices, strict=True):
         assert shown.message.content == recorded.message["content"] == text_of(stack, recorded.response_ids)
         assert shown.logprobs is not None
-        logprobs = [entry.logprob for entry in shown.logprobs.content or ()]
-        assert np.array_equal(np.array(logprobs, np.float32), recorded.logprobs)
-        assert (recorded.logprobs < 0).all()
-        assert recorded.mask is None
+        logprobs = np.array([entry.logprob for entry in shown.logprobs.content or ()], np.float32)
+        assert recorded.logprobs is not None
+        assert np.array_equal(logprobs, recorded.logprobs)
+        assert (logprobs <= 0).all()
+        assert logprobs.min() < -1  # of sampling at temperature 1, not at the 0 that was asked for
+        assert recorded.mask is None  # all sampled
         assert not shown.model_extra or "token_ids" not in shown.model_extra
 
 
@@ -195,8 +198,8 @@ def test_forced_tokens_are_recorded_as_forced(stack: EngineStack) -> None:
     completion = stack.client(key).chat.completions.create(
         model="default", messages=[user("Will it rain?")], tools=[WEATHER], tool_choice=named("get_weather")
     )
-    (tool_call,) = completion.choices[0].message.tool_calls or ()
-    assert tool_call.type == "function"
+    tool_calls: Any = completion.choices[0].message.tool_calls
+    (tool_call,) = tool_calls
     assert (tool_call.function.name, tool_call.function.arguments) == ("get_weather", "{}")
     assert completion.choices[0].finish_reason == "tool_calls"
     (choice,) = recorded_choices(stack, key)
@@ -224,8 +227,9 @@ def test_an_echoed_reply_keeps_its_ids(stack: EngineStack, ending: FinishReason)
     key = stack.lease()
     create = stack.client(key).chat.completions.create
     first = create(model="default", messages=[user("Hello, how are you?")], n=16, max_tokens=8)
-    reply = next(choice for choice in first.choices if choice.finish_reason == ending.value)
-    assert reply.message.content
+    replies = [choice for choice in first.choices if choice.finish_reason == ending.value]
+    # Bytes that are no character come back to the agent as one that is: tokenised again, they would be other tokens.
+    reply = next(each for each in replies if "\N{REPLACEMENT CHARACTER}" in (each.message.content or ""))
     create(
         model="default",
         messages=[
@@ -234,7 +238,8 @@ def test_an_echoed_reply_keeps_its_ids(stack: EngineStack, ending: FinishReason)
             user("What is the weather like today?"),
         ],
     )
-    assert_spliced(stack, *stack.calls(key), choice=reply.index)
+    once, again = stack.calls(key)
+    assert_spliced(stack, once, again, choice=reply.index)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -268,9 +273,9 @@ def assert_spliced(stack: EngineStack, first: Call, second: Call, choice: int = 
     assert second.prompt_ids is not None
     before = np.concatenate([first.prompt_ids, said.response_ids])
     assert np.array_equal(second.prompt_ids[: len(before)], before)
-    ended = said.finish_reason is FinishReason.STOP
+    ended = said.finish_reason is not FinishReason.LENGTH
     assert (said.response_ids[-1] == stack.tokenizer.eos_token_id) == ended
-    rest = stack.tokenizer.decode(second.prompt_ids[len(before) :])
+    rest = str(stack.tokenizer.decode(second.prompt_ids[len(before) :]))
     assert rest.startswith("\n<|im_start|>user\n" if ended else "<|im_end|>\n<|im_start|>user\n")
     assert not second.prefix_broken
     assert second.reused >= 0.9 * len(before)
@@ -291,9 +296,8 @@ def chat_openai_params(stack: EngineStack, key: AttemptKey | None = None) -> dic
 
 def sum_of(chunks: Any) -> AIMessageChunk:
     """The message that a stream's chunks make together."""
-    first, *others = chunks
-    assert isinstance(first, AIMessageChunk)
-    return first.__add__(others)
+    total: AIMessageChunk = functools.reduce(operator.add, chunks)
+    return total
 
 
 def recorded_choices(stack: EngineStack, key: AttemptKey) -> tuple[Choice, ...]:

@@ -1,4 +1,4 @@
-"""Effects of the algorithms' settings, found for every algorithm that is installed: none is named here."""
+"""Effects of the algorithms' settings, found for whatever algorithms are installed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ READ_BY_ENGINES = {*Algorithm.__annotations__, *CriticAlgorithm.__annotations__}
 
 def effects(plugins: Plugins) -> dict[str, Effect]:
     """One for each setting of each algorithm; a setting that can be changed in no way is missing."""
-    found = dict(_of_names(plugins))
-    for name, component in plugins.components(Kind.ALGORITHM).items():
+    algorithms = plugins.components(Kind.ALGORITHM)
+    others = sorted(algorithms.keys() - {"grpo"})
+    found = {"algorithm.name": Effect(trained, {"algorithm.name": name}) for name in others[:1]}
+    for name, component in algorithms.items():
         for field in component.options.model_fields:
             for given, change in itertools.islice(_changes(component.options, field), 1):
                 found[f"algorithm.{name}.{field}"] = Effect(
@@ -35,12 +37,6 @@ def effects(plugins: Plugins) -> dict[str, Effect]:
                     {"algorithm": {"name": name, name: given}},
                 )
     return found
-
-
-def _of_names(plugins: Plugins) -> Iterator[tuple[str, Effect]]:
-    for name in plugins.components(Kind.ALGORITHM):
-        if name != "grpo":
-            yield "algorithm.name", Effect(trained, {"algorithm.name": name}, {"algorithm.name": "grpo"})
 
 
 def _changes(options: type[BaseModel], field: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -62,7 +58,7 @@ def _values(options: type[BaseModel], field: str) -> Iterator[Any]:
     parts = [declared.annotation, *get_args(declared.annotation)]
     words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
     for value in (*words, *TRIED):
-        if value != declared.default or type(value) is not type(declared.default):
+        if value != declared.default or isinstance(value, bool) != isinstance(declared.default, bool):
             yield value
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 from aiohttp import web
 from run_effects import train_tasks
-from settings_bench import Bench, Effect, Given, ran
+from settings_bench import Bench, Effect, Given, Ran, ran
 
 from agl_core.errors import ConfigError
 from agl_core.types import (
@@ -74,7 +74,7 @@ async def value_of(rule: Callable[[Episode], Any], judged: Episode) -> Any:
 
 
 def reward(name: str, result: Any = "ann 5") -> Callable[[Bench, Given], Awaitable[Any]]:
-    """Observe what a reward rule says of an episode with this result, or that it refuses it."""
+    """Observe what a reward rule says of an episode with this result."""
 
     async def observe(bench: Bench, given: Given) -> Any:
         return await value_of(bench.load(given).rewards[name].build(), episode(result))
@@ -153,16 +153,16 @@ def _table(name: str, **settings: Any) -> Given:
     return {"rewards": {name: settings}}
 
 
-def mean_rewards(run: Any) -> list[float]:
+def mean_rewards(run: Ran) -> list[float]:
     found: list[float] = run.summary.progress.train_rewards
     return found
 
 
-def values(run: Any) -> list[list[float]]:
+def values(run: Ran) -> list[list[float]]:
     return [update["values"] for update in run.updates]
 
 
-def first_letter(outcome: Outcome) -> float:
+def lenient(outcome: Outcome) -> float:
     """A rule of the user's for one tool."""
     return 0.125
 
@@ -214,7 +214,7 @@ EFFECTS: Mapping[str, Effect] = {
         reward("tool_outcomes"), _table("tool_outcomes", weights={"search": 0.5}), OUTCOMES
     ),
     "reward.tool_outcomes.rules": Effect(
-        reward("tool_outcomes"), _table("tool_outcomes", rules={"search": "rule_effects:first_letter"}), OUTCOMES
+        reward("tool_outcomes"), _table("tool_outcomes", rules={"search": "rule_effects:lenient"}), OUTCOMES
     ),
     **{
         f"reward.judge.{name}": Effect(judged, {f"rewards.judge.{name}": value})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import tomli_w
+from scripted_parts import SEEN
 
 from agl_core.config import LoadedConfig, load
 from agl_core.training.progress import Silent
@@ -117,7 +118,7 @@ class Bench:
             async with loaded.store.build(run_dir, True) as store:
                 rollouts = await store.rollouts(run=run_dir.name)
                 attempts = [attempt for rollout in rollouts for attempt in await store.attempts(rollout.id)]
-            seen = json.loads((run_dir / "seen.json").read_text())
+            seen = json.loads((run_dir / SEEN).read_text())
             self._runs[key] = Ran(run_dir, summary, seen, attempts)
         return self._runs[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import policy_effects
 import pytest
 import rule_effects
 import run_effects
+import settings_found
 import training_effects
 from settings_bench import Bench, Effect, Given
 from settings_found import every_setting
@@ -49,6 +51,7 @@ def test_no_entry_is_out_of_date() -> None:
 
 
 def test_settings_are_found_where_they_are() -> None:
+    assert doctest.testmod(settings_found).failed == 0
     some = {
         "config_version", "train.steps", "train.endings.lost", "tasks", "tasks.NAME.source", "trackers",
         "policies.NAME.optimizer.beta1", "policies.NAME.model.lora.rank", "rewards.NAME.weight", "credit.name",

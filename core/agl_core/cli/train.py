@@ -36,9 +36,12 @@ def train(config: Config = None, seed: Seed = None, set_: Set = [], resume: Resu
     from agl_core.training.run import CONFIG_FILE, new_run_dir
     from agl_core.training.run import train as run_training
 
-    if (config is None) == (resume is None):
+    if config is not None and resume is None:
+        file = config
+    elif resume is not None and config is None:
+        file = find_run(resume) / CONFIG_FILE
+    else:
         raise ConfigError("Name either a configuration file or, with --resume, a run's folder. See agl train --help.")
-    file = config if config is not None else find_run(resume) / CONFIG_FILE  # type: ignore[arg-type]
     loaded = load(file, set_, seed)
     check(loaded)
     run_dir = new_run_dir(loaded) if resume is None else file.parent

@@ -95,12 +95,14 @@ class Trainer:
 
     async def _learn(self, step: int, collected: Collected, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record; once the weights move, the record has to follow."""
+        settings = self.config.train
+        smallest = min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
         prepared = prepare(
             collected.groups,
             lambda episodes: credit_group(self.credit, self.config.credit.name, episodes),
             self.credit_kind,
-            agents=self.config.train.agents,
-            min_group_size=self.config.train.min_group_size,
+            agents=settings.agents,
+            min_group_size=smallest,
             step=step,
         )
         rolled_out = time.monotonic()
