@@ -132,9 +132,9 @@ async def _serving(
 def make_policy(folder: Path) -> PreTrainedTokenizerBase:
     """Write a tiny Qwen2 with random weights and a few habits, and return its tokenizer.
 
-    It babbles, but now and then a full stop comes, and with it the reply ends; with nothing else does babble end. So no
-    reply is empty, and some end by themselves and some are cut short. A tool call that was begun for it up to the
-    arguments it finishes without any.
+    It babbles, bytes that are no characters among it, but now and then a full stop comes, and with it the reply ends.
+    So no reply is empty, some end by themselves, and some are cut short. A tool call that was begun for it, up to the
+    arguments, it finishes without any.
     """
     tokenizer = _make_tokenizer()
     config = Qwen2Config(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import AttemptKey, Mode, RolloutState
 
 VOLATILE = ("seconds", "incarnation", "memory", "peak")
 
@@ -43,19 +45,15 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def rollouts_running(store: Path, step: int) -> int:
-    """How many rollouts of this step have an LLM call by now but are not done."""
-    if not store.exists():
-        return 0
-    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as database:
-        query = (
-            "SELECT count(DISTINCT r.id) FROM rollouts r JOIN calls c ON c.rollout = r.id "
-            "WHERE r.step = ? AND r.mode = 'train' AND r.state = 'running'"
-        )
-        try:
-            return int(database.execute(query, (step,)).fetchone()[0])
-        except sqlite3.OperationalError:
-            return 0
+def in_the_middle_of(store: Path, step: int) -> bool:
+    """Whether a rollout of this step is running and has made an LLM call by now."""
+
+    async def look() -> bool:
+        async with SqliteStore(store, read_only=True) as opened:
+            running = await opened.rollouts(step=step, mode=Mode.TRAIN, state=RolloutState.RUNNING)
+            return bool(await opened.calls(AttemptKey(rollout.id, 0) for rollout in running))
+
+    return store.exists() and asyncio.run(look())
 
 
 @pytest.mark.slow
@@ -65,7 +63,7 @@ def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None
 
     killed = agl.start(*agl.calc(*settings, "name=killed"))
     store = agl.folder / "runs" / "killed" / "store.sqlite"
-    killed.until(lambda: rollouts_running(store, step=3) > 0)
+    killed.until(lambda: in_the_middle_of(store, step=3))
     killed.kill()
     steps = [line["step"] for line in agl.metrics("killed") if line["kind"] == "train"]
     assert steps == [1, 2]

@@ -26,8 +26,8 @@ READ_BY_ENGINES = {*Algorithm.__annotations__, *CriticAlgorithm.__annotations__}
 def effects(plugins: Plugins) -> dict[str, Effect]:
     """One for each setting of each algorithm; a setting that can be changed in no way is missing."""
     algorithms = plugins.components(Kind.ALGORITHM)
-    others = sorted(algorithms.keys() - {"grpo"})
-    found = {"algorithm.name": Effect(trained, {"algorithm.name": name}) for name in others[:1]}
+    another = max(algorithms.keys() - {"grpo"})
+    found = {"algorithm.name": Effect(trained, {"algorithm.name": another})}
     for name, component in algorithms.items():
         for field in component.options.model_fields:
             for given, change in itertools.islice(_changes(component.options, field), 1):

@@ -207,8 +207,12 @@ class RunConfig(Section):
     rewards: dict[str, RewardSection] = Field(
         default_factory=dict, description="Reward rules; none: what the agent itself reports."
     )
-    credit: PluginChoice = Field(PluginChoice(name="identical"), description="How an episode's rewards are shared among its transitions.")
-    algorithm: PluginChoice = Field(PluginChoice(name="grpo"), description="What makes advantages of credited rewards, and the loss.")
+    credit: PluginChoice = Field(
+        PluginChoice(name="identical"), description="How an episode's rewards are shared among its transitions."
+    )
+    algorithm: PluginChoice = Field(
+        PluginChoice(name="grpo"), description="What makes advantages of credited rewards, and the loss."
+    )
     engine: PluginChoice = Field(PluginChoice(name="torch"), description="What holds the weights.")
     store: PluginChoice = Field(PluginChoice(name="sqlite"), description="Where everything that happens is recorded.")
     trackers: dict[str, dict[str, Any]] = Field(
