@@ -11,7 +11,7 @@ import pytest
 
 FLOORS = [
     {"types"},
-    {"hooks", "plugins", "config", "errors", "protocols", "wire", "rules"},
+    {"hooks", "plugins", "config", "errors", "protocols", "wire", "rules", "memory"},
     {"capture"},
     {"store"},
     {"learning"},

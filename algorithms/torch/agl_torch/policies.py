@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 from agl_algorithms.interface import Algorithm
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import ConfigError, EngineError, nearest
+from agl_core.memory import peak_rss_bytes
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import PolicySpec, Progress, UpdateResult
 from agl_torch.checkpoint import load_policy, save_policy
@@ -115,9 +114,8 @@ def choose_device(wanted: str) -> torch.device:
 
 def memory(cached: Iterable[Policy]) -> dict[str, float]:
     """Peak resident bytes of this process, and bytes held for keys and values."""
-    unit = 1 if sys.platform == "darwin" else 1024
     return {
-        "peak_rss_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit),
+        "peak_rss_bytes": float(peak_rss_bytes()),
         "cache_bytes": float(sum(policy.sampler.cache_nbytes for policy in cached)),
     }
 

@@ -47,17 +47,16 @@ def rollouts(
         return [(r, await _rewards(store, r)) for r in newest]
 
     rows, runs = _read(run, read)
-    table = Table()
-    for column in ("rollout", "mode", "state", "ending", "attempt", "reward"):
-        table.add_column(column, no_wrap=column == "rollout")
-    table.add_column("task", no_wrap=True)
+    table = Table(expand=True)
+    for column in ("rollout", "mode", "ended", "try", "reward"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("task", no_wrap=True, ratio=1, min_width=16)
     for rollout, rewards in rows:
         table.add_row(
             rollout.id + (" (superseded)" if superseded(rollout, runs) else ""),
             rollout.mode.value,
-            rollout.state.value,
-            rollout.ending.value if rollout.ending else "-",
-            "-" if rollout.counted_attempt is None else str(rollout.counted_attempt),
+            rollout.ending.value if rollout.ending else rollout.state.value,
+            "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
             ", ".join(f"{r.name} {r.value:g}" for r in rewards if r.call is None) or "-",
             printable(json.dumps(rollout.task.input, ensure_ascii=False), 60),
         )

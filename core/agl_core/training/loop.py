@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 from agl_core.config.models import RunConfig
 from agl_core.learning import Prepared, credit_group, prepare
+from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import CreditRule, Engine, TaskSource, UpdateResult
 from agl_core.store.interface import Store
 from agl_core.training.checkpoints import Checkpoints, Progress
 from agl_core.training.collect import Collected, Collector
 from agl_core.training.evaluate import Evaluator
-from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, peak_rss_bytes
+from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics
 from agl_core.training.plan import plan_groups, train_indices
 from agl_core.training.progress import Observer
 from agl_core.types import CreditKind, Mode, Use

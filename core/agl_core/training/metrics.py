@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -82,11 +81,3 @@ class MetricsLog:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process ever had resident."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

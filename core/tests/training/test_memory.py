@@ -1,0 +1,27 @@
+"""Memory is counted for the process itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+MIB = 2**20
+
+
+def run(code: str) -> list[int]:
+    """The numbers that a process of its own prints."""
+    code = f"from agl_core.memory import peak_rss_bytes\n{code}"
+    return [int(n) for n in subprocess.check_output([sys.executable, "-c", code], text=True).split()]
+
+
+def test_what_was_allocated_is_counted_also_after_it_was_freed() -> None:
+    before, after = run(
+        f"print(peak_rss_bytes())\ntaken = bytearray(b'x' * {128 * MIB})\ndel taken\nprint(peak_rss_bytes())"
+    )
+    assert after >= before + 128 * MIB
+
+
+def test_a_child_does_not_count_what_its_parent_had() -> None:
+    taken = bytearray(b"x" * (512 * MIB))
+    [found] = run("print(peak_rss_bytes())")
+    assert found < len(taken)
