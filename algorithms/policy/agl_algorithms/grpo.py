@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agl_algorithms.aggregation import token_weights
 from agl_algorithms.interface import Logprobs, Samples
-from agl_algorithms.objective import PolicyObjective, transitions_of
+from agl_algorithms.objective import PolicyObjective, contributing
 from agl_algorithms.options import GrpoOptions
 from agl_algorithms.statistics import group_statistics
 
@@ -63,10 +63,7 @@ class Grpo:
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
         """[N] bool: what has an advantage, or (with a KL term) a weight."""
-        counts_R = self.weights(samples) > 0
-        if not self.needs_reference:
-            counts_R = counts_R & (advantages_R != 0)
-        return transitions_of(samples, counts_R)
+        return contributing(samples, self.weights(samples), advantages_R, kl=self.needs_reference)
 
     def weights(self, samples: Samples) -> Tensor:
         """[R] token weights by `aggregation`, over all groups or those that are not equal."""

@@ -76,6 +76,12 @@ class PolicyObjective:
         return truncated_importance(logprobs.old_R, logprobs.behaviour_R, threshold)
 
 
+def contributing(samples: Samples, weights_R: Tensor, advantages_R: Tensor, *, kl: bool) -> Tensor:
+    """[N] bool: transitions with a weighted token that has an advantage, or (with a KL term) any weighted token."""
+    counts_R = weights_R > 0
+    return transitions_of(samples, counts_R if kl else counts_R & (advantages_R != 0))
+
+
 def transitions_of(samples: Samples, counts_R: Tensor) -> Tensor:
     """[N] bool: transitions with a token for which `counts_R` [R] bool holds."""
     found_N = torch.zeros(samples.values_N.numel(), dtype=torch.bool, device=counts_R.device)

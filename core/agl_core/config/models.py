@@ -169,7 +169,9 @@ class WorkerSection(Section):
 
     concurrency: int = Field(32, ge=1, description="Rollouts run at the same time.")
     timeout: float = Field(120.0, gt=0, description="Seconds an attempt may take.")
-    attempts: int = Field(2, ge=1, description="Tries per rollout when an attempt is lost or crashes outside a call.")
+    attempts: int = Field(
+        2, ge=1, description="Tries per rollout; only what was lost or ended badly before any LLM call is tried again."
+    )
 
 
 class RewardSection(OpenSection):

@@ -6,7 +6,7 @@ A call is one transition: its observation is the prompt, its action the whole re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agl_core.types.names import DropReason, Ending, FinishReason, Mode
 from agl_core.types.records import Json, Logprobs, Outcome, Reward, Task, TokenMask, Tokens, TransitionKey
@@ -78,4 +78,3 @@ class Episode:
     unjoined: tuple[Outcome, ...] = ()
     """Outcomes that belong to no recorded call; counted and shown."""
     step: int = 0
-    metadata: Mapping[str, Json] = field(default_factory=dict)
