@@ -1,13 +1,14 @@
 """How transitions are laid out in forward passes, and what a pass yields: the one place that knows.
 
-A `MicroBatch` is a rectangle of whole transitions of similar length, padded on the right (a causal model never looks
-there, so no attention mask is needed) to its own longest. To compute shared prefixes once instead, make
-`plan` return sets of transitions that share them, and `lay_out` and `score` another layout: nothing
-outside this module sees input ids, positions or pads.
+Transitions with a common prefix make one tree (`agl_torch.prefix_tree`), which computes the prefix once. A
+`MicroBatch` is a rectangle of trees of similar size, padded on the right to its own largest. Where no tree branches
+the model's own causal attention is right and no mask is made. Nothing outside this module and the trees' own sees
+input ids, positions, masks or pads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,16 +18,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_core.types import Batch
+from agl_torch.prefix_tree import LARGEST_MASKED, Tree, grow, plan_trees
 
 LOGITS_PER_MICRO_BATCH = 2**28
 """Response tokens × vocabulary of one pass: 1 GiB of float32 logits. Bounds memory with large vocabularies."""
-SHORTEST_SHARE = 0.5
-"""A transition shorter than this share of the longest goes to another micro-batch: at most half is pads."""
+SMALLEST_SHARE = 0.5
+"""A tree smaller than this share of the largest goes to another micro-batch: at most half is pads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a forward pass."""
+
+    tokens: int
+    """Pads included; a transition that is longer goes alone."""
+    vocabulary: int
+    """Numbers that the output layer makes of each response token."""
+    hidden_size: int
+    """The model's: it tells when sharing a prefix pays."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass over n transitions. R counts their response tokens."""
+    """One forward pass over n transitions in B trees of at most L tokens. R counts their response tokens."""
 
     transitions_n: Tensor
     """[n] int64: which transitions of the batch."""
@@ -35,15 +49,23 @@ class MicroBatch:
     transition_R: Tensor
     """[R] int64: 0 … n-1, the transition of each response token, ascending."""
     input_ids: Tensor
-    """[n, L] int64, padded on the right."""
-    positions_R: Tensor
-    """[R] int64: the position in its row whose hidden state predicts the response token."""
+    """[B, L] int64, padded on the right."""
+    depth_BL: Tensor | None
+    """Position ids; None where no tree branches: they are then 0, 1, …"""
+    last_BL: Tensor | None
+    """Token i sees token j if j <= i <= last[j]; None where no tree branches."""
+    row_R: Tensor
+    """[R] int64: the row whose hidden state predicts the response token,"""
+    column_R: Tensor
+    """[R] int64: and where in it."""
     targets_R: Tensor
     """[R] int64: the response tokens."""
     temperature_R: Tensor
     """[R] float32."""
     tokens: int
-    """Prompt and response tokens together, without pads."""
+    """Prompt and response tokens of all transitions together."""
+    computed: int
+    """Tokens that the pass computes for them: fewer where prefixes are shared."""
 
 
 class TokenScores(NamedTuple):
@@ -55,43 +77,51 @@ class TokenScores(NamedTuple):
     """[R] of the whole distribution, in nats; no gradient."""
 
 
-def plan(batch: Batch, chosen: NDArray[np.int64], *, token_budget: int, vocabulary: int) -> list[NDArray[np.int64]]:
-    """Split the `chosen` transitions into micro-batches, longest first.
-
-    One holds as many as fit into `token_budget` (pads included); a transition that is longer goes alone.
-    """
-    lengths = np.diff(batch.offsets)[chosen]
-    responses = batch.response_lengths_N[chosen]
-    order = np.argsort(-lengths, kind="stable")
-    parts: list[NDArray[np.int64]] = []
-    start, longest, logits = 0, 0, 0
-    for place, row in enumerate(order):
-        length, row_logits = int(lengths[row]), int(responses[row]) * vocabulary
-        if place > start and (
-            (place - start + 1) * longest > token_budget
-            or length < SHORTEST_SHARE * longest
-            or logits + row_logits > LOGITS_PER_MICRO_BATCH
-        ):
-            parts.append(chosen[order[start:place]])
-            start, logits = place, 0
-        if place == start:
-            longest = length
-        logits += row_logits
-    if start < len(order):
-        parts.append(chosen[order[start:]])
-    return parts
+def micro_batches(
+    batch: Batch, chosen: NDArray[np.int64], limits: Limits, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Forward passes that cover each of the `chosen` transitions once, largest trees first."""
+    logits = max(1, LOGITS_PER_MICRO_BATCH // limits.vocabulary)
+    trees = [
+        grow(batch, transitions)
+        for transitions in plan_trees(
+            batch, chosen, token_budget=limits.tokens, response_budget=logits, hidden_size=limits.hidden_size
+        )
+    ]
+    trees.sort(key=len, reverse=True)
+    responses = [int(batch.response_lengths_N[tree.transitions_n].sum()) for tree in trees]
+    start = 0
+    for end in range(1, len(trees) + 1):
+        if end == len(trees) or not _fit(trees[start : end + 1], sum(responses[start : end + 1]), limits, logits):
+            yield _lay_out(batch, trees[start:end], device)
+            start = end
 
 
-def lay_out(batch: Batch, transitions: NDArray[np.int64], device: torch.device) -> MicroBatch:
-    """The micro-batch of these transitions, in this order."""
-    starts, lengths = batch.offsets[transitions], np.diff(batch.offsets)[transitions]
+def _fit(trees: Sequence[Tree], responses: int, limits: Limits, logits: int) -> bool:
+    """Whether these trees, largest first, go into one pass."""
+    largest = len(trees[0])
+    return (
+        len(trees) * largest <= limits.tokens
+        and len(trees[-1]) >= SMALLEST_SHARE * largest
+        and responses <= logits
+        and (len(trees) * largest**2 <= LARGEST_MASKED**2 or not any(tree.branches for tree in trees))
+    )
+
+
+def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> MicroBatch:
+    transitions = np.concatenate([tree.transitions_n for tree in trees])
+    shape = len(trees), max(map(len, trees))
+    ids, depth, last = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))
+    for row, tree in enumerate(trees):
+        ids[row, : len(tree)], depth[row, : len(tree)] = tree.tokens_L, tree.depth_L
+        last[row, : len(tree)] = tree.last_L
+    paths = [path for tree in trees for path in tree.paths_n]
     prompts, responses = batch.prompt_lengths_N[transitions], batch.response_lengths_N[transitions]
-    ids = np.zeros((len(transitions), int(lengths.max())), dtype=np.int64)
-    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        ids[row, :length] = batch.tokens_T[start : start + length]
     transition_R = np.repeat(np.arange(len(transitions)), responses)
     offset_R = np.arange(int(responses.sum())) - np.repeat(np.cumsum(responses) - responses, responses)
-    column_R = prompts[transition_R] + offset_R
+    row_n = np.repeat(np.arange(len(trees)), [len(tree.transitions_n) for tree in trees])
+    predicted = np.concatenate([path[prompt:] for path, prompt in zip(paths, prompts, strict=True)])
+    branches = any(tree.branches for tree in trees)
 
     def on_device(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -101,10 +131,18 @@ def lay_out(batch: Batch, transitions: NDArray[np.int64], device: torch.device) 
         tokens_R=on_device(batch.response_offsets[transitions][transition_R] + offset_R),
         transition_R=on_device(transition_R),
         input_ids=on_device(ids),
-        positions_R=on_device(column_R - 1),
-        targets_R=on_device(ids[transition_R, column_R]),
+        depth_BL=on_device(depth) if branches else None,
+        last_BL=on_device(last) if branches else None,
+        row_R=on_device(row_n[transition_R]),
+        column_R=on_device(
+            np.concatenate(
+                [path[prompt - 1 : -1] for path, prompt in zip(paths, prompts, strict=True)],
+            )
+        ),
+        targets_R=on_device(ids[row_n[transition_R], predicted]),
         temperature_R=on_device(batch.temperature_N[transitions][transition_R].astype(np.float32)),
-        tokens=int(lengths.sum()),
+        tokens=int(np.diff(batch.offsets)[transitions].sum()),
+        computed=sum(map(len, trees)),
     )
 
 
@@ -116,11 +154,11 @@ def score(model: Any, micro: MicroBatch) -> TokenScores:
     """
 
     def select(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (arguments[0][micro.transition_R, micro.positions_R], *arguments[1:])
+        return (arguments[0][micro.row_R, micro.column_R], *arguments[1:])
 
     hook = model.get_output_embeddings().register_forward_pre_hook(select)
     try:
-        logits = model(input_ids=micro.input_ids, use_cache=False).logits
+        logits = model(**_inputs(micro, model.dtype)).logits
     finally:
         hook.remove()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -135,7 +173,19 @@ def score(model: Any, micro: MicroBatch) -> TokenScores:
 
 def read_values(backbone: Any, head: Any, micro: MicroBatch) -> Tensor:
     """[R] what `head` makes of the hidden states that predict the response tokens: one number each."""
-    hidden = backbone(input_ids=micro.input_ids, use_cache=False).last_hidden_state
-    selected = hidden[micro.transition_R, micro.positions_R]
+    hidden = backbone(**_inputs(micro, backbone.dtype)).last_hidden_state
+    selected = hidden[micro.row_R, micro.column_R]
     values: Tensor = head(selected.to(head.weight.dtype))
     return values[:, 0]
+
+
+def _inputs(micro: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
+    """A model's arguments; the mask is additive, [B, 1, L, L]."""
+    inputs: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
+    if micro.last_BL is None:
+        return inputs
+    place_L = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device)
+    hidden_BLL = (place_L[:, None] < place_L) | (place_L[:, None] > micro.last_BL[:, None, :])
+    mask_B1LL = torch.zeros(hidden_BLL.shape, dtype=dtype, device=hidden_BLL.device)
+    mask_B1LL = mask_B1LL.masked_fill_(hidden_BLL, torch.finfo(dtype).min)[:, None]
+    return {**inputs, "attention_mask": mask_B1LL, "position_ids": micro.depth_BL}

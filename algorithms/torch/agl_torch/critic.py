@@ -15,7 +15,7 @@ from agl_algorithms.interface import CriticAlgorithm
 from agl_algorithms.statistics import explained_variance
 from agl_core.config.models import OptimizerSection
 from agl_core.types import Batch
-from agl_torch.batching import MicroBatch, lay_out, plan, read_values
+from agl_torch.batching import Limits, MicroBatch, micro_batches, read_values
 from agl_torch.measuring import BACKWARD_COST, Meter, Work
 from agl_torch.model import LoadedModel
 from agl_torch.optimizer import PolicyOptimizer
@@ -41,13 +41,14 @@ class Critic:
         seed: int = 0,
     ) -> None:
         self._device = loaded.device
-        self._budget = tokens_per_micro_batch
         self._seed = seed
         causal = loaded.model.get_base_model() if loaded.has_adapter else loaded.model
         self._backbone: Any = causal.base_model
         # Made on no device, for its usual random weights would advance the random state.
+        hidden_size = causal.get_output_embeddings().weight.shape[1]
+        self._limits = Limits(tokens_per_micro_batch, vocabulary=1, hidden_size=hidden_size)
         head = nn.Linear(
-            causal.get_output_embeddings().weight.shape[1],
+            hidden_size,
             1,
             device="meta",
             dtype=torch.promote_types(loaded.dtype, torch.float32),
@@ -122,8 +123,7 @@ class Critic:
         meter.end(step, self._optimizer.step())
 
     def _micro_batches(self, batch: Batch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
-        for part in plan(batch, chosen, token_budget=self._budget, vocabulary=1):
-            yield lay_out(batch, part, self._device)
+        return micro_batches(batch, chosen, self._limits, self._device)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
-from agl_torch.batching import MicroBatch, lay_out, plan, score
+from agl_torch.batching import Limits, MicroBatch, micro_batches, score
 from agl_torch.critic import Critic
 from agl_torch.measuring import BACKWARD_COST, Meter, Work
 from agl_torch.model import LoadedModel
@@ -44,7 +44,7 @@ class PolicyTrainer:
         self.version = 0
         self.optimizer = PolicyOptimizer([p for p in loaded.model.parameters() if p.requires_grad], settings)
         self._loaded = loaded
-        self._budget = tokens_per_micro_batch
+        self._limits = Limits(tokens_per_micro_batch, *loaded.model.get_output_embeddings().weight.shape)
         self._seed = seed
         self._gradient_checkpointing = gradient_checkpointing
         self._initial = initial
@@ -167,7 +167,7 @@ class PolicyTrainer:
         return Critic(
             self._load_initial(),
             self.optimizer.settings,
-            tokens_per_micro_batch=self._budget,
+            tokens_per_micro_batch=self._limits.tokens,
             gradient_checkpointing=self._gradient_checkpointing,
             seed=self._seed,
         )
@@ -187,8 +187,7 @@ class PolicyTrainer:
         return logprobs_R
 
     def _micro_batches(self, batch: Batch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
-        for part in plan(batch, chosen, token_budget=self._budget, vocabulary=self._loaded.vocabulary):
-            yield lay_out(batch, part, self._loaded.device)
+        return micro_batches(batch, chosen, self._limits, self._loaded.device)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -2,69 +2,177 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_torch import batching
-from agl_torch.batching import lay_out, plan, score
+from agl_core.types import Batch, TransitionKey
+from agl_torch import batching, prefix_tree
+from agl_torch.batching import Limits, MicroBatch, micro_batches, score
 from agl_torch.model import LoadedModel
 
 from .conftest import make_batch, plain_logprobs
 
 CPU = torch.device("cpu")
+WIDE = Limits(tokens=10_000, vocabulary=320, hidden_size=10_000)
+"""Nothing but shared prefixes decides about the layout."""
 
 
-@given(st.integers(0, 20), st.integers(1, 200))
-def test_every_transition_is_planned_once_within_the_budget(seed: int, budget: int) -> None:
-    batch = make_batch(None, seed=seed)
+def make_shared(seed: int, *, groups: int = 2, members: int = 4, turns: int = 3, alphabet: int = 300) -> Batch:
+    """Rollouts whose turns continue each other, and groups that share their prompts. Few letters: more is shared."""
+    rng = np.random.default_rng(seed)
+
+    def some(most: int) -> list[int]:
+        return [int(token) for token in rng.integers(3, 3 + alphabet, int(rng.integers(1, most)))]
+
+    pairs: list[tuple[list[int], list[int]]] = []
+    for _ in range(groups):
+        task = some(30)
+        for _ in range(members):
+            prompt = list(task)
+            for _ in range(int(rng.integers(1, turns + 1))):
+                pairs.append((prompt, some(8)))
+                prompt = prompt + pairs[-1][1] + some(10)
+    return batch_of([pairs[i] for i in rng.permutation(len(pairs))], rng)
+
+
+def batch_of(pairs: list[tuple[list[int], list[int]]], rng: np.random.Generator) -> Batch:
+    count, responses = len(pairs), [len(response) for _, response in pairs]
+    return replace(
+        make_batch(None),
+        tokens_T=np.array([token for prompt, response in pairs for token in prompt + response], np.int32),
+        offsets=np.array([0, *accumulate(len(prompt) + len(response) for prompt, response in pairs)], np.int64),
+        prompt_lengths_N=np.array([len(prompt) for prompt, _ in pairs], np.int64),
+        response_offsets=np.array([0, *accumulate(responses)], np.int64),
+        behaviour_logprobs_R=np.zeros(sum(responses), np.float32),
+        mask_R=np.ones(sum(responses), np.bool_),
+        temperature_N=rng.choice([0.7, 1.0, 1.3], count).astype(np.float32),
+        values_N=np.zeros(count),
+        group_N=np.zeros(count, np.int64),
+        rollout_N=np.arange(count),
+        turn_N=np.zeros(count, np.int64),
+        version_N=np.zeros(count, np.int64),
+        scores_N=np.zeros(count),
+        keys=tuple(TransitionKey(f"r{i}", 0, "c", 0) for i in range(count)),
+    )
+
+
+def sequence(batch: Batch, i: int) -> tuple[int, ...]:
+    return tuple(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].tolist())
+
+
+def laid_out(batch: Batch, limits: Limits = WIDE) -> list[MicroBatch]:
+    return list(micro_batches(batch, np.arange(len(batch)), limits, CPU))
+
+
+@given(st.integers(0, 30), st.integers(1, 200), st.integers(1, 1000), st.booleans())
+def test_every_transition_is_in_one_pass_within_the_limits(seed: int, budget: int, hidden: int, shares: bool) -> None:
+    batch = make_shared(seed) if shares else make_batch(None, seed=seed)
     chosen = np.flatnonzero(np.arange(len(batch)) % 3 != 1)
-    lengths = np.diff(batch.offsets)
-    parts = plan(batch, chosen, token_budget=budget, vocabulary=320)
-    assert sorted(np.concatenate(parts).tolist()) == chosen.tolist()
-    for part in parts:
-        assert len(part) == 1 or len(part) * lengths[part].max() <= budget
-        assert lengths[part].min() >= batching.SHORTEST_SHARE * lengths[part].max()
+    passes = list(micro_batches(batch, chosen, Limits(budget, 320, hidden), CPU))
+    assert sorted(int(i) for micro in passes for i in micro.transitions_n) == chosen.tolist()
+    for micro in passes:
+        rows, longest = micro.input_ids.shape
+        assert rows * longest <= budget or len(micro.transitions_n) == 1
+        assert micro.computed >= rows * longest * batching.SMALLEST_SHARE
+        assert micro.computed <= micro.tokens
+        assert micro.tokens == np.diff(batch.offsets)[micro.transitions_n].sum()
 
 
-def test_logits_bound_a_micro_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch(None)
+def test_logits_bound_a_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "LOGITS_PER_MICRO_BATCH", 320 * 12)
-    for part in plan(batch, np.arange(len(batch)), token_budget=10_000, vocabulary=320):
-        assert len(part) == 1 or batch.response_lengths_N[part].sum() <= 12
+    for batch in (make_batch(None), make_shared(0)):
+        for micro in laid_out(batch):
+            assert len(micro.transitions_n) == 1 or len(micro.targets_R) <= 12
 
 
-def test_scores_equal_a_plain_forward_of_each_transition(in_float64: LoadedModel) -> None:
-    batch = make_batch(None)
-    for part in plan(batch, np.arange(len(batch)), token_budget=150, vocabulary=320):
-        micro = lay_out(batch, part, CPU)
+def test_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "LARGEST_MASKED", 60)
+    monkeypatch.setattr(prefix_tree, "LARGEST_MASKED", 60)
+    for micro in laid_out(make_shared(1, turns=2)):
+        rows, longest = micro.input_ids.shape
+        assert micro.last_BL is None or rows * longest**2 <= 60**2
+
+
+@given(st.integers(0, 1000), st.sampled_from([2, 5, 300]))
+def test_a_shared_prefix_is_computed_once(seed: int, alphabet: int) -> None:
+    batch = make_shared(seed, groups=1, alphabet=alphabet)
+    [micro] = laid_out(batch)
+    sequences = [sequence(batch, i) for i in range(len(batch))]
+    trees = {each[0] for each in sequences}
+    prefixes = {each[:end] for each in sequences for end in range(1, len(each) + 1)}
+    assert (micro.computed, len(micro.input_ids)) == (len(prefixes), len(trees))
+
+
+def test_turns_of_one_rollout_need_no_mask() -> None:
+    rng = np.random.default_rng(0)
+    batch = batch_of([([5, 6], [7]), ([5, 6, 7, 8], [9, 10]), ([5, 6, 7, 8, 9, 10, 11], [12])], rng)
+    [micro] = laid_out(batch)
+    assert micro.last_BL is None
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
+    assert (micro.tokens, micro.computed) == (3 + 6 + 8, 8)
+
+
+def test_a_prefix_is_not_shared_where_attention_would_cost_more() -> None:
+    rng = np.random.default_rng(0)
+    batch = batch_of([([5, *rng.integers(10, 300, 100).tolist()], [7]) for _ in range(2)], rng)
+    assert [len(micro.input_ids) for micro in laid_out(batch, replace(WIDE, hidden_size=64))] == [2]
+    assert [len(micro.input_ids) for micro in laid_out(batch, replace(WIDE, hidden_size=10_000))] == [1]
+
+
+@pytest.mark.parametrize("limits", [WIDE, replace(WIDE, tokens=150), replace(WIDE, hidden_size=16)])
+@pytest.mark.parametrize("seed", range(6))
+def test_scores_equal_a_plain_forward_of_each_transition(in_float64: LoadedModel, limits: Limits, seed: int) -> None:
+    batch = make_batch(None, seed=seed) if seed == 0 else make_shared(seed, alphabet=300 if seed % 2 else 3)
+    for micro in laid_out(batch, limits):
         with torch.no_grad():
             logprobs, entropy = score(in_float64.model, micro)
-        for local, i in enumerate(part):
-            mine = logprobs[micro.transition_R == local]
+        for local, i in enumerate(micro.transitions_n.tolist()):
             with torch.no_grad():
-                torch.testing.assert_close(mine, plain_logprobs(in_float64.model, batch, int(i)), rtol=1e-9, atol=1e-9)
-        assert micro.tokens == np.diff(batch.offsets)[part].sum()
+                plain = plain_logprobs(in_float64.model, batch, i)
+            torch.testing.assert_close(logprobs[micro.transition_R == local], plain, rtol=1e-9, atol=1e-9)
         assert (entropy > 0).all()
         assert (entropy < np.log(320)).all()
 
 
+def test_gradients_equal_those_of_each_transition_alone(in_float64: LoadedModel) -> None:
+    batch = make_shared(3)
+    weights = torch.randn(int(batch.response_offsets[-1]), dtype=torch.float64)
+
+    def gradient(passes: list[MicroBatch]) -> torch.Tensor:
+        in_float64.model.zero_grad()
+        for micro in passes:
+            (score(in_float64.model, micro).logprobs_R * weights[micro.tokens_R]).sum().backward()
+        return torch.cat([p.grad.flatten() for p in in_float64.model.parameters()])
+
+    alone = [micro for i in range(len(batch)) for micro in micro_batches(batch, np.array([i]), WIDE, CPU)]
+    together = laid_out(batch)
+    assert sum(micro.computed for micro in together) < 0.6 * sum(micro.computed for micro in alone)
+    expected = gradient(alone)
+    # The model's own norms compute in float32, and with them the backward pass.
+    assert (gradient(together) - expected).norm() < 1e-6 * expected.norm()
+
+
 def test_logits_exist_at_response_positions_only(loaded: LoadedModel) -> None:
     batch = make_batch(None)
-    micro = lay_out(batch, np.arange(3), CPU)
+    [micro] = micro_batches(batch, np.array([0]), WIDE, CPU)
     seen: list[torch.Size] = []
     hook = loaded.model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[2].shape))
     score(loaded.model, micro)
     hook.remove()
-    assert seen == [torch.Size([int(batch.response_lengths_N[:3].sum()), 320])]
+    assert seen == [torch.Size([int(batch.response_lengths_N[0]), 320])]
     assert loaded.model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 320)
 
 
 def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
     in_float64.model.get_output_embeddings().weight.data.zero_()
-    with torch.no_grad():
-        logprobs, entropy = score(in_float64.model, lay_out(make_batch(None), np.arange(2), CPU))
-    torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(320)))
-    torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
+    for micro in laid_out(make_shared(0)):
+        with torch.no_grad():
+            logprobs, entropy = score(in_float64.model, micro)
+        torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(320)))
+        torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
