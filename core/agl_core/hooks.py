@@ -52,7 +52,7 @@ def register_rewards(register: Register) -> None:
 
 @hookspec
 def register_credit_rules(register: Register) -> None:
-    """Bring a credit rule: `build(options) -> CreditRule`; provide Need.RETURNS or Need.REWARDS."""
+    """Bring a credit rule: `build(options) -> CreditRule`; provide Need.RETURNS, Need.REWARDS or both."""
 
 
 @hookspec

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar, get_type_hints, overload
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -90,17 +90,19 @@ def reward_rule(function: Any = None, *, name: str | None = None) -> Any:
 
 
 def credit_rule(
-    *, kind: Need, name: str | None = None, needs: Iterable[Need] = (), provides: Iterable[Need] = ()
+    *, kind: Need | Collection[Need], name: str | None = None, needs: Iterable[Need] = (), provides: Iterable[Need] = ()
 ) -> Callable[[Function], Function]:
     """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
 
     It gets one group of episodes and yields one value per transition. `kind` says what the values are:
-    `Need.RETURNS` or `Need.REWARDS`. `needs` is what it needs of the rest of the run (`Need.GROUPS`, say), `provides`
-    what it brings besides (`Need.OUTCOMES` if tool outcomes count in its values).
+    `Need.RETURNS` or `Need.REWARDS`, or both where the algorithm may read them as either. `needs` is what it needs of
+    the rest of the run (`Need.GROUPS`, say), `provides` what it brings besides (`Need.OUTCOMES` if tool outcomes count
+    in its values).
     """
 
     def decorate(function: Function) -> Function:
-        rule = _CreditRule(function, name or function.__name__, needs, {kind, *provides})
+        kinds = {kind} if isinstance(kind, Need) else {*kind}
+        rule = _CreditRule(function, name or function.__name__, needs, {*kinds, *provides})
         function.__agl_plugin__ = rule  # type: ignore[attr-defined]
         return function
 

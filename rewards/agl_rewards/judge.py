@@ -37,7 +37,7 @@ class JudgeOptions(BaseModel):
     api_key_env: str | None = Field(None, description="The environment variable that holds the key; none: no key.")
     max_calls: int = Field(1000, ge=1, description="Requests that one process may make; cached scores are free.")
     cache: Path | None = Field(
-        None, description="A folder that keeps scores between runs, relative to the working directory; none: memory."
+        None, description="A folder that keeps scores between runs, relative to the configuration; none: memory."
     )
     timeout: float = Field(60.0, gt=0, description="Seconds to wait for a reply.")
 

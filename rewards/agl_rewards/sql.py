@@ -33,7 +33,9 @@ async def sql_match(
     episode: Episode,
     *,
     field: Annotated[str, Field(description="The key of the task's metadata that holds the query.")] = "result",
-    database: Annotated[str, Field(description="The SQLite file, with {fields} of the metadata.")] = "{database}",
+    database: Annotated[
+        Path, Field(description="The SQLite file, relative to the configuration, with {fields} of the metadata.")
+    ] = Path("{database}"),
     timeout: Annotated[float, Field(gt=0, description="Seconds that each query may take.")] = 5.0,
     max_rows: Annotated[int, Field(ge=1, description="Rows that each query may give.")] = 10_000,
 ) -> float:
@@ -45,12 +47,12 @@ async def sql_match(
 
     Both run on the SQLite file, read-only, each for `timeout` seconds and `max_rows` rows at most; a query of the
     agent's that fails, writes, or goes beyond is wrong. Rows are compared as a multiset, in order where the expected
-    query orders them; columns by place, not name; numbers to nine digits. A relative path starts at the working
-    directory.
+    query orders them; columns by place, not name; numbers to nine digits. A relative path, also one in the
+    metadata, starts at the configuration's folder.
     """
     expected = expected_answer(episode, field)
     try:
-        file = Path(database.format_map(episode.task.metadata))
+        file = Path(*(part.format_map(episode.task.metadata) for part in database.parts))
     except KeyError as error:
         raise ConfigError(
             f"Task '{episode.task.id}' has no metadata {error} for sql_match's `database` = '{database}'. "

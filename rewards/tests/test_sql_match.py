@@ -129,12 +129,23 @@ async def test_an_expected_query_that_fails_is_an_error_with_the_task(
 
 async def test_the_file_is_named_by_the_tasks_metadata(make: Any, database: Path) -> None:
     episode = make.episode(result="SELECT 1", metadata={"result": "SELECT 1", "db": "pets"})
-    template = str(database.parent / "{db}.sqlite")
+    template = database.parent / "{db}.sqlite"
     assert await sql_match(episode, database=template) == 1.0
     with pytest.raises(ConfigError, match=r"no metadata 'database'"):
         await sql_match(episode)
     with pytest.raises(ConfigError, match=r"there is no file .*dogs\.sqlite"):
-        await sql_match(episode, database=str(database.parent / "dogs.sqlite"))
+        await sql_match(episode, database=database.parent / "dogs.sqlite")
+
+
+@pytest.mark.parametrize("named", ["pets.sqlite", "./below/../pets.sqlite", "ABSOLUTE"])
+async def test_a_file_named_in_the_metadata_starts_at_the_folder_of_the_template(
+    make: Any, database: Path, tmp_path_factory: pytest.TempPathFactory, named: str
+) -> None:
+    (database.parent / "below").mkdir()
+    folder = tmp_path_factory.mktemp("elsewhere") if named == "ABSOLUTE" else database.parent
+    metadata = {"result": "SELECT 1", "database": named.replace("ABSOLUTE", str(database))}
+    rule = make.rule(Kind.REWARD, "sql_match", database=folder / "{database}")
+    assert await rule(make.episode(result="SELECT 1", metadata=metadata)) == 1.0
 
 
 def test_text_that_is_no_utf8_is_read(database: Path) -> None:

@@ -12,13 +12,13 @@ from agl_core.errors import CapabilityError
 from agl_core.plugins import Kind, Plugins
 
 CREDIT = {
-    "identical": "return",
-    "discounted": "return",
-    "stepwise": "return",
-    "air": "return",
-    "immediate": "reward",
+    "identical": {"return"},
+    "discounted": {"return"},
+    "stepwise": {"return"},
+    "air": {"return"},
+    "immediate": {"reward", "return"},
 }
-"""What each rule yields."""
+"""What each rule's values can be read as."""
 ALGORITHMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "grpo": ("grpo", {}, "return"),
     "grpo, no KL": ("grpo", {"beta": "0.0"}, "return"),
@@ -65,8 +65,9 @@ name = "{credit}"
 """
     )
     loaded = load(config)
-    if takes == CREDIT[credit]:
+    if takes in CREDIT[credit]:
         check(loaded)
+        assert loaded.policies["default"].credit_kind == takes
         return
     with pytest.raises(CapabilityError) as error:
         check(loaded)

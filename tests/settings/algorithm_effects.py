@@ -72,7 +72,7 @@ def _accepted(options: type[BaseModel], settings: Mapping[str, Any]) -> bool:
 
 def what_it_computes(component: Component, bench: Bench, given: Given) -> list[Any]:
     """Every function of the algorithm on one batch: advantages, weights, loss, gradient, and those for a critic."""
-    algorithm = component.build(bench.load(given).algorithm.options)
+    algorithm = component.build(bench.load(given).policies["default"].algorithm.options)
     samples, logprobs, values_R, later_R = _material()
     advantages_R = algorithm.advantages(samples, values_R if algorithm.needs_critic else None)
     weights_R = algorithm.weights(samples)

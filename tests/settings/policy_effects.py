@@ -49,11 +49,9 @@ def policies(loaded: LoadedConfig) -> Policies:
 def trained(bench: Bench, given: Given) -> str:
     """The weights after two updates."""
     loaded = bench.load({**TORCH, **given})
-    made = policies(loaded)
+    made, algorithm = policies(loaded), loaded.policies["default"].algorithm
     for seed in (1, 2):
-        request = UpdateRequest(
-            "default", loaded.config.algorithm.name, loaded.algorithm.options.model_dump(), make_batch(seed)
-        )
+        request = UpdateRequest("default", algorithm.component.name, algorithm.options.model_dump(), make_batch(seed))
         made.update(request, lambda _: None)
     digest = hashlib.sha256()
     for name, tensor in made.policies["default"].loaded.model.state_dict().items():
@@ -148,14 +146,17 @@ def counted_passes(module: Any) -> Iterator[list[int]]:
         hook.remove()
 
 
+SECOND: Given = {"policies.second.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
 LORA = "policies.default.model.lora"
 ADAPTED: Given = {LORA: {"rank": 4}}
 OPTIMIZER = "policies.default.optimizer"
 
 EFFECTS: Mapping[str, Effect] = {
-    "policies": Effect(
-        ran(lambda run: sorted(run.seen["policies"])), {"policies.second.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
+    "policies": Effect(ran(lambda run: sorted(run.seen["policies"])), SECOND),
+    "policies.NAME.agents": Effect(
+        ran(lambda run: {update["policy"] for update in run.updates}), {"policies.second.agents": ["solv*"]}, SECOND
     ),
+    "policies.NAME.algorithm.name": Effect(trained, {"policies.default.algorithm.name": "reinforce++"}),
     "policies.NAME.model.path": Effect(other_weights, {"policies.default.model.path": "other_weights"}),
     "policies.NAME.model.dtype": Effect(dtype, {"policies.default.model.dtype": "bfloat16"}),
     "policies.NAME.model.trust_remote_code": Effect(architecture, {"policies.default.model.trust_remote_code": True}),

@@ -84,7 +84,8 @@ def reward(name: str, result: Any = "ann 5") -> Callable[[Bench, Given], Awaitab
 
 def credit(bench: Bench, given: Given) -> list[list[float]]:
     """The values of a group."""
-    values: list[list[float]] = bench.load(given).credit.build()([episode(), episode(terminal=0.0, rollout="s")])
+    rule = bench.load(given).policies["default"].credit.build()
+    values: list[list[float]] = rule([episode(), episode(terminal=0.0, rollout="s")])
     return values
 
 
@@ -154,7 +155,7 @@ def _table(name: str, **settings: Any) -> Given:
 
 
 def mean_rewards(run: Ran) -> list[float]:
-    found: list[float] = run.summary.progress.train_rewards
+    found: list[float] = run.summary.state.train_rewards
     return found
 
 
@@ -229,6 +230,9 @@ EFFECTS: Mapping[str, Effect] = {
         }.items()
     },
     "reward.judge.timeout": Effect(judged, {"rewards.judge.timeout": 0.05}, {"rewards.judge.timeout": 60.0}),
+    "policies.NAME.credit.name": Effect(
+        ran(values), {"policies.default.credit": {"name": "discounted", "discounted": {"gamma": 0.0}}}
+    ),
     "credit.name": Effect(ran(values), {"credit.name": "discounted", "credit.discounted.gamma": 0.0}),
     "credit.discounted.gamma": Effect(credit, {"credit.discounted.gamma": 0.5}, {"credit.name": "discounted"}),
     "credit.stepwise.gamma": Effect(credit, {"credit.stepwise.gamma": 0.5}, {"credit.name": "stepwise"}),

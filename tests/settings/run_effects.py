@@ -61,7 +61,7 @@ def files(run: Ran) -> list[str]:
 
 def evaluated(run: Ran) -> set[tuple[str, int]]:
     """Each held-out set and how many tasks it has."""
-    return {(entry["set"], entry["rollouts"]) for entry in run.summary.progress.evaluations}
+    return {(entry["set"], entry["rollouts"]) for entry in run.summary.state.evaluations}
 
 
 UNAWARE = {"agent.entry": "scripted_agent:solve_unaware"}
@@ -84,7 +84,7 @@ EFFECTS: Mapping[str, Effect] = {
         {"eval.modes": ["eval-sampled"]},
     ),
     "sampling.max_tokens": Effect(ran(lambda run: run.requested("max_tokens")), {"sampling.max_tokens": 32}),
-    "rewards": Effect(ran(lambda run: run.summary.progress.train_rewards), {"rewards": {"token_f1": {}}}),
+    "rewards": Effect(ran(lambda run: run.summary.state.train_rewards), {"rewards": {"token_f1": {}}}),
     "engine.name": Effect(ran(lambda run: run.seen["engine"]), {"engine.name": "scripted-too"}),
     "store.name": Effect(ran(files), {"store.name": "another"}),
     "trackers": Effect(ran(files), {"trackers": {"tensorboard": {}}}),

@@ -1,4 +1,4 @@
-"""An agent that does what its task says: {"answer": …, "calls": n, "wait": seconds, "fails": …}."""
+"""An agent that does what its task says: {"answer": …, "calls": n, "agents": […], "wait": seconds, "fails": …}."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ async def solve(task_input: Any, context: AgentContext) -> Any:
     fails = task_input.get("fails")
     if fails == "first-attempt" and context.attempt == 0:
         raise ConnectionError("the tool's server is not up yet")
-    for _ in range(task_input.get("calls", 1)):
-        await _ask(context.base_url, context.api_key)
+    agents = task_input.get("agents", ["solver"])
+    for number in range(task_input.get("calls", 1)):
+        await _ask(context.base_url, context.api_key, agents[number % len(agents)])
     if fails == "first-member" and context.rollout.endswith("-m0"):
         raise ValueError("told to fail")
     await asyncio.sleep(task_input.get("wait", 0))
@@ -37,10 +38,10 @@ async def solve_unaware(task_input: Any) -> Any:
     return task_input["answer"]
 
 
-async def _ask(base_url: str, key: str) -> None:
+async def _ask(base_url: str, key: str, agent: str = "solver") -> None:
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         await client.post(
             f"{base_url}/chat/completions",
             json={"model": "default", "messages": [{"role": "user", "content": "hello"}]},
-            headers={"Authorization": f"Bearer {key}", HEADER_AGENT: "solver"},
+            headers={"Authorization": f"Bearer {key}", HEADER_AGENT: agent},
         )

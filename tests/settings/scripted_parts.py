@@ -44,10 +44,14 @@ class ScriptedEngine:
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
         columns = {name: getattr(batch, f"{name}_N").tolist() for name in ("values", "scores", "group", "rollout")}
-        self._seen["updates"].append({"policy": policy, "algorithm": algorithm, **columns})
+        columns["turn"] = batch.turn_N.tolist()
+        columns["version"] = batch.version_N.tolist()
+        self._seen["updates"].append(
+            {"policy": policy, "algorithm": algorithm, "options": dict(options), "kind": batch.kind, **columns}
+        )
         self._versions[policy] += 1
         zeros = np.zeros(len(batch))
-        return UpdateResult(self._versions[policy], {}, zeros, zeros, (None,) * len(batch))
+        return UpdateResult(self._versions[policy], {"loss": 0.5}, zeros, zeros, (None,) * len(batch))
 
     async def save(self, folder: Path) -> None:
         self._seen["saved"].append(folder.name)

@@ -28,6 +28,10 @@ TASKS: Mapping[str, list[dict[str, Any]]] = {
         {"id": "a", "input": {"answer": "5", "calls": 2}, "result": "5", "also": "4"},
         {"id": "b", "input": {"answer": "6 apples"}, "result": "7 apples", "also": "8 apples"},
     ],
+    "by_turns": [
+        {"id": each, "input": {"answer": "5", "calls": 4, "agents": ["writer", "critic"]}, "result": "5"}
+        for each in "ab"
+    ],
     "other": [{"id": each, "input": {"answer": "5"}, "result": "5", "also": "4"} for each in "pqrs"],
     "fragile": [{"id": each, "input": {"answer": "5", "fails": "first-member"}, "result": "5"} for each in "ab"],
     "restarting": [{"id": each, "input": {"answer": "5", "fails": "first-attempt"}, "result": "5"} for each in "ab"],
@@ -59,6 +63,10 @@ class Ran:
     def updates(self) -> list[Mapping[str, Any]]:
         found: list[Mapping[str, Any]] = self.seen["updates"]
         return found
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def requested(self, field: str) -> list[Any]:
         """The distinct values of a field of the requests that reached the engine."""

@@ -13,6 +13,68 @@ async def test_groups_of_one_where_nothing_compares_them(algorithm: str, benches
     bench, _ = benches
     given = {"algorithm.name": algorithm, "train.group_size": 1}
     check(bench.load(given))
-    progress = (await bench.run(given)).summary.progress
-    assert progress.kept > 0
-    assert progress.dropped == {}
+    state = (await bench.run(given)).summary.state
+    assert state.kept > 0
+    assert state.dropped == {}
+
+
+async def test_every_policy_trains_by_its_own_algorithm_and_credit(benches: tuple[Bench, Bench]) -> None:
+    bench, _ = benches
+    model = {"path": str(bench.weights)}
+    run = await bench.run(
+        {
+            "tasks.train.path": "by_turns.jsonl",
+            "train.groups_per_step": 1,
+            "policies": {
+                "author": {
+                    "model": model,
+                    "agents": ["writer"],
+                    "algorithm": {"name": "ppo", "ppo": {"across_calls": True, "gamma": 0.5}},
+                    "credit": {"name": "immediate"},
+                },
+                "judge": {
+                    "model": model,
+                    "agents": ["crit*"],
+                    "credit": {"name": "discounted", "discounted": {"gamma": 0.5}},
+                },
+            },
+        }
+    )
+    assert [update["policy"] for update in run.updates] == ["author", "judge"] * 2
+    author, judge = run.updates[2:]
+    assert (author["algorithm"], author["options"]["across_calls"], author["options"]["gamma"]) == ("ppo", True, 0.5)
+    assert (judge["algorithm"], "across_calls" in judge["options"]) == ("grpo", False)
+    assert (author["kind"], judge["kind"]) == ("reward", "return")
+    assert (author["turn"], judge["turn"]) == ([0, 2] * 2, [1, 3] * 2)
+    # The terminal reward of 1 comes with the critic's last call, which is part of what the writer sees happen.
+    assert (author["values"], judge["values"]) == ([0.0, 1.0] * 2, [0.25, 1.0] * 2)
+    assert author["version"] == judge["version"] == [1] * 4
+
+    trained = [line for line in run.metrics if line["kind"] == "train"]
+    assert all({"update/author/loss", "update/judge/loss"} <= line.keys() for line in trained)
+    assert not any("update/loss" in line for line in trained)
+
+
+async def test_a_policy_without_trained_agents_is_never_updated(benches: tuple[Bench, Bench]) -> None:
+    bench, _ = benches
+    model = {"path": str(bench.weights)}
+    run = await bench.run(
+        {
+            "tasks.train.path": "by_turns.jsonl",
+            "train.agents": ["writer"],
+            "policies": {
+                "author": {"model": model, "agents": ["writer"]},
+                "judge": {"model": model, "agents": ["critic"]},
+            },
+        }
+    )
+    assert [update["policy"] for update in run.updates] == ["author"] * 2
+    # The return of an episode is 1, whoever made its last call.
+    assert {value for update in run.updates for value in update["values"]} == {1.0}
+    assert run.summary.state.dropped == {"untrained_agent": run.summary.state.kept}
+
+
+async def test_one_policy_has_metrics_without_its_name(benches: tuple[Bench, Bench]) -> None:
+    bench, _ = benches
+    lines = [line for line in (await bench.run({})).metrics if line["kind"] == "train"]
+    assert [line["update/loss"] for line in lines] == [0.5, 0.5]

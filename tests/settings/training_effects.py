@@ -69,7 +69,7 @@ def groups_and_rollouts(run: Ran) -> list[tuple[int, int]]:
 
 
 def kept(run: Ran) -> int:
-    return run.summary.progress.kept
+    return run.summary.state.kept
 
 
 def checkpoints(run: Ran) -> tuple[list[str], list[str]]:
@@ -79,7 +79,7 @@ def checkpoints(run: Ran) -> tuple[list[str], list[str]]:
 
 def evaluations(run: Ran) -> list[tuple[Any, ...]]:
     keys = ("step", "set", "mode", "rollouts")
-    return [tuple(entry[key] for key in keys) for entry in run.summary.progress.evaluations]
+    return [tuple(entry[key] for key in keys) for entry in run.summary.state.evaluations]
 
 
 def most_at_once(run: Ran) -> int:

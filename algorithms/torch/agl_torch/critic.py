@@ -26,7 +26,7 @@ class Critic:
     """The policy's own architecture, from the initial weights, with a scalar head instead of the output layer.
 
     It is trained as the policy is: all its weights, or for a policy with a LoRA adapter an adapter of the same shape
-    on its own copy of the base. The head starts at zero, and so do all values.
+    on the same base. The head starts at zero, and so do all values.
 
     `loaded` is a fresh copy of the initial weights, which the critic takes over.
     """

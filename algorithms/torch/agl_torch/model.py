@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,29 @@ class LoadedModel:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
 
-def load_model(spec: PolicySpec, device: torch.device, seed: int) -> LoadedModel:
-    """Load one policy; `seed` makes the adapter's initial weights.
+class Bases:
+    """What adapters are put on: each base is loaded once, and everything above it has the same frozen tensors.
+
+    Policies, and critics, that adapt the same weights in the same dtype so cost one base and an adapter each.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[str, str, bool, torch.device], LoadedModel] = {}
+
+    def get(self, spec: PolicySpec, device: torch.device) -> LoadedModel:
+        """The base of a policy without an adapter: modules of its own, which hold the shared parameters."""
+        place = (spec.model, spec.dtype, spec.trust_remote_code, device)
+        if place not in self._loaded:
+            base = _load(spec, device)
+            base.model.requires_grad_(False)
+            self._loaded[place] = base
+        base = self._loaded[place]
+        shared = {id(parameter): parameter for parameter in base.model.parameters()}
+        return replace(base, model=copy.deepcopy(base.model, shared))
+
+
+def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases | None = None) -> LoadedModel:
+    """Load one policy; `seed` makes the adapter's initial weights, `bases` are shared with other adapters.
 
     Dropout of the pretraining is switched off (only an adapter's own is kept), so that the weights being trained
     are the weights that sample. float16 weights are loaded as bfloat16 on a GPU and as float32 on a CPU,
@@ -57,6 +79,15 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int) -> LoadedModel
     Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
     template, or the tokenizer does not fit the model.
     """
+    if spec.lora is None:
+        return _load(spec, device)
+    base = (bases or Bases()).get(spec, device)
+    adapted = _with_adapter(base.model, LoraSection.model_validate(dict(spec.lora)), spec.model, seed)
+    return replace(base, model=adapted.eval())
+
+
+def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
+    """The weights as they are saved, without an adapter."""
     _check_place(spec.model)
     try:
         cached_file(spec.model, "config.json")  # Of an unreachable hub, hear it once, not once for every file.
@@ -80,14 +111,11 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int) -> LoadedModel
     _check_vocabulary(spec.model, model, tokenizer)
     _switch_dropout_off(model)
     model.to(device)
-    dtype = next(model.parameters()).dtype
-    if spec.lora is not None:
-        model = _with_adapter(model, LoraSection.model_validate(dict(spec.lora)), spec.model, seed)
     return LoadedModel(
         model=model.eval(),
         tokenizer=tokenizer,
         device=device,
-        dtype=dtype,
+        dtype=next(model.parameters()).dtype,
         eos_ids=_eos_ids(model, tokenizer),
         context_length=_context_length(model.config, tokenizer),
     )

@@ -15,7 +15,7 @@ from agl_core.memory import peak_rss_bytes
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import PolicySpec, Progress, UpdateResult
 from agl_torch.checkpoint import load_policy, save_policy
-from agl_torch.model import LoadedModel, load_model
+from agl_torch.model import Bases, LoadedModel, load_model
 from agl_torch.sampling import Sampler
 from agl_torch.trainer import PolicyTrainer
 from agl_torch.wire import Settings, UpdateRequest
@@ -39,7 +39,7 @@ class Policies:
 
     @classmethod
     def load(cls, settings: Settings) -> Policies:
-        """Load every policy; each has its own share of the cache and its own seed."""
+        """Load every policy; each has its own share of the cache and its own seed, adapters share their bases."""
         options = settings.options
         device = choose_device(options.device)
         if options.threads is not None:
@@ -48,8 +48,9 @@ class Policies:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(settings.seed)
         share = options.cache_mib * 2**20 // len(settings.policies)
+        bases = Bases()
         made = {
-            name: _make_policy(spec, settings, device, settings.seed + place, share)
+            name: _make_policy(spec, settings, device, settings.seed + place, share, bases)
             for place, (name, spec) in enumerate(settings.policies.items())
         }
         return cls(made, Plugins.load(settings.plugin_files))
@@ -120,9 +121,11 @@ def memory(cached: Iterable[Policy]) -> dict[str, float]:
     }
 
 
-def _make_policy(spec: PolicySpec, settings: Settings, device: torch.device, seed: int, cache_bytes: int) -> Policy:
+def _make_policy(
+    spec: PolicySpec, settings: Settings, device: torch.device, seed: int, cache_bytes: int, bases: Bases
+) -> Policy:
     options = settings.options
-    loaded = load_model(spec, device, seed)
+    loaded = load_model(spec, device, seed, bases)
     if options.max_context is not None:
         loaded = replace(loaded, context_length=min(loaded.context_length, options.max_context))
     trainer = PolicyTrainer(
@@ -131,7 +134,7 @@ def _make_policy(spec: PolicySpec, settings: Settings, device: torch.device, see
         tokens_per_micro_batch=options.tokens_per_micro_batch,
         gradient_checkpointing=options.gradient_checkpointing,
         seed=seed,
-        initial=lambda: load_model(spec, device, seed),
+        initial=lambda: load_model(spec, device, seed, bases),
     )
     try:
         sampler = Sampler(

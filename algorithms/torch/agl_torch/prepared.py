@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Samples
+from agl_core.learning.carrying import values_without
 from agl_core.protocols import UpdateResult
-from agl_core.types import Batch, DropReason
+from agl_core.types import Batch, CreditKind, DropReason
 from agl_torch.model import LoadedModel
 from agl_torch.validation import subset, unusable
 
@@ -110,9 +111,11 @@ class Prepared:
 
 
 def screen(batch: Batch, loaded: LoadedModel) -> Screened:
-    """Leave out what cannot be used."""
+    """Leave out what cannot be used; rewards of one step that it earned go to the calls before it."""
     dropped = unusable(batch, context_length=loaded.context_length, vocabulary=loaded.vocabulary)
     usable = np.array([i for i, reason in enumerate(dropped) if reason is None], dtype=np.int64)
+    if batch.kind is CreditKind.REWARD and len(usable) < len(batch):
+        batch = replace(batch, values_N=values_without(batch, usable))
     part = subset(batch, usable)
     return Screened(part, _samples(part, loaded), usable, tuple(dropped))
 

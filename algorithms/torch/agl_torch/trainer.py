@@ -159,7 +159,7 @@ class PolicyTrainer:
         """[R] the critic's, of all usable transitions."""
         if self._critic is None:
             self._critic = self._make_critic()
-        tokens = _tokens(screened.batch).sum()
+        tokens = int(_tokens(screened.batch).sum())
         work.total = tokens + _cost(tokens, algorithm, once)
         return self._critic.values(screened.batch, work)
 

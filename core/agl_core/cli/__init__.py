@@ -9,6 +9,7 @@ import typer
 
 from agl_core.cli.eval import evaluate
 from agl_core.cli.plugins import list_plugins
+from agl_core.cli.reward import reward
 from agl_core.cli.rollouts import rollouts, show
 from agl_core.cli.train import train
 from agl_core.errors import AglError
@@ -26,6 +27,7 @@ app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("rollouts")(rollouts)
 app.command("show")(show)
+app.add_typer(reward, name="reward")
 app.command("plugins")(list_plugins)
 
 

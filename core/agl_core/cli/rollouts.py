@@ -101,12 +101,15 @@ def _print_episode(console: Console, episode: Episode, uses: Mapping[Any, Use], 
         by_call.setdefault((reward.call, reward.choice), []).append(reward)
     for transition in episode.transitions:
         key = (transition.key.call, transition.key.choice)
-        _print_transition(console, transition, by_call.get(key, ()), uses.get(transition.key), width)
+        _print_transition(console, transition, by_call.pop(key, ()), uses.get(transition.key), width)
     for outcome in episode.unjoined:
         console.print(f"  outcome of no recorded call: {outcome.tool} {outcome.status.value}", style="yellow")
     console.print(f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
-    terminal = by_call.get((None, 0), [])
-    parts = ", ".join(f"{r.name} {r.value:g} (by {r.source})" for r in terminal)
+    terminal = [reward for reward in episode.rewards if reward.call is None]
+    for reward in episode.rewards:
+        if reward.call is not None and (reward.call, reward.choice) in by_call:
+            console.print(f"  reward {_describe_reward(reward)[:-1]}, which does not count)", style="yellow")
+    parts = ", ".join(map(_describe_reward, terminal))
     console.print(f"  terminal reward: {parts or 'none'}", style="bold")
 
 
@@ -139,9 +142,15 @@ def _print_transition(
             style="green" if outcome.status.value == "ok" else "red",
         )
     for reward in rewards:
-        console.print(f"    reward {reward.name} {reward.value:g} (by {reward.source})")
+        console.print(f"    reward {_describe_reward(reward)}")
     if use is not None:
         console.print(f"    {_describe_use(use)}", style="magenta")
+
+
+def _describe_reward(reward: Reward) -> str:
+    """Its name, value and provenance."""
+    of = "" if reward.call is None else f", for call {printable(reward.call, 80)}"
+    return f"{printable(reward.name, 80)} {reward.value:g} (by {printable(reward.source, 40)}{of})"
 
 
 def _describe_use(use: Use) -> str:
@@ -174,13 +183,16 @@ def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
 
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    calls = [
-        f"{c['function']['name']}({c['function']['arguments']})"
-        for c in message.get("tool_calls") or ()
-        if "function" in c
-    ]
+    calls = [_tool_call(each) for each in message.get("tool_calls") or ()]
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
     return " ".join([text, *calls]).strip()
+
+
+def _tool_call(tool_call: Any) -> str:
+    function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return json.dumps(tool_call, ensure_ascii=False)
+    return f"{function.get('name')}({function.get('arguments', '')})"
 
 
 def _size(tokens: Any) -> int:

@@ -13,7 +13,7 @@ from agl_core.training.report import Summary
 
 def print_summary(console: Console, summary: Summary) -> None:
     """Reward before and after, what it cost, where everything is, and what to do next."""
-    progress = summary.progress
+    state = summary.state
     stopped = " (stopped early)" if summary.interrupted else ""
     rewards = Table(title=f"reward{stopped}", title_justify="left")
     for column in ("held-out set", "sampling", "before", "after"):
@@ -25,13 +25,13 @@ def print_summary(console: Console, summary: Summary) -> None:
     if summary.sets:
         console.print(rewards)
     facts = Table(show_header=False, box=None)
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(progress.dropped.items())) or "none"
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(state.dropped.items())) or "none"
     for name, value in {
-        "steps": str(progress.step),
-        "time": f"{progress.seconds:.0f} s",
-        "memory": f"{progress.peak_rss_bytes / 2**20:.0f} MiB at most",
-        "LLM calls": f"{progress.llm_calls}",
-        "transitions": f"{progress.kept} trained on; dropped: {dropped}",
+        "steps": str(state.step),
+        "time": f"{state.seconds:.0f} s",
+        "memory": f"{state.peak_rss_bytes / 2**20:.0f} MiB at most",
+        "LLM calls": f"{state.llm_calls}",
+        "transitions": f"{state.kept} trained on; dropped: {dropped}",
         "checkpoint": str(summary.checkpoint or "none"),
         "store": str(summary.run_dir / "store.sqlite"),
         "summary": str(summary.run_dir / "summary.json"),

@@ -3,6 +3,6 @@
 from agl_core.config.check import check
 from agl_core.config.load import LoadedConfig, dump, load
 from agl_core.config.models import RunConfig
-from agl_core.config.resolve import Chosen
+from agl_core.config.resolve import Chosen, PolicyPlan
 
-__all__ = ["Chosen", "LoadedConfig", "RunConfig", "check", "dump", "load"]
+__all__ = ["Chosen", "LoadedConfig", "PolicyPlan", "RunConfig", "check", "dump", "load"]

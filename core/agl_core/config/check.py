@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from agl_core.config.load import LoadedConfig
-from agl_core.config.resolve import Chosen
+from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
 from agl_core.plugins import Kind, Need
 
@@ -28,24 +28,47 @@ _OF_THE_ENGINE = {Need.REFERENCE: "a reference model", Need.CRITIC: "a critic", 
 
 def check(loaded: LoadedConfig) -> None:
     """CapabilityError with everything that does not go together, and what to do about each."""
-    problems = [*_groups(loaded), *_time_axis(loaded), *_outcomes(loaded), *_engine(loaded)]
+    found: dict[str, list[str]] = {}
+    for policy, plan in loaded.policies.items():
+        for check_one in (_groups, _time_axis, _outcomes, _engine):
+            for problem in check_one(loaded, plan):
+                found.setdefault(problem, []).append(policy)
+    problems = [*_group_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in found.items())]
     if problems:
         raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
 
 
-def _all_chosen(loaded: LoadedConfig) -> Iterator[Chosen]:
-    yield from (loaded.algorithm, loaded.engine, loaded.credit, loaded.store)
+def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
+    """Whose problem it is, where there are several policies."""
+    if len(loaded.policies) == 1:
+        return ""
+    named = " and ".join(f"'{policy}'" for policy in policies)
+    return f"{'policy' if len(policies) == 1 else 'policies'} {named}: "
+
+
+def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[Chosen]:
+    """Everything that takes part in training one policy."""
+    yield from (plan.algorithm, loaded.engine, plan.credit, loaded.store)
     for several in (loaded.tasks, loaded.rewards, loaded.trackers):
         yield from several.values()
 
 
-def _needing(loaded: LoadedConfig, need: Need) -> Iterator[Chosen]:
-    return (chosen for chosen in _all_chosen(loaded) if need in chosen.component.needs(chosen.options))
+def _needing(loaded: LoadedConfig, plan: PolicyPlan, need: Need) -> Iterator[Chosen]:
+    return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 
 
-def _groups(loaded: LoadedConfig) -> Iterator[str]:
+def _group_sizes(loaded: LoadedConfig) -> Iterator[str]:
     train = loaded.config.train
-    for chosen in _needing(loaded, Need.GROUPS):
+    if train.min_group_size > train.group_size > 1:
+        yield (
+            f"[train] min_group_size is {train.min_group_size}, more than group_size {train.group_size}: every "
+            f"group would be dropped. Set it to {train.group_size} or less."
+        )
+
+
+def _groups(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+    train = loaded.config.train
+    for chosen in _needing(loaded, plan, Need.GROUPS):
         if train.group_size == 1:
             yield (
                 f"{chosen.label} compares several rollouts of each task, but [train] group_size is 1. "
@@ -56,43 +79,41 @@ def _groups(loaded: LoadedConfig) -> Iterator[str]:
                 f"{chosen.label} compares several rollouts of each task, but [train] min_group_size is 1, which "
                 f"keeps groups with nothing to compare. Set it to 2 or more."
             )
-    if train.min_group_size > train.group_size > 1:
-        yield (
-            f"[train] min_group_size is {train.min_group_size}, more than group_size {train.group_size}: every "
-            f"group would be dropped. Set it to {train.group_size} or less."
-        )
 
 
-def _time_axis(loaded: LoadedConfig) -> Iterator[str]:
-    """Either the credit rule or the algorithm adds up what came after a step: exactly one of them."""
-    credit = loaded.credit
+def _time_axis(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+    """Either the credit rule or the algorithm adds up what came after a step: exactly one of them.
+
+    A rule whose values can be read as either (`immediate`) leaves it to the algorithm.
+    """
+    credit = plan.credit
     kinds = credit.component.provides & _TIME_AXIS
-    if len(kinds) != 1:
-        yield (
-            f"{credit.label} must provide either returns or rewards, and provides "
-            f"{'both' if kinds else 'neither'}. Correct its registration."
-        )
+    if not kinds:
+        yield f"{credit.label} must provide returns, rewards or both, and provides neither. Correct its registration."
         return
-    for need in (Need.RETURNS, Need.REWARDS):
-        for chosen in _needing(loaded, need):
-            if need not in kinds:
-                yield (
-                    f"{chosen.label} {_WHY_NOT[need].format(credit=credit.label)}. "
-                    f"{_others(loaded, Kind.CREDIT, need)}, or another {chosen.component.kind}."
-                )
+    for chosen in _parts(loaded, plan):
+        wanted = chosen.needs & _TIME_AXIS
+        if wanted == _TIME_AXIS:
+            yield f"{chosen.label} must take either returns or rewards, and takes both. Correct its registration."
+            continue
+        for need in wanted - kinds:
+            yield (
+                f"{chosen.label} {_WHY_NOT[need].format(credit=credit.label)}. "
+                f"{_others(loaded, Kind.CREDIT, need)}, or another {chosen.component.kind}."
+            )
 
 
-def _outcomes(loaded: LoadedConfig) -> Iterator[str]:
+def _outcomes(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     """A tool's outcome counts once in the return."""
-    counting = [chosen.label for chosen in _all_chosen(loaded) if Need.OUTCOMES in chosen.component.provides]
+    counting = [chosen.label for chosen in _parts(loaded, plan) if Need.OUTCOMES in chosen.component.provides]
     if len(counting) > 1:
         yield f"{' and '.join(counting)} each count tool outcomes, so an outcome would count twice. Keep one of them."
 
 
-def _engine(loaded: LoadedConfig) -> Iterator[str]:
+def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     engine = loaded.engine
     for need, in_words in _OF_THE_ENGINE.items():
-        for chosen in _needing(loaded, need):
+        for chosen in _needing(loaded, plan, need):
             if chosen is not engine and need not in engine.component.provides:
                 yield (
                     f"{chosen.label} needs {in_words}, which {engine.label} does not provide. "

@@ -14,7 +14,7 @@ import tomli_w
 from agl_core.config.models import ModelSection, PolicySection, RunConfig
 from agl_core.config.overrides import apply_overrides
 from agl_core.config.problems import Report
-from agl_core.config.resolve import Chosen, Resolver
+from agl_core.config.resolve import Chosen, PolicyPlan, Resolver, below
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
 
@@ -30,9 +30,9 @@ class LoadedConfig:
     folder: Path
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
-    algorithm: Chosen
+    policies: Mapping[str, PolicyPlan]
+    """How each policy learns."""
     engine: Chosen
-    credit: Chosen
     store: Chosen
     tasks: Mapping[str, Chosen]
     """By the name of the set."""
@@ -58,7 +58,7 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
     report.raise_if_any()
     assert config is not None
     folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
-    plugins = tuple(_below(folder, file) for file in config.plugins)
+    plugins = tuple(below(folder, file) for file in config.plugins)
     config = config.model_copy(
         update={"folder": folder, "plugins": plugins, "policies": _policies(config.policies, folder, report)}
     )
@@ -81,10 +81,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
-def _below(folder: Path, path: Path) -> Path:
-    return (folder / path.expanduser()).resolve()
-
-
 def _policies(policies: Mapping[str, PolicySection], folder: Path, report: Report) -> dict[str, PolicySection]:
     """The policies with absolute paths to the weights that are folders here."""
     resolved = {}
@@ -93,7 +89,7 @@ def _policies(policies: Mapping[str, PolicySection], folder: Path, report: Repor
         if found is None:
             report.add(
                 ("policies", name, "model", "path"),
-                f"there is no folder {_below(folder, Path(policy.model.path))}, and '{policy.model.path}' is not a "
+                f"there is no folder {below(folder, Path(policy.model.path))}, and '{policy.model.path}' is not a "
                 f"hub name like 'Qwen/Qwen2.5-0.5B-Instruct'.",
             )
             continue
@@ -102,35 +98,35 @@ def _policies(policies: Mapping[str, PolicySection], folder: Path, report: Repor
 
 
 def _weights(model: ModelSection, folder: Path) -> str | None:
-    local = _below(folder, Path(model.path))
+    local = below(folder, Path(model.path))
     if local.is_dir():
         return str(local)
     return model.path if _HUB_NAME.fullmatch(model.path) and not local.exists() else None
 
 
 def _with_plugins(config: RunConfig, folder: Path, plugins: Plugins, report: Report) -> LoadedConfig:
-    resolver = Resolver(plugins, report)
-    algorithm_section, algorithm = resolver.choice(Kind.ALGORITHM, "algorithm", config.algorithm)
-    engine_section, engine = resolver.choice(Kind.ENGINE, "engine", config.engine)
-    credit_section, credit = resolver.choice(Kind.CREDIT, "credit", config.credit)
-    store_section, store = resolver.choice(Kind.STORE, "store", config.store)
+    resolver = Resolver(plugins, folder, report)
+    algorithm_section, algorithm = resolver.choice(Kind.ALGORITHM, ("algorithm",), config.algorithm)
+    credit_section, credit = resolver.choice(Kind.CREDIT, ("credit",), config.credit)
+    policy_sections, policies = resolver.policies(config.policies, algorithm, credit)
+    engine_section, engine = resolver.choice(Kind.ENGINE, ("engine",), config.engine)
+    store_section, store = resolver.choice(Kind.STORE, ("store",), config.store)
     task_sections, tasks = resolver.tasks(config.tasks)
     reward_sections, rewards = resolver.rewards(config.rewards)
     tracker_sections, trackers = resolver.trackers(config.trackers, must_exist="trackers" in config.model_fields_set)
     report.raise_if_any()
-    assert algorithm is not None
     assert engine is not None
-    assert credit is not None
     assert store is not None
     resolved = config.model_copy(
         update={
             "algorithm": algorithm_section,
-            "engine": engine_section,
             "credit": credit_section,
+            "policies": policy_sections,
+            "engine": engine_section,
             "store": store_section,
             "tasks": task_sections,
             "rewards": reward_sections,
             "trackers": tracker_sections,
         }
     )
-    return LoadedConfig(resolved, folder, plugins, algorithm, engine, credit, store, tasks, rewards, trackers)
+    return LoadedConfig(resolved, folder, plugins, policies, engine, store, tasks, rewards, trackers)

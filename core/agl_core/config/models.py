@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from agl_core.config.agents import is_among
 from agl_core.types import Ending, Mode
 
 
@@ -100,10 +101,22 @@ class OptimizerSection(Section):
 
 
 class PolicySection(Section):
-    """A policy that is trained."""
+    """A policy: whom it answers, its weights, and how it learns."""
 
+    agents: tuple[str, ...] = Field(
+        (),
+        description="Names or patterns of the agents it answers, whatever model they ask for; the first policy of the "
+        "file that names an agent has it. Any other agent gets the policy named as the model it asks for, else "
+        "'default', else the only one.",
+    )
     model: ModelSection
     optimizer: OptimizerSection = OptimizerSection()
+    algorithm: PluginChoice | None = Field(
+        None, description="This policy's own algorithm and its settings, like [algorithm]; absent: the run's."
+    )
+    credit: PluginChoice | None = Field(
+        None, description="This policy's own credit rule and its settings, like [credit]; absent: the run's."
+    )
 
 
 class SamplingSection(Section):
@@ -134,7 +147,9 @@ class TrainSection(Section):
     groups_per_step: int = Field(16, ge=1, description="Tasks per step; each makes one group of rollouts.")
     group_size: int = Field(8, ge=1, description="Rollouts of each task.")
     min_group_size: int = Field(2, ge=1, description="A group that lost more members is dropped.")
-    agents: tuple[str, ...] = Field(("*",), description="Names or patterns of the agents to train.")
+    agents: tuple[str, ...] = Field(
+        ("*",), description="Names or patterns of the agents to train; the calls of others count in the return only."
+    )
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(2, ge=1, description="Older ones are removed.")
     deterministic: bool = Field(False, description="Bit-exact repetition and resuming, at the price of speed.")
@@ -233,4 +248,19 @@ class RunConfig(Section):
     def _has_policy(cls, value: dict[str, PolicySection]) -> dict[str, PolicySection]:
         if not value:
             raise ValueError("needs a policy, for instance [policies.default]")
+        return value
+
+    @field_validator("policies")
+    @classmethod
+    def _none_is_shadowed(cls, value: dict[str, PolicySection]) -> dict[str, PolicySection]:
+        taken: dict[str, tuple[str, ...]] = {}
+        for name, policy in value.items():
+            for agent in policy.agents:
+                for earlier, patterns in taken.items():
+                    if agent in patterns or (not set(agent) & set("*?[") and is_among(agent, patterns)):
+                        raise ValueError(
+                            f"{agent!r} in the agents of '{name}' has no effect, for the agents of '{earlier}', which "
+                            f"comes first, cover it. Put [policies.{name}] first, or take it out of one of them"
+                        )
+            taken[name] = policy.agents
         return value

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
-from agl_core.config.models import PluginChoice, RewardSection, TaskSection
+from agl_core.config.models import PluginChoice, PolicySection, RewardSection, TaskSection
 from agl_core.config.problems import Place, Report
 from agl_core.errors import nearest
-from agl_core.plugins import Component, Kind, Plugins
+from agl_core.plugins import Component, Kind, Need, Plugins
+from agl_core.types import CreditKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,26 @@ class Chosen:
         """For messages: kind, name and origin."""
         return label(self.component)
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it needs of the rest of the run, with these settings."""
+        return self.component.needs(self.options)
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyPlan:
+    """How one policy learns: by its own choices, or the run's."""
+
+    algorithm: Chosen
+    credit: Chosen
+
+    @property
+    def credit_kind(self) -> CreditKind:
+        """What the credited values are to the algorithm; a rule that provides both leaves it to the algorithm."""
+        provided = self.credit.component.provides
+        owns_time = Need.REWARDS in self.algorithm.needs or Need.RETURNS not in provided
+        return CreditKind.REWARD if owns_time else CreditKind.RETURN
+
 
 def label(component: Component) -> str:
     """A component for messages: kind, name and origin."""
@@ -40,27 +62,48 @@ def label(component: Component) -> str:
 class Resolver:
     """Looks up and validates, section by section; what is wrong goes to the report.
 
-    Each method returns the section with the settings as validated (defaults filled in), so that the resolved
-    configuration says everything, and what it chose. Parts that are wrong are missing from both.
+    Each method returns the section with the settings as validated (defaults filled in, paths absolute), so that the
+    resolved configuration says everything, and what it chose. Parts that are wrong are missing from both.
     """
 
-    def __init__(self, plugins: Plugins, report: Report) -> None:
-        self._plugins, self._report = plugins, report
+    def __init__(self, plugins: Plugins, folder: Path, report: Report) -> None:
+        self._plugins, self._folder, self._report = plugins, folder, report
 
-    def choice(self, kind: Kind, key: str, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
+    def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
         known = self._plugins.components(kind)
         tables = {key_inside: value for key_inside, value in section.tables.items() if isinstance(value, dict)}
         for stray in section.tables.keys() - tables.keys():
-            self._report.add((key, stray), f"there is no such key here; settings stand in [{key}.{section.name}].")
+            table = ".".join(map(str, (*place, section.name)))
+            self._report.add((*place, stray), f"there is no such key here; settings stand in [{table}].")
         if section.name in known:
             tables.setdefault(section.name, {})
         else:
-            self._unknown(kind, section.name, (key, "name"))
+            self._unknown(kind, section.name, (*place, "name"))
             tables.pop(section.name, None)
-        found = {name: self._chosen(kind, name, settings, (key, name)) for name, settings in tables.items()}
+        found = {name: self._chosen(kind, name, settings, (*place, name)) for name, settings in tables.items()}
         settings = {name: settings_of(chosen.options) for name, chosen in found.items() if chosen}
         return PluginChoice(name=section.name, **settings), found.get(section.name)
+
+    def policies(
+        self, sections: Mapping[str, PolicySection], algorithm: Chosen | None, credit: Chosen | None
+    ) -> tuple[dict[str, PolicySection], dict[str, PolicyPlan]]:
+        """The policies; `algorithm` and `credit` are the run's, for those that have none of their own."""
+        resolved, plans = {}, {}
+        for name, section in sections.items():
+            place: Place = ("policies", name)
+            own_algorithm, its_algorithm = self._own(Kind.ALGORITHM, place, section.algorithm, algorithm)
+            own_credit, its_credit = self._own(Kind.CREDIT, place, section.credit, credit)
+            resolved[name] = section.model_copy(update={"algorithm": own_algorithm, "credit": own_credit})
+            if its_algorithm is not None and its_credit is not None:
+                plans[name] = PolicyPlan(its_algorithm, its_credit)
+        return resolved, plans
+
+    def _own(
+        self, kind: Kind, place: Place, section: PluginChoice | None, of_run: Chosen | None
+    ) -> tuple[PluginChoice | None, Chosen | None]:
+        """A policy's own choice, else the run's; the kinds are called as the tables are."""
+        return (None, of_run) if section is None else self.choice(kind, (*place, kind.value), section)
 
     def tasks(self, sections: Mapping[str, TaskSection]) -> tuple[dict[str, TaskSection], dict[str, Chosen]]:
         """The sets of tasks."""
@@ -124,11 +167,32 @@ class Resolver:
             self._report.add(place, f"{label(component)} calls a setting {clash}, which means something else here.")
             return None
         options = self._report.validated(component.options, settings, place, label(component))
-        return Chosen(component, options) if options is not None else None
+        return Chosen(component, with_absolute_paths(options, self._folder)) if options is not None else None
 
     def _unknown(self, kind: Kind, name: str, place: Place) -> None:
         known = self._plugins.components(kind)
         self._report.add(place, f"there is no {kind} '{name}'. {nearest(name, known)} `agl plugins` lists them all.")
+
+
+def below(folder: Path, path: Path) -> Path:
+    """A path of the configuration, absolute; a relative one starts at `folder`."""
+    return (folder / path.expanduser()).resolve()
+
+
+def with_absolute_paths(value: Any, folder: Path) -> Any:
+    """A setting, or a model of settings, in which every path is absolute; relative ones start at `folder`."""
+    match value:
+        case Path():
+            return below(folder, value)
+        case BaseModel():
+            given = {name: getattr(value, name) for name in type(value).model_fields}
+            resolved = {name: with_absolute_paths(inside, folder) for name, inside in given.items()}
+            return value.model_copy(update={name: each for name, each in resolved.items() if each != given[name]})
+        case dict():
+            return {key: with_absolute_paths(inside, folder) for key, inside in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return type(value)(with_absolute_paths(inside, folder) for inside in value)
+    return value
 
 
 def settings_of(options: BaseModel) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Calls and outcomes → transitions → rewards → credit → batch: pure functions, no I/O."""
 
-from agl_core.learning.batch import Prepared, prepare
+from agl_core.learning.batch import PolicyCredit, Prepared, prepare
 from agl_core.learning.credit import credit_group, episode_return, identical
 from agl_core.learning.rewards import ScoringRule, score
 from agl_core.learning.transitions import build_episode
 
 __all__ = [
+    "PolicyCredit",
     "Prepared",
     "ScoringRule",
     "build_episode",

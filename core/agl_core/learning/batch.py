@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import groupby
 
 import numpy as np
 
+from agl_core.config import PolicyPlan
+from agl_core.config.agents import is_among
+from agl_core.learning.carrying import carry_rewards
+from agl_core.learning.credit import credit_group
+from agl_core.protocols import CreditRule
 from agl_core.types import Batch, CreditKind, DropReason, Episode, Transition, Use
 
-Credit = Callable[[Sequence[Episode]], list[list[float]]]
+
+@dataclass(frozen=True, slots=True)
+class PolicyCredit:
+    """How the transitions of one policy are credited."""
+
+    name: str
+    """The rule's, for messages."""
+    rule: CreditRule
+    kind: CreditKind
+    """What its values are to the policy's algorithm."""
+
+    @classmethod
+    def planned(cls, plan: PolicyPlan) -> PolicyCredit:
+        """By the rule that the configuration chose, built."""
+        return cls(plan.credit.component.name, plan.credit.build(), plan.credit_kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +54,19 @@ class _Row:
 
 def prepare(
     groups: Sequence[Sequence[Episode]],
-    credit: Credit,
-    kind: CreditKind,
+    credit: Mapping[str, PolicyCredit],
     *,
     agents: Sequence[str] = ("*",),
     min_group_size: int = 1,
     step: int = 0,
 ) -> Prepared:
-    """Credit every group and lay its trainable transitions out as batches.
+    """Credit every group and lay its trainable transitions out as batches, one per policy.
 
     An episode that was dropped leaves its group; a group with fewer than `min_group_size` members left is dropped
-    whole. Untrained agents take part in credit and are left out of the batch; where credit yields rewards of one step,
-    theirs go to the trained transitions before (`carry_rewards`), so that they stay in the return.
+    whole. `credit` has a rule for each policy: it sees the whole group, transitions of other policies and of untrained
+    agents included, and its values are taken for the policy's own transitions. Untrained agents are left out of the
+    batches; where credit yields rewards of one step, what others earn goes to the policy's trained transitions before
+    (`carry_rewards`), so that it stays in the return.
     """
     rows: dict[str, list[_Row]] = {}
     dropped: list[Use] = []
@@ -64,16 +82,20 @@ def prepare(
                 dropped += [_use(t, step, None, fault) for t in episode.transitions]
         if too_small:
             continue
-        for episode, values in zip(left, credit(left), strict=True):
+        taking_part = dict.fromkeys(t.policy for episode in left for t in episode.transitions)
+        credited = {policy: credit_group(credit[policy].rule, credit[policy].name, left) for policy in taking_part}
+        for member, episode in enumerate(left):
             trained: dict[str, list[int]] = {}
-            for i, (transition, value) in enumerate(zip(episode.transitions, values, strict=True)):
+            for i, transition in enumerate(episode.transitions):
                 reason = transition_fault(transition, agents)
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
-                    dropped.append(_use(transition, step, value, reason))
+                    dropped.append(_use(transition, step, credited[transition.policy][member][i], reason))
             for policy, kept in trained.items():
-                earned = carry_rewards(episode.transitions, values, kept) if kind is CreditKind.REWARD else values
+                values = credited[policy][member]
+                carries = credit[policy].kind is CreditKind.REWARD
+                earned = carry_rewards([t.turn for t in episode.transitions], values, kept) if carries else values
                 for i in kept:
                     if math.isfinite(earned[i]):
                         row = _Row(episode.transitions[i], earned[i], episode.terminal or 0.0, group_index, rollouts)
@@ -82,7 +104,7 @@ def prepare(
                         dropped.append(_use(episode.transitions[i], step, values[i], DropReason.NON_FINITE))
             rollouts += 1
     return Prepared(
-        batches={policy: _batch(of_policy, kind) for policy, of_policy in rows.items()},
+        batches={policy: _batch(of_policy, credit[policy].kind) for policy, of_policy in rows.items()},
         dropped=tuple(dropped),
         episodes_dropped=episodes_dropped,
     )
@@ -90,7 +112,7 @@ def prepare(
 
 def transition_fault(transition: Transition, agents: Sequence[str] = ("*",)) -> DropReason | None:
     """Why this transition cannot be trained on, if it cannot."""
-    if not any(fnmatchcase(transition.agent or "", pattern) for pattern in agents):
+    if not is_among(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
         return DropReason.NO_TOKEN_IDS
@@ -103,28 +125,6 @@ def transition_fault(transition: Transition, agents: Sequence[str] = ("*",)) -> 
     if transition.mask is not None and not transition.mask.any():
         return DropReason.FULLY_MASKED
     return None
-
-
-def carry_rewards(transitions: Sequence[Transition], values: Sequence[float], trained: Sequence[int]) -> list[float]:
-    """Rewards of one step for the `trained` transitions (their places), who see the others as their environment.
-
-    What a call without a trained transition earned (its choices' mean) goes, undiscounted, to the trained
-    transitions of the call before it; what was earned before the first of them is no consequence of theirs, and is
-    left out. Rewards 0.1, 0.2, 0.3, 1.0 of a writer and a critic by turns become 0.3 and 1.3 for the writer alone.
-    """
-    earned = list(values)
-    kept = set(trained)
-    before: list[int] = []
-    for _, same_call in groupby(range(len(transitions)), key=lambda i: transitions[i].turn):
-        places = list(same_call)
-        here = [i for i in places if i in kept]
-        if here:
-            before = here
-            continue
-        carried = sum(values[i] for i in places) / len(places)
-        for i in before:
-            earned[i] += carried
-    return earned
 
 
 def _episode_fault(episode: Episode) -> DropReason | None:

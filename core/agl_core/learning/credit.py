@@ -1,7 +1,7 @@
 """LightningRL's first level: how an episode's rewards are shared among its transitions.
 
-Each rule is a small pure function over a group of episodes; it says whether it yields returns or rewards, and what
-it conserves. In the formulas
+Each rule is a small pure function over a group of episodes; it says whether it yields returns or rewards (or what can
+be read as either), and what it conserves. In the formulas
 
     r_t   the intermediate rewards of transition t; the terminal reward is added at the last call
     R     the episode's return: the terminal reward and every r_t, undiscounted
@@ -42,12 +42,12 @@ def identical(episodes: Sequence[Episode]) -> list[list[float]]:
     return [[episode_return(episode)] * len(episode.transitions) for episode in episodes]
 
 
-@credit_rule(kind=Need.REWARDS)
+@credit_rule(kind={Need.REWARDS, Need.RETURNS})
 def immediate(episodes: Sequence[Episode]) -> list[list[float]]:
     """Every transition gets its own reward, the last one the terminal reward too: r_t (Agent Lightning, section 3.1).
 
-    For algorithms that own the time axis (GAE across calls, say). For one that takes returns, the same values are
-    what `discounted` gives with γ = 0: the myopic return, which says nothing of what a step led to.
+    To an algorithm that owns the time axis (GAE across calls, say) these are rewards, which it adds up itself. To one
+    that takes returns they are myopic returns, `discounted` with γ = 0: what a step led to is not in them.
 
     Conserves: the sum over an episode's transitions is its return.
     """
@@ -127,8 +127,14 @@ def discounted_returns(episode: Episode, gamma: float) -> list[float]:
 
 
 def credit_group(rule: CreditRule, name: str, episodes: Sequence[Episode]) -> list[list[float]]:
-    """The credited values of one group, checked: one for each transition."""
-    values = rule(episodes)
+    """The credited values of one group, checked: one for each transition. PluginError names a rule that fails."""
+    try:
+        values = rule(episodes)
+    except Exception as error:
+        group = episodes[0].group if episodes else "without episodes"
+        raise PluginError(
+            f"The credit rule '{name}' failed on group {group}: {type(error).__name__}: {error}. Mend the rule."
+        ) from error
     expected = [len(episode.transitions) for episode in episodes]
     if [len(of_episode) for of_episode in values] != expected:
         raise PluginError(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agl_core.types import Call, Json, Outcome, OutcomeStatus, TransitionKey
+from agl_core.types import Call, Choice, Json, Outcome, OutcomeStatus, TransitionKey
 
 FROM_MESSAGES = "messages:"
 """The ids of outcomes that were read from messages begin with this."""
@@ -87,9 +87,21 @@ def _part_text(part: Json) -> str:
 
 
 def _tool_messages(call: Call) -> Iterator[Mapping[str, Any]]:
-    for message in call.request.get("messages") or ():
-        if isinstance(message, Mapping) and message.get("role") == "tool":
-            yield message
+    return (message for message in messages_of(call) if message.get("role") == "tool")
+
+
+def messages_of(call: Call) -> tuple[Mapping[str, Any], ...]:
+    """The conversation that a request sent; what is no message is passed over."""
+    messages = call.request.get("messages")
+    return tuple(m for m in messages if isinstance(m, Mapping)) if isinstance(messages, Sequence) else ()
+
+
+def tool_calls_of(choice: Choice) -> list[Mapping[str, Any]]:
+    """The tool calls of a response that an outcome can belong to: objects whose id is a text."""
+    tool_calls = choice.message.get("tool_calls")
+    if not isinstance(tool_calls, Sequence):
+        return []
+    return [each for each in tool_calls if isinstance(each, Mapping) and isinstance(each.get("id"), str)]
 
 
 def _unreported(call: Call, joined: Mapping[TransitionKey, Sequence[Outcome]]) -> Iterator[Mapping[str, Any]]:
@@ -98,20 +110,21 @@ def _unreported(call: Call, joined: Mapping[TransitionKey, Sequence[Outcome]]) -
         key = TransitionKey(call.rollout, call.attempt, call.id, choice.index)
         reported = {outcome.tool_call_id for outcome in joined.get(key, ())}
         if None not in reported:
-            tool_calls = choice.message.get("tool_calls") or ()
-            yield from (each for each in tool_calls if isinstance(each.get("id"), str) and each["id"] not in reported)
+            yield from (each for each in tool_calls_of(choice) if each["id"] not in reported)
 
 
 def _outcome(call: Call, tool_call: Mapping[str, Any], message: Mapping[str, Any]) -> Outcome:
     content = message.get("content")
     status = message_status(content, message.get("status"))
     failed = status in (OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT)
-    function = tool_call.get("function") or {}
+    function = tool_call.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    name = function.get("name")
     return Outcome(
         id=f"{FROM_MESSAGES}{call.id}:{tool_call['id']}",
         rollout=call.rollout,
         attempt=call.attempt,
-        tool=function.get("name") or "tool",
+        tool=name if isinstance(name, str) and name else "tool",
         status=status,
         tool_call_id=tool_call["id"],
         arguments=_parsed(function.get("arguments")),

@@ -7,12 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from agl_core.protocols import RewardRule, RewardValue
 from agl_core.rules import reward_rule
 from agl_core.types import DropReason, Ending, Episode, Json, Reward
 
 AGENT_SOURCE = "agent"
 """The source of rewards that the agent itself reported."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+"""What single precision holds, in which advantages are computed; a larger reward would be infinite there."""
 
 
 @reward_rule
@@ -42,9 +47,13 @@ async def score(
     """The episode with its rewards: the terminal one is Σ weight · value over the rules that had something to say.
 
     `endings` says by the rollout's ending whether the rules judge it ("score"), it has a fixed terminal reward (a
-    number), or it is dropped ("drop"). A rule that raises drops the episode, as does a value that is not finite;
-    the exceptions are returned so that the run can report them.
+    number), or it is dropped ("drop"); one that was dropped for its ending already is returned as it is. A rule that
+    raises, or rewards a call that the episode does not have, drops the episode; the exceptions are returned, with a
+    note naming rule and rollout, so that the run can report them. A value that is not finite in single precision
+    drops the episode too, which then has no terminal reward.
     """
+    if episode.dropped is DropReason.ENDING:
+        return episode, []
     treatment = endings.get(episode.ending, "score")
     if treatment == "drop":
         return replace(episode, dropped=DropReason.ENDING), []
@@ -59,24 +68,24 @@ async def score(
         try:
             found = scoring.rule(episode)
             value: RewardValue = await found if inspect.isawaitable(found) else found
-            for reward in _as_rewards(episode, scoring.name, value):
-                if reward.call is None:
-                    total += scoring.weight * reward.value
-                    terminal.append(reward)
-                else:
-                    intermediate.append(replace(reward, value=scoring.weight * reward.value))
+            given = _as_rewards(episode, scoring.name, value)
         except Exception as error:
+            error.add_note(f"The reward rule '{scoring.name}' failed on rollout {episode.rollout}.")
             errors.append(error)
+            continue
+        terminal += [reward for reward in given if reward.call is None]
+        total += sum(scoring.weight * reward.value for reward in given if reward.call is None)
+        intermediate += [replace(r, value=scoring.weight * r.value) for r in given if r.call is not None]
     if errors:
         return replace(episode, dropped=DropReason.REWARD_FAILED), errors
-    finite = all(math.isfinite(r.value) for r in (*terminal, *intermediate)) and math.isfinite(total)
+    finite = all(abs(value) <= _LARGEST for value in (total, *(r.value for r in (*terminal, *intermediate))))
     by_call: dict[tuple[str, int], list[Reward]] = {}
     for reward in intermediate:
         by_call.setdefault((reward.call or "", reward.choice), []).append(reward)
     scored = replace(
         episode,
         rewards=(*episode.rewards, *terminal),
-        terminal=total,
+        terminal=total if finite else None,
         transitions=tuple(
             replace(t, rewards=(*t.rewards, *by_call.get((t.key.call, t.key.choice), ()))) for t in episode.transitions
         ),
@@ -91,8 +100,28 @@ def _as_rewards(episode: Episode, name: str, value: RewardValue) -> list[Reward]
     if isinstance(value, Mapping):
         return [_reward(episode, f"{name}.{part}", float(each), name) for part, each in value.items()]
     if isinstance(value, Sequence):
-        return [replace(each, source=name) for each in value]
+        return _added([_checked(episode, each, name) for each in value])
     return [_reward(episode, name, float(value), name)]
+
+
+def _added(rewards: Sequence[Reward]) -> list[Reward]:
+    """Rewards of one name for one choice add up, for the store keeps one of each."""
+    totals: dict[tuple[str, str | None, int], Reward] = {}
+    for reward in rewards:
+        key = (reward.name, reward.call, reward.choice)
+        totals[key] = replace(reward, value=totals[key].value + reward.value) if key in totals else reward
+    return list(totals.values())
+
+
+def _checked(episode: Episode, reward: Reward, source: str) -> Reward:
+    """A reward that a rule made itself, under the episode's own keys. ValueError if there is no such call."""
+    calls = {(t.key.call, t.key.choice) for t in episode.transitions}
+    if reward.call is not None and (reward.call, reward.choice) not in calls:
+        raise ValueError(
+            f"it rewards choice {reward.choice} of call {reward.call!r}, which the episode does not have; take "
+            f"`call` and `choice` from the `key` of one of `episode.transitions`"
+        )
+    return replace(reward, rollout=episode.rollout, attempt=episode.attempt, value=float(reward.value), source=source)
 
 
 def _reward(episode: Episode, name: str, value: float, source: str) -> Reward:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from agl_core.learning.outcomes import outcomes_from_messages
+import numpy as np
+
+from agl_core.learning.outcomes import messages_of, outcomes_from_messages, tool_calls_of
 from agl_core.types import (
     Attempt,
     Call,
@@ -15,6 +17,7 @@ from agl_core.types import (
     Outcome,
     Reward,
     Rollout,
+    TokenMask,
     Transition,
     TransitionKey,
 )
@@ -30,9 +33,10 @@ def build_episode(
     """The episode of one attempt, from what was recorded of it; the order of the records does not matter.
 
     Calls are ordered by their start sequence; a call recorded twice or retried by the client counts once, late
-    calls do not count. Each choice of a call is a transition. Outcomes are joined by `tool_call_id`, or, without
-    one, by parent span where exactly one call has it; never by time. Where no outcome was reported for a tool call,
-    it is read from the conversation (`agl_core.learning.outcomes`). `rewards` are those the agent reported.
+    calls do not count. Each choice of a call is a transition (the first of an index). Outcomes are joined by
+    `tool_call_id`, or, without one, by parent span where exactly one call has it; never by time. Where no outcome was
+    reported for a tool call, it is read from the conversation (`agl_core.learning.outcomes`). `rewards` are those the
+    agent reported.
     """
     ordered = counted_calls(attempt, calls)
     reported = list(outcomes)
@@ -41,8 +45,7 @@ def build_episode(
     turns: Counter[str | None] = Counter()
     transitions = []
     for turn, call in enumerate(ordered):
-        for choice in call.choices:
-            key = TransitionKey(call.rollout, call.attempt, call.id, choice.index)
+        for key, choice in _choices(call).items():
             transitions.append(_transition(key, call, choice, turn, turns[call.agent], tuple(joined.get(key, ()))))
         turns[call.agent] += 1
     return Episode(
@@ -87,8 +90,8 @@ def join_outcomes(
     for call in calls:
         for choice in call.choices:
             key = TransitionKey(call.rollout, call.attempt, call.id, choice.index)
-            for place, tool_call in enumerate(choice.message.get("tool_calls") or ()):
-                asked.setdefault(tool_call.get("id"), (key, place))
+            for place, tool_call in enumerate(tool_calls_of(choice)):
+                asked.setdefault(tool_call["id"], (key, place))
             if call.parent_span is not None:
                 spans.setdefault(call.parent_span, []).append(key)
     placed: dict[TransitionKey, list[tuple[int, Outcome]]] = {}
@@ -109,6 +112,21 @@ def join_outcomes(
     return {key: [o for _, o in sorted(found, key=lambda f: f[0])] for key, found in placed.items()}, unjoined
 
 
+def _choices(call: Call) -> dict[TransitionKey, Choice]:
+    found: dict[TransitionKey, Choice] = {}
+    for choice in call.choices:
+        found.setdefault(TransitionKey(call.rollout, call.attempt, call.id, choice.index), choice)
+    return found
+
+
+def _mask(choice: Choice) -> TokenMask | None:
+    """The response's mask. One of another length says of no token that the policy sampled it."""
+    mask, ids = choice.mask, choice.response_ids
+    if mask is None or ids is None or len(mask) == len(ids):
+        return mask
+    return np.zeros(len(ids), np.bool_)
+
+
 def _transition(
     key: TransitionKey, call: Call, choice: Choice, turn: int, agent_turn: int, outcomes: tuple[Outcome, ...]
 ) -> Transition:
@@ -120,14 +138,14 @@ def _transition(
         agent_turn=agent_turn,
         policy=call.policy,
         version=call.version,
-        messages=tuple(call.request.get("messages") or ()),
+        messages=messages_of(call),
         response=choice.message,
         finish_reason=choice.finish_reason,
         temperature=1.0 if temperature is None else temperature,
         prompt_ids=call.prompt_ids,
         response_ids=choice.response_ids,
         logprobs=choice.logprobs,
-        mask=choice.mask,
+        mask=_mask(choice),
         parse_error=choice.parse_error,
         prefix_broken=call.prefix_broken,
         outcomes=outcomes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -174,7 +175,11 @@ def _dump_sampling(sampling: Sampling) -> str:
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
     }
-    return dump_json({name: value for name, value in values.items() if value is not None})
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if not math.isfinite(value):
+            raise UnstorableError(f"the sampling parameter {name} is {value}; give a finite number, or None")
+    return dump_json(given)
 
 
 def _encode_outcome(outcome: Outcome, rows: Rows, _: Pieces) -> None:

@@ -18,7 +18,7 @@ _PREFIX = "step-"
 
 
 @dataclass
-class Progress:
+class RunState:
     """What a run has done so far; saved with every checkpoint."""
 
     step: int = 0
@@ -57,10 +57,10 @@ class Checkpoints:
         part.mkdir(parents=True)
         return part
 
-    def commit(self, part: Path, progress: Progress) -> Path:
-        """Make what was written the checkpoint of `progress.step`, and remove those that are too old."""
-        (part / _STATE).write_bytes(orjson.dumps(asdict(progress), option=orjson.OPT_INDENT_2))
-        target = self.path(progress.step)
+    def commit(self, part: Path, state: RunState) -> Path:
+        """Make what was written the checkpoint of `state.step`, and remove those that are too old."""
+        (part / _STATE).write_bytes(orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2))
+        target = self.path(state.step)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(part, target)
         for old in self.all()[: -self._keep]:
@@ -78,9 +78,9 @@ class Checkpoints:
         return found[-1]
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_state(checkpoint: Path) -> RunState:
     """What the run had done when this checkpoint was written."""
     try:
-        return Progress(**orjson.loads((checkpoint / _STATE).read_bytes()))
+        return RunState(**orjson.loads((checkpoint / _STATE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint / _STATE} cannot be read: {error}. Resume from an earlier one.") from error

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agl_core.errors import PluginError
-from agl_core.learning import ScoringRule, build_episode, score
+from agl_core.learning import ScoringRule, score
 from agl_core.store.interface import Store
 from agl_core.training.progress import Phase
-from agl_core.types import AttemptKey, DropReason, Ending, Episode, Json, Reward, Rollout
+from agl_core.training.recorded import recorded_episodes
+from agl_core.types import DropReason, Ending, Episode, Json, Reward, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -94,28 +95,8 @@ class Collector:
         return [first.result(), *self.queue.done_now()]
 
     async def _episodes(self, rollouts: Sequence[Rollout]) -> list[tuple[Episode, list[Exception]]]:
-        keys = [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
-        calls, outcomes, rewards = (
-            _by_rollout(await self.store.calls(keys)),
-            _by_rollout(await self.store.outcomes(keys)),
-            _by_rollout(await self.store.rewards(keys)),
-        )
-        scored: list[tuple[Episode, list[Exception]]] = []
-        for rollout in rollouts:
-            attempts = [a for a in await self.store.attempts(rollout.id) if a.attempt == rollout.counted_attempt]
-            if not attempts:
-                scored.append((_lost(rollout), []))
-                continue
-            episode = build_episode(
-                rollout,
-                attempts[0],
-                calls.get(rollout.id, ()),
-                outcomes.get(rollout.id, ()),
-                rewards.get(rollout.id, ()),
-            )
-            for changed in self.hook.episode_built(episode=episode):
-                episode = changed if changed is not None else episode
-            scored.append(await score(episode, self.rules, self.endings))
+        episodes = await recorded_episodes(self.store, rollouts, self.hook)
+        scored = [await score(episode, self.rules, self.endings) for episode in episodes]
         new = [reward for episode, _ in scored for reward in _given(episode)]
         if new:
             await self.store.put(*new)
@@ -126,28 +107,6 @@ def _given(episode: Episode) -> list[Reward]:
     """The rewards that rules gave (what the agent reported is stored already)."""
     terminal = [r for r in episode.rewards if r.source != "agent"]
     return terminal + [r for t in episode.transitions for r in t.rewards]
-
-
-def _lost(rollout: Rollout) -> Episode:
-    return Episode(
-        rollout=rollout.id,
-        attempt=0,
-        group=rollout.group,
-        member=rollout.member,
-        task=rollout.task,
-        mode=rollout.mode,
-        ending=rollout.ending or Ending.CANCELLED,
-        transitions=(),
-        dropped=DropReason.ENDING,
-        step=rollout.step,
-    )
-
-
-def _by_rollout(records: Sequence[Any]) -> dict[str, list[Any]]:
-    grouped: dict[str, list[Any]] = {}
-    for record in records:
-        grouped.setdefault(record.rollout, []).append(record)
-    return grouped
 
 
 def _note(episodes: Sequence[Episode]) -> str:

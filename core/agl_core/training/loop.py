@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agl_core.config.models import RunConfig
-from agl_core.learning import Prepared, credit_group, prepare
+from pydantic_core import to_jsonable_python
+
+from agl_core.config import PolicyPlan, RunConfig
+from agl_core.learning import PolicyCredit, Prepared, prepare
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import CreditRule, Engine, TaskSource, UpdateResult
+from agl_core.protocols import Engine, Progress, TaskSource, UpdateResult
 from agl_core.store.interface import Store
-from agl_core.training.checkpoints import Checkpoints, Progress
+from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Collected, Collector
 from agl_core.training.evaluate import Evaluator
-from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics
+from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, update_metrics
 from agl_core.training.plan import plan_groups, train_indices
-from agl_core.training.progress import Observer
-from agl_core.types import CreditKind, Mode, Use
+from agl_core.training.progress import Observer, Phase
+from agl_core.types import Mode, Use
 
 Result = TypeVar("Result")
 
@@ -36,11 +38,18 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
         raise
 
 
+def _part(phase: Phase, number: int, count: int) -> Progress:
+    """Reports on the one of `count` equal parts of a phase that has this number."""
+    return lambda share: phase.advance((number + share) / count)
+
+
 @dataclass
 class Trainer:
     """One run's training; every part is handed in, started."""
 
     config: RunConfig
+    policies: Mapping[str, PolicyPlan]
+    """How each policy learns."""
     run: str
     incarnation: int
     tasks: TaskSource
@@ -48,29 +57,30 @@ class Trainer:
     store: Store
     collector: Collector
     evaluator: Evaluator
-    credit: CreditRule
-    credit_kind: CreditKind
-    algorithm_options: Mapping[str, Any]
     checkpoints: Checkpoints
     log: MetricsLog
     observer: Observer
     hook: Any
     versions: dict[str, int]
     """The gateway's record of the version being served of each policy."""
-    progress: Progress = field(default_factory=Progress)
+    state: RunState = field(default_factory=RunState)
     saved_step: int = 0
     """The step of the latest checkpoint."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
+    _credit: Mapping[str, PolicyCredit] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.policies.items()}
 
     async def train(self) -> None:
-        """Train from where `progress` is to the last step."""
+        """Train from where `state` is to the last step."""
         settings = self.config.train
         last = settings.steps
-        self._resumed = time.monotonic() - self.progress.seconds
-        if not self.progress.evaluations:
+        self._resumed = time.monotonic() - self.state.seconds
+        if not self.state.evaluations:
             await self._evaluate()
-        while self.progress.step < last:
-            step = self.progress.step + 1
+        while self.state.step < last:
+            step = self.state.step + 1
             started, tokens = time.monotonic(), await self._tokens()
             collected = await self._rollouts(step)
             await uninterrupted(self._learn(step, collected, started, tokens))
@@ -100,8 +110,7 @@ class Trainer:
         smallest = min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
         prepared = prepare(
             collected.groups,
-            lambda episodes: credit_group(self.credit, self.config.credit.name, episodes),
-            self.credit_kind,
+            self._credit,
             agents=settings.agents,
             min_group_size=smallest,
             step=step,
@@ -115,7 +124,7 @@ class Trainer:
         stats = await self.engine.stats()
         metrics = {
             **found,
-            **{f"update/{key}": value for result in results.values() for key, value in result.metrics.items()},
+            **update_metrics({name: each.metrics for name, each in results.items()}, several=len(self.policies) > 1),
             **{f"tokens/{key}": value - tokens[key] for key, value in (await self._tokens()).items()},
             **drop_metrics(use.dropped for use in uses),
             **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
@@ -126,25 +135,30 @@ class Trainer:
             "seconds/step": time.monotonic() - started,
         }
         self.log.write(step, "train", metrics)
-        progress = self.progress
-        progress.step = step
-        progress.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in collected.episodes)
-        progress.kept += len(uses) - drops.total()
-        progress.count_dropped(drops)
-        progress.train_rewards.append(found["reward/mean"])
+        state = self.state
+        state.step = step
+        state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in collected.episodes)
+        state.kept += len(uses) - drops.total()
+        state.count_dropped(drops)
+        state.train_rewards.append(found["reward/mean"])
         self._count_memory(stats)
 
     async def _update(self, step: int, prepared: Prepared) -> dict[str, UpdateResult]:
-        results = {}
+        """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
+        results: dict[str, UpdateResult] = {}
         with self.observer.phase("update", step) as phase:
-            for policy, batch in prepared.batches.items():
-                results[policy] = await self.engine.update(
-                    policy, batch, self.config.algorithm.name, self.algorithm_options, phase.advance
+            training = [policy for policy in self.policies if policy in prepared.batches]
+            for number, policy in enumerate(training):
+                algorithm = self.policies[policy].algorithm
+                result = results[policy] = await self.engine.update(
+                    policy,
+                    prepared.batches[policy],
+                    algorithm.component.name,
+                    to_jsonable_python(algorithm.options.model_dump()),
+                    _part(phase, number, len(training)),
                 )
-                self.versions[policy] = results[policy].version
-                self.hook.policy_updated(
-                    policy=policy, version=results[policy].version, metrics=results[policy].metrics
-                )
+                self.versions[policy] = result.version
+                self.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
         return results
 
     async def _store_uses(self, step: int, prepared: Prepared, results: Mapping[str, UpdateResult]) -> list[Use]:
@@ -171,10 +185,10 @@ class Trainer:
         return {key.removeprefix("tokens_"): value for key, value in stats.items() if key.startswith("tokens_")}
 
     async def _evaluate(self) -> None:
-        step = self.progress.step
+        step = self.state.step
         entries, metrics, calls = await self.evaluator.evaluate(step)
-        self.progress.evaluations += entries
-        self.progress.llm_calls += calls
+        self.state.evaluations += entries
+        self.state.llm_calls += calls
         self._count_memory(await self.engine.stats())
         if entries:
             self.log.write(step, "eval", metrics)
@@ -184,16 +198,16 @@ class Trainer:
     async def checkpoint(self) -> Path:
         """Save everything that resuming needs."""
         self.count_time()
-        part = self.checkpoints.begin(self.progress.step)
+        part = self.checkpoints.begin(self.state.step)
         await self.engine.save(part)
-        self.saved_step = self.progress.step
-        return self.checkpoints.commit(part, self.progress)
+        self.saved_step = self.state.step
+        return self.checkpoints.commit(part, self.state)
 
     def count_time(self) -> None:
-        """Bring `progress.seconds` up to now."""
-        self.progress.seconds = time.monotonic() - self._resumed
+        """Bring `state.seconds` up to now."""
+        self.state.seconds = time.monotonic() - self._resumed
 
     def _count_memory(self, stats: Mapping[str, float]) -> None:
         """Resident memory of the run: this process and the engine's."""
         peak = peak_rss_bytes() + int(stats.get("peak_rss_bytes", 0))
-        self.progress.peak_rss_bytes = max(self.progress.peak_rss_bytes, peak)
+        self.state.peak_rss_bytes = max(self.state.peak_rss_bytes, peak)

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from agl_core.protocols import Tracker
-from agl_core.types import Episode
+from agl_core.types import Episode, FinishReason
 
 
 def mean(values: Iterable[float]) -> float:
@@ -37,6 +37,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "rollout/outcomes": mean(sum(len(t.outcomes) for t in e.transitions) for e in episodes),
         "length/prompt": mean(len(t.prompt_ids) for t in transitions if t.prompt_ids is not None),
         "length/response": mean(len(t.response_ids) for t in transitions if t.response_ids is not None),
+        "length/cut": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
         "calls/prefix_broken": float(sum(t.prefix_broken for t in transitions)),
         "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
         "outcomes/unjoined": float(sum(len(e.unjoined) for e in episodes)),
@@ -47,7 +48,20 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     metrics |= {f"reward/{name}": total / len(episodes) for name, total in parts.items()}
     endings = Counter(e.ending.value for e in episodes)
     metrics |= {f"ending/{name}": float(count) for name, count in endings.items()}
-    return {key: value for key, value in metrics.items() if not math.isnan(value)}
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}
+
+
+def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: bool) -> dict[str, float]:
+    """What the engine said of a step's updates: `update/KEY`; in a run with several policies, `update/POLICY/KEY`.
+
+    >>> update_metrics({"writer": {"loss": 0.5}}, several=True)
+    {'update/writer/loss': 0.5}
+    """
+    return {
+        f"update/{policy}/{key}" if several else f"update/{key}": value
+        for policy, metrics in by_policy.items()
+        for key, value in metrics.items()
+    }
 
 
 def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from agl_core.training.checkpoints import Progress
+from agl_core.training.checkpoints import RunState
 
 HEADLINE_SET = "eval"
 
@@ -20,7 +20,7 @@ class Summary:
 
     run_dir: Path
     seed: int
-    progress: Progress
+    state: RunState
     interrupted: bool
     checkpoint: Path | None
     abandoned: int
@@ -30,7 +30,7 @@ class Summary:
 
     def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
         """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set."""
-        of_set = [e for e in self.progress.evaluations if e["set"] == set_name]
+        of_set = [e for e in self.state.evaluations if e["set"] == set_name]
         steps = sorted({e["step"] for e in of_set})
 
         def at(step: int) -> dict[str, float | None]:
@@ -44,7 +44,7 @@ class Summary:
     @property
     def sets(self) -> list[str]:
         """The held-out sets, in the order of their evaluation."""
-        return list(dict.fromkeys(e["set"] for e in self.progress.evaluations))
+        return list(dict.fromkeys(e["set"] for e in self.state.evaluations))
 
     @property
     def headline(self) -> str:
@@ -52,22 +52,22 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """The content of `summary.json`."""
-        progress = self.progress
+        state = self.state
         return {
             "reward": self.rewards(self.headline),
             "rewards": {name: self.rewards(name) for name in self.sets},
-            "steps": progress.step,
-            "seconds": progress.seconds,
-            "peak_rss_bytes": progress.peak_rss_bytes,
-            "llm_calls": progress.llm_calls,
-            "transitions": {"kept": progress.kept, "dropped": progress.dropped},
+            "steps": state.step,
+            "seconds": state.seconds,
+            "peak_rss_bytes": state.peak_rss_bytes,
+            "llm_calls": state.llm_calls,
+            "transitions": {"kept": state.kept, "dropped": state.dropped},
             "seed": self.seed,
             "interrupted": self.interrupted,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "agents_abandoned": self.abandoned,
             "adapter_problems": self.problems,
-            "evaluations": progress.evaluations,
-            "train_rewards": progress.train_rewards,
+            "evaluations": state.evaluations,
+            "train_rewards": state.train_rewards,
         }
 
     def write(self) -> None:

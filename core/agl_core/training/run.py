@@ -13,15 +13,14 @@ from typing import Any
 
 from agl_core.config.load import LoadedConfig, dump
 from agl_core.errors import CheckpointError
-from agl_core.plugins import Need
 from agl_core.store.interface import Store
-from agl_core.training.checkpoints import Checkpoints, Progress, read_progress
+from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import MetricsLog
 from agl_core.training.progress import Observer
 from agl_core.training.report import Summary
 from agl_core.training.session import Session, open_session
-from agl_core.types import CreditKind, Ending, RolloutState, Run
+from agl_core.types import Ending, RolloutState, Run
 
 CONFIG_FILE = "config.toml"
 
@@ -45,25 +44,25 @@ async def train(loaded: LoadedConfig, run_dir: Path, observer: Observer, *, resu
     config = loaded.config
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep_checkpoints)
     weights = checkpoints.latest() if resume and checkpoints.all() else None
-    progress = read_progress(weights) if weights else Progress()
+    state = read_state(weights) if weights else RunState()
     store: Store = loaded.store.build(run_dir)
     async with store:
-        incarnation = await _begin(store, loaded, run_dir.name, progress.step if resume else None)
+        incarnation = await _begin(store, loaded, run_dir.name, state.step if resume else None)
         log = MetricsLog(
             run_dir / "metrics.jsonl",
             [tracker.build(run_dir) for tracker in loaded.trackers.values()],
             incarnation,
         )
-        log.forget_after(progress.step if weights else -1)
+        log.forget_after(state.step if weights else -1)
         try:
             async with open_session(loaded, run_dir, incarnation, store, observer, weights) as session:
-                trainer = _trainer(loaded, run_dir, session, incarnation, checkpoints, log, observer, progress)
+                trainer = _trainer(loaded, run_dir, session, incarnation, checkpoints, log, observer, state)
                 interrupted = await _until_done(trainer, observer)
                 worker = session.worker.worker
                 return Summary(
                     run_dir=run_dir,
                     seed=config.seed,
-                    progress=progress,
+                    state=state,
                     interrupted=interrupted,
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     abandoned=worker.abandoned if worker else 0,
@@ -75,7 +74,7 @@ async def train(loaded: LoadedConfig, run_dir: Path, observer: Observer, *, resu
 
 async def evaluate(loaded: LoadedConfig, run_dir: Path, checkpoint: Path | None, observer: Observer) -> list[Any]:
     """Evaluate a checkpoint (None: the initial weights) on every held-out set; one entry per set and mode."""
-    step = read_progress(checkpoint).step if checkpoint else 0
+    step = read_state(checkpoint).step if checkpoint else 0
     store: Store = loaded.store.build(run_dir)
     async with store:
         incarnation = await _begin(store, loaded, run_dir.name, step)
@@ -109,11 +108,11 @@ def _trainer(
     checkpoints: Checkpoints,
     log: MetricsLog,
     observer: Observer,
-    progress: Progress,
+    state: RunState,
 ) -> Trainer:
-    credit = loaded.credit
     return Trainer(
         config=loaded.config,
+        policies=loaded.policies,
         run=run_dir.name,
         incarnation=incarnation,
         tasks=session.tasks["train"],
@@ -121,16 +120,13 @@ def _trainer(
         store=session.store,
         collector=session.collector,
         evaluator=session.evaluator,
-        credit=credit.build(),
-        credit_kind=CreditKind.REWARD if Need.REWARDS in credit.component.provides else CreditKind.RETURN,
-        algorithm_options=loaded.algorithm.options.model_dump(),
         checkpoints=checkpoints,
         log=log,
         observer=observer,
         hook=loaded.plugins.hook,
         versions=session.server.versions,
-        progress=progress,
-        saved_step=progress.step,
+        state=state,
+        saved_step=state.step,
     )
 
 
@@ -142,7 +138,7 @@ async def _until_done(trainer: Trainer, observer: Observer) -> bool:
             await task
         except asyncio.CancelledError:
             observer.say("stopping; saving a checkpoint")
-            if trainer.progress.step > trainer.saved_step:
+            if trainer.state.step > trainer.saved_step:
                 await uninterrupted(trainer.checkpoint())
             return True
         finally:

@@ -13,8 +13,6 @@ from agl_core.capture import attach
 from agl_core.client import WorkerThread, load_agent
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import EngineError
-from agl_core.learning import ScoringRule
-from agl_core.learning.rewards import reported
 from agl_core.plugins import Kind
 from agl_core.protocols import Adapter, Engine, EngineContext, PolicySpec, TaskSource
 from agl_core.server import LightningServer
@@ -22,6 +20,7 @@ from agl_core.store.interface import Store
 from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.progress import Observer
+from agl_core.training.recorded import scoring_rules
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ async def open_session(
             timeout=config.workers.timeout,
             attempts=config.workers.attempts,
             hook=loaded.plugins.hook,
+            agents={name: policy.agents for name, policy in config.policies.items()},
         )
         await stack.enter_async_context(server)
         server.versions.update(await engine.versions())
@@ -74,11 +74,8 @@ async def open_session(
         )
         worker.start()
         stack.push_async_callback(worker.stop)
-        rules = [
-            ScoringRule(name, chosen.build(), config.rewards[name].weight) for name, chosen in loaded.rewards.items()
-        ] or [ScoringRule("reported", reported)]
         collector = Collector(
-            store, server.queue, rules, config.train.endings, loaded.plugins.hook, health_check(worker)
+            store, server.queue, scoring_rules(loaded), config.train.endings, loaded.plugins.hook, health_check(worker)
         )
         held_out = {name: source for name, source in tasks.items() if name != "train"}
         evaluator = Evaluator(collector, held_out, config.eval, run_dir.name, incarnation, observer)
@@ -116,7 +113,14 @@ def adapters(loaded: LoadedConfig) -> list[Adapter]:
 @contextmanager
 def agent_environment(base_url: str, key: str) -> Iterator[None]:
     """The variables that send an unmodified agent's LLM client to the gateway; restored afterwards."""
-    wanted = {"OPENAI_BASE_URL": f"{base_url}/v1", "OPENAI_API_BASE": f"{base_url}/v1", "OPENAI_API_KEY": key}
+    wanted = {
+        "OPENAI_BASE_URL": f"{base_url}/v1",
+        "OPENAI_API_BASE": f"{base_url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_AUTH_TOKEN": key,
+    }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

@@ -35,6 +35,18 @@ class CountingOptions(Strict):
     file: Path = Field(Path("numbers.txt"), description="A path.")
 
 
+class PathOptions(Strict):
+    class Nested(Strict):
+        file: Path = Field(Path("nested.bin"), description="A path in a table.")
+
+    one: Path = Field(Path("one.bin"), description="A path.")
+    maybe: Path | None = Field(None, description="Perhaps a path.")
+    many: tuple[Path, ...] = Field((), description="Several paths.")
+    named: dict[str, Path] = Field({}, description="Paths by name.")
+    inside: Nested = Field(Nested(), description="A table with a path.")
+    text: str = Field("one.bin", description="Text that looks like a path.")
+
+
 class CarelessOptions(BaseModel):
     """Its author forgot to forbid unknown keys."""
 
@@ -60,6 +72,7 @@ def register_algorithms(register: Register) -> None:
     )
     register("judging", built, needs={Need.CRITIC, Need.REWARDS, Need.TOKEN_IDS})
     register("easy", built)
+    register("undecided", built, needs={Need.REWARDS, Need.RETURNS})
 
 
 @agl_core.hookimpl
@@ -71,7 +84,7 @@ def register_engines(register: Register) -> None:
 
 @agl_core.hookimpl
 def register_credit_rules(register: Register) -> None:
-    register("confused", built, provides={Need.REWARDS, Need.RETURNS})
+    register("either", built, provides={Need.REWARDS, Need.RETURNS})
     register("silent", built)
     register("mixing", built, provides={Need.RETURNS, Need.OUTCOMES})
 
@@ -108,6 +121,7 @@ def register_rewards(register: Register) -> None:
         weight: float = Field(1.0, description="Clashes with the table's own.")
 
     register("clashing", built, options=Clashing)
+    register("filing", built, options=PathOptions)
     register("tool_counting", built, provides={Need.OUTCOMES})
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from agl_core.config import LoadedConfig, check
 from agl_core.errors import CapabilityError
+from agl_core.types import CreditKind
 
 Load = Callable[..., LoadedConfig]
 
@@ -22,6 +23,8 @@ Load = Callable[..., LoadedConfig]
         ("algorithm.name=easy", "train.group_size=1", "engine.name=poor"),
         ("algorithm.name=judging", "engine.name=rich", "credit.name=per_step", "train.group_size=1"),
         ("algorithm.comparing.beta=0", "engine.name=poor"),
+        ("credit.name=either",),
+        ("credit.name=either", "algorithm.name=judging", "engine.name=rich"),
         ("credit.name=mixing",),
         ("rewards.tools.rule=tool_counting",),
     ],
@@ -39,7 +42,7 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
         (("credit.name=per_step",), ("takes returns", "the time axis has no owner", "stepwise, whole)")),
         (
             ("algorithm.name=judging", "engine.name=rich"),
-            ("adds up what came after itself", "counted twice", "(confused, immediate, per_step)"),
+            ("adds up what came after itself", "counted twice", "(either, immediate, per_step)"),
         ),
         (("engine.name=poor",), ("needs a reference model", "engine 'poor'", "(pretending, rich")),
         (
@@ -50,8 +53,9 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
             ("algorithm.name=judging", "credit.name=per_step", "engine.name=poor"),
             ("needs a critic", "needs token ids"),
         ),
-        (("credit.name=confused",), ("either returns or rewards", "provides both")),
-        (("credit.name=silent",), ("either returns or rewards", "provides neither")),
+        (("credit.name=silent",), ("must provide returns, rewards or both", "provides neither")),
+        (("algorithm.name=undecided", "credit.name=either"), ("either returns or rewards", "takes both")),
+        (("algorithm.name=judging", "engine.name=rich", "credit.name=mixing"), ("a return would be counted twice",)),
         (
             ("credit.name=mixing", "rewards.tools.rule=tool_counting"),
             ("credit 'mixing'", "reward 'tool_counting'", "an outcome would count twice", "Keep one"),
@@ -74,3 +78,56 @@ def test_all_problems_are_told_together(loaded: Load, minimal: dict[str, Any]) -
         check(loaded(minimal, "train.group_size=1", "engine.name=poor", "credit.name=per_step"))
 
     assert len(str(error.value).splitlines()) == 4
+
+
+def two_policies(minimal: dict[str, Any], **writer: Any) -> dict[str, Any]:
+    """A run with the policies 'critic', which goes by the run's choices, and 'writer'."""
+    model = {"path": "weights"}
+    return {**minimal, "policies": {"critic": {"model": model}, "writer": {"model": model, **writer}}}
+
+
+def test_each_policy_is_judged_by_its_own_pair(loaded: Load, minimal: dict[str, Any]) -> None:
+    own = {"algorithm": {"name": "judging"}, "credit": {"name": "per_step"}}
+
+    check(loaded(two_policies(minimal, **own), "engine.name=rich"))
+    for broken in ("algorithm", "credit"):
+        with pytest.raises(CapabilityError) as error:
+            check(loaded(two_policies(minimal, **{broken: own[broken]}), "engine.name=rich"))
+        first, problem = str(error.value).splitlines()
+        assert first == "The parts of this run do not go together:"
+        assert problem.strip().startswith(f"policy 'writer': algorithm '{'judging' if broken == 'algorithm' else ''}")
+
+
+def test_the_runs_choices_are_not_judged_where_every_policy_has_its_own(loaded: Load, minimal: dict[str, Any]) -> None:
+    own = {"algorithm": {"name": "easy"}, "credit": {"name": "whole"}}
+    minimal["policies"]["default"] |= own
+
+    check(loaded(minimal, "algorithm.name=judging", "credit.name=silent", "engine.name=poor"))
+
+
+def test_what_several_policies_share_is_told_once_with_their_names(loaded: Load, minimal: dict[str, Any]) -> None:
+    with pytest.raises(CapabilityError) as error:
+        check(loaded(two_policies(minimal), "engine.name=poor", "train.min_group_size=9"))
+
+    _, sizes, reference = str(error.value).splitlines()
+    assert sizes.strip().startswith("[train] min_group_size is 9")
+    assert reference.strip().startswith("policies 'critic' and 'writer': algorithm 'comparing'")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "credit", "kind"),
+    [
+        ("comparing", "whole", CreditKind.RETURN),
+        ("comparing", "either", CreditKind.RETURN),
+        ("judging", "per_step", CreditKind.REWARD),
+        ("judging", "either", CreditKind.REWARD),
+        ("easy", "either", CreditKind.RETURN),
+        ("easy", "per_step", CreditKind.REWARD),
+    ],
+)
+def test_the_algorithm_decides_what_the_values_are(
+    loaded: Load, minimal: dict[str, Any], algorithm: str, credit: str, kind: CreditKind
+) -> None:
+    run = loaded(minimal, f"algorithm.name={algorithm}", f"credit.name={credit}")
+
+    assert run.policies["default"].credit_kind is kind

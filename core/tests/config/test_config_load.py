@@ -31,16 +31,14 @@ def test_the_chosen_components_come_with_validated_options(loaded: Load, minimal
 
     run = loaded(minimal)
 
-    assert (run.algorithm.component.name, run.algorithm.options.model_dump()) == (
-        "comparing",
-        {"beta": 0.0, "epsilon": 0.2},
-    )
+    plan = run.policies["default"]
+    assert (plan.algorithm.component.name, plan.credit.component.name) == ("comparing", "whole")
+    assert plan.algorithm.options.model_dump() == {"beta": 0.0, "epsilon": 0.2}
     assert run.engine.component.name == "pretending"
     assert run.rewards["short"].component.name == "brevity"
     assert run.rewards["short"].options.model_dump() == {"limit": 7}
     assert run.trackers["shouting"].options.model_dump() == {"loud": True}
     assert run.tasks["train"].options.model_dump()["limit"] == 10
-    assert run.credit.component.name == "whole"
     assert run.store.component.name == "forgetting"
 
 
@@ -56,6 +54,62 @@ def test_paths_are_resolved_against_the_file(
     assert run.folder == folder.resolve()
     assert run.config.policies["default"].model.path == str(folder / "weights")
     assert run.config.plugins[1] == folder / "mine.py"
+
+
+def test_paths_among_the_settings_of_plugins_are_resolved_too(
+    folder: Path, minimal: dict[str, Any], loaded: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    settings = {"maybe": "~/two.bin", "many": ["a", "/b", "../c"], "named": {"d": "e/f"}}
+    change(minimal, "rewards.filing", settings)
+
+    run = loaded(minimal)
+
+    options = run.rewards["filing"].options.model_dump()
+    assert options == {
+        "one": folder / "one.bin",
+        "maybe": Path("/home/somebody/two.bin"),
+        "many": (folder / "a", Path("/b"), folder.parent / "c"),
+        "named": {"d": folder / "e" / "f"},
+        "inside": {"file": folder / "nested.bin"},
+        "text": "one.bin",
+    }
+    assert run.tasks["train"].options.model_dump()["file"] == folder / "numbers.txt"
+    assert run.config.rewards["filing"].settings["many"] == [str(path) for path in options["many"]]
+
+
+def test_paths_start_where_the_folder_is_said_to_be(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
+    (folder / "inside" / "weights").mkdir(parents=True)
+
+    run = loaded(minimal, "folder=inside")
+
+    assert run.tasks["train"].options.model_dump()["file"] == folder / "inside" / "numbers.txt"
+
+
+def test_a_policy_may_have_its_own_algorithm_and_credit(minimal: dict[str, Any], loaded: Load) -> None:
+    change(minimal, "policies.critic", {"model": {"path": "weights"}})
+    change(minimal, "policies.critic.algorithm", {"name": "comparing", "comparing": {"beta": 0.5}})
+    change(minimal, "policies.critic.credit", {"name": "mixing"})
+
+    run = loaded(minimal, "policies.critic.algorithm.comparing.epsilon=0.1", 'policies.critic.agents=["crit*"]')
+
+    critic, default = run.policies["critic"], run.policies["default"]
+    assert critic.algorithm.options.model_dump() == {"beta": 0.5, "epsilon": 0.1}
+    assert default.algorithm.options.model_dump() == {"beta": 0.04, "epsilon": 0.2}
+    assert (critic.credit.component.name, default.credit.component.name) == ("mixing", "whole")
+    assert run.config.policies["critic"].agents == ("crit*",)
+    assert run.config.policies["default"].algorithm is None
+
+
+def test_a_narrow_pattern_may_stand_before_a_wide_one(minimal: dict[str, Any], loaded: Load) -> None:
+    minimal["policies"] = {
+        name: {"agents": [pattern], "model": {"path": "weights"}}
+        for name, pattern in {"first": "editor-1", "others": "editor-*", "rest": "*"}.items()
+    }
+
+    assert [policy.agents for policy in loaded(minimal).config.policies.values()] == [
+        ("editor-1",), ("editor-*",), ("*",)
+    ]  # fmt: skip
 
 
 def test_a_model_that_is_no_folder_is_a_hub_name(minimal: dict[str, Any], loaded: Load) -> None:
@@ -166,6 +220,19 @@ def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override:
         ("policies.default.model.dtype", "flaot32", ".model] dtype: cannot be 'flaot32'. Did you mean 'float32'?"),
         ("policies.default.model.lora", {"rnk": 4}, ".lora] rnk: there is no such key. Did you mean 'rank'?"),
         ("policies.default.optimizer", {"lr": 1}, "[policies.default.optimizer] lr: there is no such key."),
+        ("policies.default.algorithm", {"name": "comparing", "comparing": {"beta": -1}},
+         "[policies.default.algorithm.comparing] beta: must be greater than or equal to 0"),
+        ("policies.default.algorithm", {"name": "compare"}, "[policies.default.algorithm] name: there is no algorithm"),
+        ("policies.default.algorithm", {"name": "comparing", "beta": 1},
+         "[policies.default.algorithm] beta: there is no such key here; settings stand in "
+         "[policies.default.algorithm.comparing]."),
+        ("policies.default.algorithm", {}, "[policies.default.algorithm] name: is missing"),
+        ("policies.default.credit", {"name": "whol"}, "[policies.default.credit] name: there is no credit 'whol'."),
+        ("policies.default.agents", "writer", "[policies.default] agents: must be a list, not 'writer'."),
+        ("policies.second", {"agents": ["wr*"], "model": {"path": "weights"}},
+         "policies: 'wr*' in the agents of 'second' has no effect, for the agents of 'default', which comes first"),
+        ("policies.second", {"agents": ["writer"], "model": {"path": "weights"}},
+         "policies: 'writer' in the agents of 'second' has no effect"),
         ("policies", {}, "policies: needs a policy, for instance [policies.default]."),
         ("policies.default.model.path", "./nowhere", "[policies.default.model] path: there is no folder"),
         ("tasks", {"eval": {"source": "counting"}}, "tasks: needs the table [tasks.train]."),
@@ -192,6 +259,9 @@ def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override:
 def test_a_mistake_is_told_with_its_place_and_remedy(
     minimal: dict[str, Any], loaded: Load, folder: Path, key: str, value: Any, said: str
 ) -> None:
+    if key == "policies.second":
+        minimal["policies"]["default"]["agents"] = ["wr*"]
+
     with pytest.raises(ConfigError) as error:
         loaded(change(minimal, key, value))
 
@@ -231,7 +301,7 @@ def test_tables_of_plugins_that_are_not_chosen_may_stay(minimal: dict[str, Any],
 
     run = loaded(minimal)
 
-    assert run.algorithm.component.name == "easy"
+    assert run.policies["default"].algorithm.component.name == "easy"
     assert run.config.algorithm.tables["comparing"]["beta"] == 0.5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.errors import PluginError
-from agl_core.learning import build_episode, credit_group, identical, prepare
+from agl_core.learning import PolicyCredit, build_episode, credit_group, identical, prepare
 from agl_core.types import CreditKind, DropReason, Ending, Episode
+
+IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
 
 
 def episode(make: Any, name: str, lengths: list[int], terminal: float, **changes: Any) -> Episode:
@@ -39,7 +42,7 @@ def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(make: Any, da
             data.draw(st.lists(st.lists(sizes, min_size=1, max_size=3), min_size=1, max_size=3))
         )
     ]
-    prepared = prepare(groups, identical, CreditKind.RETURN, agents=["solver"], min_group_size=2)
+    prepared = prepare(groups, IDENTICAL, agents=["solver"], min_group_size=2)
     kept = [key for batch in prepared.batches.values() for key in batch.keys]
     left_out = [use.key for use in prepared.dropped]
     assert sorted(kept + left_out) == sorted(t.key for g in groups for e in g for t in e.transitions)
@@ -64,7 +67,7 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
         [episode(make, "a", [2, 2, 2], 1.0), episode(make, "b", [2], 0.0)],
         [episode(make, "c", [1], 1.0), episode(make, "d", [1], 0.0)],
     ]
-    batch = prepare(groups, identical, CreditKind.RETURN).batches["default"]
+    batch = prepare(groups, IDENTICAL).batches["default"]
     assert batch.group_N.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.rollout_N.tolist() == [0, 0, 0, 1, 2, 3]
     assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
@@ -84,14 +87,14 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
 def test_a_faulty_transition_is_dropped_with_its_reason(make: Any, changes: Any, reason: DropReason) -> None:
     calls = [make.call(0, make.choice(**changes)), make.call(1)]
     built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
-    prepared = prepare([[built]], identical, CreditKind.RETURN)
+    prepared = prepare([[built]], IDENTICAL)
     assert [use.dropped for use in prepared.dropped] == [reason]
     assert [key.call for key in prepared.batches["default"].keys] == ["r-c1"]
 
 
 def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
     groups = [[episode(make, "a", [2], 1.0), episode(make, "b", [2], 0.0, dropped=DropReason.ENDING)]]
-    prepared = prepare(groups, identical, CreditKind.RETURN, min_group_size=2)
+    prepared = prepare(groups, IDENTICAL, min_group_size=2)
     assert prepared.batches == {}
     assert prepared.episodes_dropped == {DropReason.GROUP_TOO_SMALL: 1, DropReason.ENDING: 1}
 
@@ -99,15 +102,82 @@ def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
 def test_forced_tokens_are_masked_and_the_rest_is_trained(make: Any) -> None:
     mask = np.array([False, True, True])
     built = build_episode(make.rollout(), make.attempt(), [make.call(0, make.choice(mask=mask))])
-    batch = prepare([[replace(built, terminal=1.0)]], identical, CreditKind.RETURN).batches["default"]
+    batch = prepare([[replace(built, terminal=1.0)]], IDENTICAL).batches["default"]
     assert batch.mask_R.tolist() == mask.tolist()
 
 
 def test_a_credit_that_is_not_finite_drops_its_transition(make: Any) -> None:
     groups = [[episode(make, "a", [2, 2], 1.0)]]
-    prepared = prepare(groups, lambda e: [[math.inf, 1.0]], CreditKind.RETURN)
+    prepared = prepare(groups, {"default": PolicyCredit("endless", lambda e: [[math.inf, 1.0]], CreditKind.RETURN)})
     assert [use.dropped for use in prepared.dropped] == [DropReason.NON_FINITE]
     assert prepared.batches["default"].values_N.tolist() == [1.0]
+
+
+def conversation(make: Any, name: str, terminal: float) -> Episode:
+    """A writer, a critic and an editor by turns; writer and editor have one policy, the critic its own."""
+    agents = ["writer", "critic", "editor", "critic"]
+    policies = ["author", "judge", "author", "judge"]
+    calls = [
+        make.call(i, rollout=name, agent=agent, policy=policy)
+        for i, (agent, policy) in enumerate(zip(agents, policies, strict=True))
+    ]
+    return replace(build_episode(make.rollout(name), make.attempt(name), calls), terminal=terminal)
+
+
+def numbered(episodes: Sequence[Episode]) -> list[list[float]]:
+    """A rule that tells which transitions it saw: 100 times how many, and the place."""
+    total = sum(len(episode.transitions) for episode in episodes)
+    return [[100.0 * total + i for i in range(len(episode.transitions))] for episode in episodes]
+
+
+def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group(make: Any) -> None:
+    groups = [[conversation(make, "a", 1.0), conversation(make, "b", 0.0)]]
+    credit = {
+        "author": PolicyCredit("identical", identical, CreditKind.RETURN),
+        "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
+    }
+    batches = prepare(groups, credit).batches
+    assert list(batches) == ["author", "judge"]
+    assert batches["author"].values_N.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert batches["author"].turn_N.tolist() == [0, 2, 0, 2]
+    assert batches["judge"].values_N.tolist() == [801.0, 803.0, 801.0, 803.0]
+    assert batches["judge"].turn_N.tolist() == [1, 3, 1, 3]
+    assert batches["judge"].scores_N.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_policy_may_take_rewards_and_another_returns(make: Any) -> None:
+    credit = {
+        "author": PolicyCredit("numbered", numbered, CreditKind.REWARD),
+        "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
+    }
+    prepared = prepare([[conversation(make, "a", 1.0)]], credit)
+    author, judge = prepared.batches["author"], prepared.batches["judge"]
+    assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
+    # What the judge earns comes to the author's call before it, and not the other way round.
+    assert author.values_N.tolist() == [400.0 + 401.0, 402.0 + 403.0]
+    assert judge.values_N.tolist() == [401.0, 403.0]
+
+
+def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_recorded(make: Any) -> None:
+    groups = [[conversation(make, "a", 1.0)]]
+    credit = {
+        "author": PolicyCredit("identical", identical, CreditKind.RETURN),
+        "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
+    }
+    prepared = prepare(groups, credit, agents=["writer", "ed*"])
+    assert list(prepared.batches) == ["author"]
+    assert [(use.call, use.credit, use.dropped) for use in prepared.dropped] == [
+        ("a-c1", 401.0, DropReason.UNTRAINED_AGENT),
+        ("a-c3", 403.0, DropReason.UNTRAINED_AGENT),
+    ]
+
+
+def test_a_credit_rule_that_fails_is_named_with_the_group(make: Any) -> None:
+    def broken(episodes: Sequence[Episode]) -> list[list[float]]:
+        return [[1 / 0]]
+
+    with pytest.raises(PluginError, match=r"'broken' failed on group g: ZeroDivisionError: division by zero\. Mend"):
+        credit_group(broken, "broken", [episode(make, "a", [1, 1], 1.0)])
 
 
 def test_a_credit_rule_with_the_wrong_number_of_values_is_named(make: Any) -> None:

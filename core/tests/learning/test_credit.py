@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agl_core.learning import build_episode, episode_return, identical, prepare
+from agl_core.learning import PolicyCredit, build_episode, episode_return, identical, prepare
 from agl_core.learning.credit import discounted, immediate, stepwise
 from agl_core.plugins import Kind, Need, Plugins
 from agl_core.types import CreditKind, Episode, Reward
@@ -71,6 +71,11 @@ def group(make: Any, members: Sequence[tuple[Sequence[Step], float]]) -> list[Ep
     return [episode(make, i, steps, terminal) for i, (steps, terminal) in enumerate(members)]
 
 
+def default(rule: Rule, kind: CreditKind) -> dict[str, PolicyCredit]:
+    """The rule for the only policy."""
+    return {"default": PolicyCredit("the rule", rule, kind)}
+
+
 def rewards(*values: float) -> list[Step]:
     return [Step(value, state=i) for i, value in enumerate(values)]
 
@@ -116,7 +121,7 @@ class TestEveryRule:
         self, make: Any, rule: Rule, members: list[tuple[list[Step], float]]
     ) -> None:
         episodes = group(make, members)
-        prepared = prepare([episodes], rule, CreditKind.RETURN, agents=["solver"])
+        prepared = prepare([episodes], default(rule, CreditKind.RETURN), agents=["solver"])
         expected = {
             t.key: value
             for e, values in zip(episodes, rule(episodes), strict=True)
@@ -130,7 +135,9 @@ class TestEveryRule:
     def test_what_an_untrained_agent_earns_reaches_the_call_before_it(self, make: Any, rule: Rule) -> None:
         plain, praised = (
             prepare(
-                [[episode(make, 0, [Step(), Step(earned, 1, "critic")], 0.0)]], rule, CreditKind.RETURN, agents=["s*"]
+                [[episode(make, 0, [Step(), Step(earned, 1, "critic")], 0.0)]],
+                default(rule, CreditKind.RETURN),
+                agents=["s*"],
             )
             for earned in (0.0, 1.0)
         )
@@ -142,7 +149,7 @@ class TestEveryRule:
         self, make: Any, steps: list[Step], terminal: float
     ) -> None:
         one = episode(make, 0, steps, terminal)
-        prepared = prepare([[one]], immediate, CreditKind.REWARD, agents=["solver"])
+        prepared = prepare([[one]], default(immediate, CreditKind.REWARD), agents=["solver"])
         trained = [i for i, step in enumerate(steps) if step.agent == "solver"]
         if not trained:
             assert prepared.batches == {}
@@ -155,6 +162,23 @@ class TestEveryRule:
 
 
 class TestImmediate:
+    @settings(max_examples=40)
+    @given(members=GROUPS)
+    def test_to_an_algorithm_that_takes_returns_each_transition_carries_its_own_reward(
+        self, make: Any, members: list[tuple[list[Step], float]]
+    ) -> None:
+        episodes = group(make, members)
+        prepared = prepare([episodes], default(immediate, CreditKind.RETURN), agents=["solver"])
+        expected = {
+            t.key: t.reward + (e.terminal or 0.0) * (i == len(e.transitions) - 1)
+            for e in episodes
+            for i, t in enumerate(e.transitions)
+            if t.agent == "solver"
+        }
+        found = {key: v for b in prepared.batches.values() for key, v in zip(b.keys, b.values_N, strict=True)}
+        assert found == near(expected)
+        assert all(batch.kind is CreditKind.RETURN for batch in prepared.batches.values())
+
     @settings(max_examples=40)
     @given(member=EPISODES)
     def test_the_values_sum_to_the_return(self, make: Any, member: tuple[list[Step], float]) -> None:
@@ -278,17 +302,17 @@ class TestInARun:
     """The rules as a run finds them."""
 
     @pytest.mark.parametrize(
-        ("name", "kind"),
+        ("name", "kinds"),
         [
-            ("identical", Need.RETURNS),
-            ("immediate", Need.REWARDS),
-            ("discounted", Need.RETURNS),
-            ("stepwise", Need.RETURNS),
+            ("identical", {Need.RETURNS}),
+            ("immediate", {Need.REWARDS, Need.RETURNS}),
+            ("discounted", {Need.RETURNS}),
+            ("stepwise", {Need.RETURNS}),
         ],
     )
-    def test_each_is_there_with_its_kind_and_a_line_of_description(self, name: str, kind: Need) -> None:
+    def test_each_is_there_with_its_kind_and_a_line_of_description(self, name: str, kinds: set[Need]) -> None:
         found = Plugins.load().component(Kind.CREDIT, name, "[credit]")
-        assert found.provides == {kind}
+        assert found.provides == kinds
         assert found.origin.startswith("agl-core")
         assert len(found.doc) > 40
 

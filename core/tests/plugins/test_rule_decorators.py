@@ -66,13 +66,20 @@ def test_the_decorated_function_stays_a_function() -> None:
     assert constant.__doc__ == "Always 1."
 
 
-@pytest.mark.parametrize("kind", [Need.RETURNS, Need.REWARDS])
-def test_a_credit_rule_says_what_it_yields(kind: Need) -> None:
+@pytest.mark.parametrize(
+    ("kind", "provided"),
+    [
+        (Need.RETURNS, {Need.RETURNS}),
+        (Need.REWARDS, {Need.REWARDS}),
+        ([Need.REWARDS, Need.RETURNS], {Need.REWARDS, Need.RETURNS}),
+    ],
+)
+def test_a_credit_rule_says_what_it_yields(kind: Any, provided: set[Need]) -> None:
     @agl_core.credit_rule(kind=kind)
     def nothing(episodes: Sequence[Episode], *, scale: float = 1.0) -> list[list[float]]:
         return [[scale] for _ in episodes]
 
     rule = component_of(Kind.CREDIT, nothing, "nothing")
 
-    assert rule.provides == {kind}
+    assert rule.provides == provided
     assert rule.build(rule.options(scale=2.0))([None]) == [[2.0]]

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from agl_core.errors import CheckpointError
-from agl_core.training.checkpoints import Checkpoints, Progress, read_progress
+from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.metrics import MetricsLog
 from agl_core.types import DropReason
 
@@ -16,7 +16,7 @@ from agl_core.types import DropReason
 def save(checkpoints: Checkpoints, step: int) -> Path:
     part = checkpoints.begin(step)
     (part / "weights").write_text(str(step))
-    return checkpoints.commit(part, Progress(step=step, dropped={"ending": step}, train_rewards=[0.5]))
+    return checkpoints.commit(part, RunState(step=step, dropped={"ending": step}, train_rewards=[0.5]))
 
 
 def test_the_newest_are_kept_and_restore_what_was_saved(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_the_newest_are_kept_and_restore_what_was_saved(tmp_path: Path) -> None:
         save(checkpoints, step)
     assert [path.name for path in checkpoints.all()] == ["step-000010", "step-000100"]
     assert checkpoints.latest() == checkpoints.path(100)
-    assert read_progress(checkpoints.latest()) == Progress(step=100, dropped={"ending": 100}, train_rewards=[0.5])
+    assert read_state(checkpoints.latest()) == RunState(step=100, dropped={"ending": 100}, train_rewards=[0.5])
 
 
 def test_a_checkpoint_that_was_not_finished_does_not_exist(tmp_path: Path) -> None:
@@ -37,12 +37,12 @@ def test_a_checkpoint_that_was_not_finished_does_not_exist(tmp_path: Path) -> No
 
 
 def test_transitions_dropped_for_the_typed_reasons_are_saved(tmp_path: Path) -> None:
-    progress = Progress(step=1)
+    state = RunState(step=1)
     for count in (2, 3):
-        progress.count_dropped({DropReason.UNTRAINED_AGENT: count})
+        state.count_dropped({DropReason.UNTRAINED_AGENT: count})
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.commit(checkpoints.begin(1), progress)
-    assert read_progress(checkpoints.latest()).dropped == {"untrained_agent": 5}
+    checkpoints.commit(checkpoints.begin(1), state)
+    assert read_state(checkpoints.latest()).dropped == {"untrained_agent": 5}
 
 
 def test_nothing_to_resume_from_says_what_to_do(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_nothing_to_resume_from_says_what_to_do(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=2).latest()
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_progress(tmp_path)
+        read_state(tmp_path)
 
 
 def test_resuming_takes_out_the_metrics_of_later_steps(tmp_path: Path) -> None:

@@ -1,0 +1,229 @@
+"""`agl reward try`: another reward or credit configuration on recorded rollouts, without running an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agl_core.cli.rollouts import printable, superseded
+from agl_core.cli.train import Set, find_run
+from agl_core.errors import ConfigError, PluginError, nearest
+from agl_core.types import Ending, Rollout, RolloutState
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agl_core.config.load import LoadedConfig
+    from agl_core.store.interface import Store
+    from agl_core.training.trial import Change, RewardChange, RolloutChange, Trial, Value
+
+ConfigFile = Annotated[
+    Path, typer.Argument(help="The configuration to try: that of the run, with other rewards or credit.")
+]
+Ids = Annotated[
+    list[str],
+    typer.Option(
+        "--rollout", metavar="ID", help="A rollout, by its id or the beginning of it. Repeatable.", show_default=False
+    ),
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run", help="The run's folder; by default the newest run of CONFIG's name.", show_default=False),
+]
+Step = Annotated[
+    int | None,
+    typer.Option(help="All rollouts of this training step; by default the last that is complete.", show_default=False),
+]
+
+reward = typer.Typer(help="Try other rewards and credit on what was recorded.", no_args_is_help=True)
+
+
+@reward.command("try")
+def try_(
+    config: ConfigFile,
+    rollout: Ids = [],  # noqa: B006
+    step: Step = None,
+    run: RunFolder = None,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Show what CONFIG's reward and credit rules would make of recorded training rollouts.
+
+    No agent and no engine runs, and nothing is written. The rules judge the recorded calls, outcomes and results;
+    what the agent itself reported stays as recorded. Credit sees each rollout with its whole group, as in training.
+    A star marks what changes. A reward rule that fails is named, and ends the command with status 2.
+
+    For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
+    """
+    from rich.console import Console
+
+    from agl_core.config.check import check
+    from agl_core.config.load import load
+    from agl_core.training.trial import try_rewards
+
+    if rollout and step is not None:
+        raise ConfigError("Name either rollouts (--rollout) or a step (--step), not both.")
+    loaded = load(config, set_)
+    check(loaded)
+    folder = _run_of(config, loaded) if run is None else find_run(run)
+
+    async def trying() -> Trial:
+        store: Store = loaded.store.build(folder, True)
+        async with store:
+            return await try_rewards(store, loaded, await _chosen(store, folder, rollout, step))
+
+    trial = asyncio.run(trying())
+    console = Console(highlight=False, markup=False)
+    console.print(f"run folder: {folder}", soft_wrap=True)
+    for group, missing in trial.incomplete.items():
+        console.print(f"group {group}: {missing} of its rollouts are not done; credit is computed without them")
+    for change in trial.rollouts:
+        _print_rollout(console, change, in_full=bool(rollout))
+    changed = sum(each.changed for each in trial.rollouts)
+    mean = trial.mean_reward()
+    console.print(
+        f"\n{changed} of {len(trial.rollouts)} rollouts change; mean reward {_number(mean.before)} → "
+        f"{_number(mean.after)}",
+        style="bold",
+    )
+    if trial.failures:
+        raise PluginError(
+            "\n  ".join([f"Reward rules failed {len(trial.failures)} times; training would drop:", *trial.failures])
+        )
+
+
+def _run_of(file: Path, loaded: LoadedConfig) -> Path:
+    """The run that has this file as its configuration, else the newest of the configuration's name."""
+    from agl_core.training.run import CONFIG_FILE
+
+    runs, name = loaded.config.runs, loaded.config.name
+    if file.name == CONFIG_FILE and file.resolve().parent.parent == runs.resolve():
+        return file.parent
+    of_name = re.compile(re.escape(name) + r"(-\d+)?")
+    folders = [path.parent for path in runs.glob(f"*/{CONFIG_FILE}")]
+    found = [folder for folder in folders if of_name.fullmatch(folder.name)]
+    if not found:
+        raise ConfigError(
+            f"There is no run '{name}' below {runs}. {nearest(name, (folder.name for folder in folders))} "
+            f"Name a run's folder with --run, or train first: agl train {file}."
+        )
+    return max(found, key=lambda folder: (folder / CONFIG_FILE).stat().st_mtime)
+
+
+async def _chosen(store: Store, folder: Path, ids: Sequence[str], step: int | None) -> list[Rollout]:
+    """The rollouts to try."""
+    every = [r for r in await store.rollouts() if r.mode.trains]
+    if ids:
+        found = {r.id: r for r in [await _rollout(store, folder, every, each) for each in ids]}
+        return list(found.values())
+    runs = await store.runs()
+    by_step: dict[int, list[Rollout]] = {}
+    for rollout in every:
+        if not superseded(rollout, runs):
+            by_step.setdefault(rollout.step, []).append(rollout)
+    if step is not None:
+        if step not in by_step:
+            steps = f"{min(by_step)} to {max(by_step)}" if by_step else "none"
+            raise ConfigError(f"{folder} has no training rollouts of step {step}. Its training steps: {steps}.")
+        chosen = by_step[step]
+        if not _complete(chosen):
+            raise ConfigError(
+                f"Step {step} of {folder} did not come to its end. Wait for it, choose an earlier step, or name "
+                f"rollouts that are done: agl rollouts {folder} --step {step}."
+            )
+        return chosen
+    complete = [number for number, of_step in by_step.items() if _complete(of_step)]
+    if not complete:
+        raise ConfigError(f"{folder} has no training step that came to its end. See agl rollouts {folder}.")
+    return by_step[max(complete)]
+
+
+def _complete(rollouts: Sequence[Rollout]) -> bool:
+    return all(r.state is RolloutState.DONE and r.ending is not Ending.CANCELLED for r in rollouts)
+
+
+async def _rollout(store: Store, folder: Path, training: Sequence[Rollout], prefix: str) -> Rollout:
+    """A rollout that the user names; ConfigError says why it cannot be tried."""
+    if not any(r.id.startswith(prefix) for r in await store.rollouts()):
+        raise ConfigError(
+            f"{folder} has no rollout '{prefix}'. {_close(prefix, [r.id for r in training])}"
+            f"See agl rollouts {folder} --mode train."
+        )
+    found = await store.rollout(prefix)
+    if not found.mode.trains:
+        raise ConfigError(
+            f"{found.id} was an evaluation ({found.mode.value}), which is given no credit. Name training rollouts: "
+            f"agl rollouts {folder} --mode train."
+        )
+    if found.state is not RolloutState.DONE:
+        raise ConfigError(f"{found.id} is not done, it is {found.state.value}. Try it when it is, or name another.")
+    if found.counted_attempt is None:
+        ending = found.ending.value if found.ending else "stopped"
+        raise ConfigError(f"{found.id} never finished (it was {ending}), so there is nothing to judge. Name another.")
+    return found
+
+
+def _close(name: str, known: Sequence[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
+
+
+def _print_rollout(console: Console, change: RolloutChange, in_full: bool) -> None:
+    """A table of what there is and would be; one line for an unchanged rollout, unless `in_full`."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    rollout = change.rollout
+    if not (change.changed or in_full):
+        console.print(f"rollout {rollout.id}  unchanged, reward {_arrow(change.terminal)}", soft_wrap=True)
+        return
+    ending = rollout.ending.value if rollout.ending else ""
+    console.print(f"\nrollout {rollout.id}  task {printable(rollout.task.id, 40)}  {ending}", style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("turn", no_wrap=True)
+    table.add_column("agent, tools, rewards", overflow="fold")
+    table.add_column("reward", no_wrap=True)
+    table.add_column("credit", no_wrap=True)
+
+    def row(turn: str, what: str, reward: Change | None, credit: Change | None = None) -> None:
+        cells = [Text(turn), Text(what)]
+        for each in (reward, credit):
+            style = "yellow" if each is not None and each.changed else ""
+            cells.append(Text("" if each is None else _arrow(each), style=style))
+        table.add_row(*cells)
+
+    for each in change.transitions:
+        transition = each.transition
+        agent = printable(transition.agent or "unnamed agent", 60)
+        tools = ", ".join(f"{printable(o.tool, 40)} {o.status.value}" for o in transition.outcomes)
+        row(str(transition.turn), f"{agent}: {tools}" if tools else agent, each.reward, each.credit)
+        for part in each.rewards:
+            row("", f"  {_provenance(part)}", part.value)
+    if change.left_out:
+        row("", f"{change.left_out} transitions that were used in training are left out by a plugin *", None)
+    table.add_section()
+    row("end", "terminal reward", change.terminal)
+    for part in change.components:
+        row("", f"  {_provenance(part)}", part.value)
+    console.print(table)
+
+
+def _provenance(reward: RewardChange) -> str:
+    return f"{printable(reward.name, 80)} (by {printable(reward.source, 40)})"
+
+
+def _arrow(change: Change) -> str:
+    if not change.changed:
+        return _number(change.after)
+    return f"{_number(change.before)} → {_number(change.after)} *"
+
+
+def _number(value: Value) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.6g}"

@@ -1,0 +1,181 @@
+"""A run of one training step as it was recorded: every reward, credit and use in it was worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from typer.testing import CliRunner, Result
+
+from agl_core.store.interface import Record
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import (
+    Attempt,
+    Call,
+    Choice,
+    Ending,
+    FinishReason,
+    Mode,
+    Outcome,
+    OutcomeStatus,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    Sampling,
+    Task,
+    Use,
+)
+
+RULES = '''
+import agl_core
+from agl_core.types import Reward
+
+@agl_core.reward_rule
+def right(episode, *, bonus: float = 0.0):
+    """1 if the answer is right."""
+    return float(episode.result == episode.task.metadata["answer"]) + bonus
+
+@agl_core.reward_rule
+def tools(episode, *, worth: float = 0.25):
+    """What the tools did."""
+    return [
+        Reward(episode.rollout, episode.attempt, o.tool, worth if o.status == "ok" else -worth, "", t.key.call)
+        for t in episode.transitions for o in t.outcomes
+    ]
+
+@agl_core.reward_rule
+def shaky(episode):
+    """Fails on one rollout."""
+    if episode.member == 1:
+        raise KeyError("score")
+    return 0.0
+
+@agl_core.credit_rule(kind=agl_core.Need.RETURNS)
+def torn(episodes):
+    """Fails."""
+    raise IndexError("no such place")
+
+@agl_core.hookimpl
+def register_algorithms(register):
+    register("plain", lambda options: None)
+
+@agl_core.hookimpl
+def register_engines(register):
+    register("idle", lambda options, context: None, provides={agl_core.Need.TOKEN_IDS})
+'''
+
+CONFIG: dict[str, Any] = {
+    "config_version": 1,
+    "name": "calc",
+    "plugins": ["trial_rules.py"],
+    "agent": {"entry": "my_agent:solve"},
+    "tasks": {"train": {"source": "jsonl", "path": "tasks.jsonl"}},
+    "policies": {"default": {"model": {"path": "weights"}}},
+    "algorithm": {"name": "plain"},
+    "engine": {"name": "idle"},
+    "rewards": {"right": {}, "tools": {"worth": 0.25}},
+}
+
+ENDS = {"m0": ("42", "ok", 1.0, 0.25), "m1": ("7", "error", 0.0, -0.25), "m2": ("42", "error", 1.0, -0.25)}
+"""By member: the answer, what its tool did, and the two rewards it got."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A folder with `train.toml` and the run `runs/calc`."""
+
+    folder: Path
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "runs" / "calc" / "store.sqlite"
+
+    def write(self, name: str, **changes: Any) -> str:
+        (self.folder / name).write_text(tomli_w.dumps({**CONFIG, **changes}))
+        return name
+
+    def planned(self, step: int, member: str, **changes: Any) -> Rollout:
+        return planned(step, member, **changes)
+
+    def trained(self, step: int, member: str) -> list[Record]:
+        return trained(step, member)
+
+    def put(self, *records: Record) -> None:
+        async def putting() -> None:
+            async with SqliteStore(self.store) as store:
+                await store.put(*records)
+
+        asyncio.run(putting())
+
+    def agl(self, *arguments: str) -> Result:
+        """Run a command here; errors that agl raises on purpose are the result's exception."""
+        from agl_core.cli import app
+
+        return CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    recorded = RecordedRun(tmp_path)
+    (tmp_path / "trial_rules.py").write_text(RULES)
+    (tmp_path / "tasks.jsonl").write_text('{"input": "6 * 7"}\n')
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "runs" / "calc").mkdir(parents=True)
+    recorded.write("train.toml")
+    recorded.write("runs/calc/config.toml", folder=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    recorded.put(
+        Run("calc", 0, 0.0, {"rewards": {"right": {"weight": 1.0}, "tools": {"weight": 1.0}}}),
+        *(record for member in ENDS for record in trained(1, member)),
+    )
+    return recorded
+
+
+def planned(step: int, member: str, **changes: Any) -> Rollout:
+    task = Task("t1", "6 * 7", metadata={"answer": "42"})
+    made = Rollout(f"s{step}-g0-{member}", "calc", 0, f"s{step}-g0", task, Mode.TRAIN, step, int(member[1:]))
+    return replace(made, **changes)
+
+
+def trained(step: int, member: str) -> list[Record]:
+    """One rollout of two calls with a tool between them, and what training made of it (credit rule: identical)."""
+    answer, status, right, tools = ENDS[member]
+    rollout = planned(step, member, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED)
+    key = rollout.id
+    asked = {"tool_calls": [{"id": f"{key}-t", "type": "function", "function": {"name": "look", "arguments": "{}"}}]}
+    return [
+        rollout,
+        Attempt(key, 0, "w", 0.0, 1.0, Ending.FINISHED, result=answer),
+        call(key, 0, {"role": "assistant", "content": None, **asked}, prompt=[1, 2, 3]),
+        # What the prompt of the second call says depends on what the tool did.
+        call(key, 1, {"role": "assistant", "content": answer}, prompt=[1, 2, 3, 4 if answer == "42" else 5]),
+        Outcome(f"{key}-o", key, 0, "look", OutcomeStatus(status), f"{key}-t"),
+        Reward(key, 0, "right", right, "right"),
+        Reward(key, 0, "look", tools, "tools", call=f"{key}-c0"),
+        *(Use(key, 0, f"{key}-c{n}", 0, step, right + tools, 0.0, 1.0) for n in (0, 1)),
+    ]
+
+
+def call(rollout: str, sequence: int, message: dict[str, Any], prompt: list[int]) -> Call:
+    choice = Choice(0, message, FinishReason.STOP, np.array([7, 8], np.int32), np.array([-0.5, -0.5], np.float32))
+    return Call(
+        id=f"{rollout}-c{sequence}",
+        rollout=rollout,
+        attempt=0,
+        sequence=sequence,
+        policy="default",
+        version=0,
+        request={"messages": [{"role": "user", "content": "6 * 7"}]},
+        choices=(choice,),
+        started=0.0,
+        ended=1.0,
+        agent="solver",
+        prompt_ids=np.array(prompt, np.int32),
+        effective=Sampling(temperature=1.0),
+    )

@@ -1,0 +1,248 @@
+"""`agl reward try`: what another reward or credit configuration would make of a recorded run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from agl_core.errors import ConfigError, PluginError
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Ending, Mode, Reward, RolloutState
+
+TRY = ("reward", "try", "train.toml")
+
+
+def cells(output: str) -> list[list[str]]:
+    """The rows of the tables: what stands between runs of two spaces or more."""
+    return [re.split(r"\s{2,}", line.strip()) for line in output.splitlines() if line.strip()]
+
+
+def test_the_same_configuration_changes_nothing(run: Any) -> None:
+    result = run.agl(*TRY)
+
+    assert result.exit_code == 0, result.output
+    for member in ("m0", "m1", "m2"):
+        assert f"rollout s1-g0-{member}  unchanged" in result.output
+    assert "0 of 3 rollouts change; mean reward 0.666667 → 0.666667" in result.output
+
+
+def test_a_changed_reward_is_marked_with_its_provenance(run: Any) -> None:
+    result = run.agl(*TRY, "--set=rewards.tools.worth=0.5", "--set=rewards.right.bonus=2.0", "--rollout=s1-g0-m0")
+
+    rows = cells(result.output)
+    # R = 1 + 2; the call's own reward 0.25 → 0.5; identical credit is R plus it: 1.25 → 3.5.
+    assert ["0", "solver: look ok", "0.25 → 0.5 *", "1.25 → 3.5 *"] in rows
+    assert ["look (by tools)", "0.25 → 0.5 *"] in rows
+    assert ["1", "solver", "0", "1.25 → 3.5 *"] in rows
+    assert ["end", "terminal reward", "1 → 3 *"] in rows
+    assert ["right (by right)", "1 → 3 *"] in rows
+    assert "1 of 1 rollouts change; mean reward 1 → 3" in result.output
+
+
+def test_only_what_changes_is_marked(run: Any) -> None:
+    result = run.agl(*TRY, "--set=rewards.tools.worth=0.5", "--rollout=s1-g0-m1")
+
+    rows = cells(result.output)
+    assert ["end", "terminal reward", "0"] in rows
+    assert ["0", "solver: look error", "-0.25 → -0.5 *", "-0.25 → -0.5 *"] in rows
+    assert "mean reward 0 → 0" in result.output
+
+
+def test_a_weight_counts_in_the_terminal_reward_alone(run: Any) -> None:
+    result = run.agl(*TRY, "--set=rewards.right.weight=0.5", "--rollout=s1-g0-m0")
+
+    rows = cells(result.output)
+    assert ["end", "terminal reward", "1 → 0.5 *"] in rows
+    assert ["right (by right)", "1"] in rows
+
+
+def test_discounted_credit(run: Any) -> None:
+    result = run.agl(*TRY, "--set=credit.name=discounted", "--set=credit.discounted.gamma=0.5", "--rollout=s1-g0-m0")
+
+    rows = cells(result.output)
+    # G_1 = 1; G_0 = 0.25 + 0.5 · G_1
+    assert ["0", "solver: look ok", "0.25", "1.25 → 0.75 *"] in rows
+    assert ["1", "solver", "0", "1.25 → 1 *"] in rows
+    assert ["end", "terminal reward", "1"] in rows
+
+
+def test_credit_sees_the_members_that_were_not_asked_for(run: Any) -> None:
+    result = run.agl(*TRY, "--set=credit.name=stepwise", "--rollout=s1-g0-m0", "--rollout=s1-g0-m1")
+
+    rows = cells(result.output)
+    # Returns 1.25, -0.25, 0.75: b = 1.75 / 3. The first call is common to all: its values are the returns. The
+    # second prompt is shared by m0 and m2, whose mean return from there is 1: m0 gets b + (1 - 1); m1 is alone there.
+    assert ["0", "solver: look ok", "0.25", "1.25"] in rows
+    assert ["1", "solver", "0", "1.25 → 0.583333 *"] in rows
+    assert ["1", "solver", "0", "-0.25"] in rows
+    assert "1 of 2 rollouts change" in result.output
+
+
+def test_what_the_agent_reported_stays(run: Any) -> None:
+    run.put(Reward("s1-g0-m0", 0, "effort", 0.125, "agent"))
+    run.write("reported.toml", rewards={})
+
+    result = run.agl("reward", "try", "reported.toml", "--rollout=s1-g0-m0")
+
+    rows = cells(result.output)
+    assert ["effort (by agent)", "0.125"] in rows
+    assert ["right (by right)", "1 → - *"] in rows
+    assert ["reported (by reported)", "- → 0.125 *"] in rows
+    assert ["end", "terminal reward", "1 → 0.125 *"] in rows
+    assert ["look (by tools)", "0.25 → - *"] in rows
+
+
+def test_a_rollout_that_would_be_dropped_says_why_and_counts_as_zero(run: Any) -> None:
+    run.write("strict.toml", train={"endings": {"finished": "drop"}})
+
+    result = run.agl("reward", "try", "strict.toml", "--rollout=s1-g0-m0")
+
+    rows = cells(result.output)
+    assert ["end", "terminal reward", "1 → dropped: ending *"] in rows
+    assert ["1", "solver", "0", "1.25 → dropped: ending *"] in rows
+    assert "mean reward 1 → 0" in result.output
+
+
+def test_a_rule_that_fails_is_named_and_the_others_are_shown(run: Any) -> None:
+    result = run.agl(*TRY, "--set=rewards.shaky.weight=1.0")
+
+    assert isinstance(result.exception, PluginError)
+    assert "The reward rule 'shaky' failed on rollout s1-g0-m1. KeyError: 'score'" in str(result.exception)
+    assert "-m0." not in str(result.exception)
+    assert ["end", "terminal reward", "0 → dropped: reward_failed *"] in cells(result.output)
+    # m0 and m2 stay as they are, but for a new component of 0.
+    assert ["shaky (by shaky)", "- → 0 *"] in cells(result.output)
+
+
+def test_a_credit_rule_that_fails_is_named(run: Any) -> None:
+    result = run.agl(*TRY, "--set=credit.name=torn")
+
+    assert isinstance(result.exception, PluginError)
+    assert re.search(r"credit rule 'torn' failed on group s1-g0: IndexError: no such place", str(result.exception))
+
+
+def test_the_last_complete_step_is_the_default_and_another_can_be_named(run: Any) -> None:
+    run.put(*run.trained(2, "m0"), *run.trained(2, "m1"), run.planned(3, "m0"), *run.trained(3, "m1"))
+
+    assert "rollout s2-g0-m0" in run.agl(*TRY).output
+    assert "s1-g0" not in run.agl(*TRY).output
+    assert "rollout s1-g0-m2" in run.agl(*TRY, "--step=1").output
+    assert "Step 3 of runs/calc did not come to its end" in refusal(run.agl(*TRY, "--step=3"))
+    assert "no training rollouts of step 9. Its training steps: 1 to 3" in refusal(run.agl(*TRY, "--step=9"))
+    unfinished = run.agl(*TRY, "--rollout=s3-g0-m1")
+    assert "group s3-g0: 1 of its rollouts are not done; credit is computed without them" in unfinished.output
+
+
+def refusal(result: Any) -> str:
+    assert isinstance(result.exception, ConfigError), result.output
+    return str(result.exception)
+
+
+def test_what_cannot_be_tried_is_refused_with_what_to_do(run: Any) -> None:
+    run.put(
+        run.planned(0, "m0", id="s0-eval-greedy-g0-m0", group="s0-eval-greedy-g0", mode=Mode.EVAL_GREEDY),
+        run.planned(4, "m0", state=RolloutState.RUNNING),
+        run.planned(5, "m0", state=RolloutState.DONE, ending=Ending.CANCELLED),
+    )
+
+    unknown = refusal(run.agl(*TRY, "--rollout=s1-g0-m9"))
+    assert unknown.startswith("runs/calc has no rollout 's1-g0-m9'. Did you mean s1-g0-m")
+    assert unknown.endswith("See agl rollouts runs/calc --mode train.")
+    assert "was an evaluation (eval-greedy)" in refusal(run.agl(*TRY, "--rollout=s0-eval"))
+    assert "is not done, it is running" in refusal(run.agl(*TRY, "--rollout=s4-g0-m0"))
+    assert "never finished (it was cancelled)" in refusal(run.agl(*TRY, "--rollout=s5-g0-m0"))
+    assert "not both" in refusal(run.agl(*TRY, "--rollout=s1-g0-m0", "--step=1"))
+    assert "no run 'clac' below runs. Did you mean 'calc'?" in refusal(run.agl(*TRY, "--set=name=clac"))
+    assert "the configuration does not have" in refusal(
+        run.agl("reward", "try", run.write("other.toml", policies={"writer": {"model": {"path": "weights"}}}))
+    )
+
+
+def test_a_superseded_step_is_not_the_default(run: Any) -> None:
+    from agl_core.types import Run
+
+    run.put(*run.trained(2, "m0"), Run("calc", 1, 1.0, {}, resumed_step=1))
+
+    assert "rollout s1-g0-m0" in run.agl(*TRY).output
+
+
+def test_the_newest_run_of_the_name_or_the_one_of_the_file(run: Any) -> None:
+    other = run.folder / "runs" / "calc-2"
+    other.mkdir()
+    (other / "config.toml").write_bytes((run.folder / "runs" / "calc" / "config.toml").read_bytes())
+    (run.folder / "runs" / "calc-later").mkdir()
+    (run.folder / "runs" / "calc-later" / "config.toml").write_text("")
+    os.utime(other / "config.toml", (4e9, 4e9))
+
+    assert "calc-2" in str(run.agl(*TRY).exception)  # It has no store.
+    assert "run folder: runs/calc\n" in run.agl(*TRY, "--run=runs/calc").output
+    assert "run folder: runs/calc\n" in run.agl("reward", "try", "runs/calc/config.toml").output
+
+
+async def test_it_runs_beside_the_run_that_writes_and_writes_nothing(run: Any) -> None:
+    before = contents(run.store)
+
+    async with SqliteStore(run.store):
+        result = await asyncio.to_thread(run.agl, *TRY, "--set=rewards.tools.worth=0.5")
+
+    assert result.exit_code == 0, result.exception
+    assert "3 of 3 rollouts change" in result.output
+    assert contents(run.store) == before
+
+
+def contents(path: Path) -> list[str]:
+    connection = sqlite3.connect(path)
+    try:
+        return list(connection.iterdump())
+    finally:
+        connection.close()
+
+
+def test_as_a_command_it_needs_no_torch_and_a_failing_rule_ends_it_with_status_2(run: Any) -> None:
+    code = (
+        "import sys\nfrom agl_core.cli import main\n"
+        "sys.argv = ['agl', 'reward', 'try', 'train.toml', '--set=rewards.shaky.weight=1.0']\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+    assert ended.returncode == 2
+    assert ended.stdout.endswith("False False\n")
+    assert "Error: Reward rules failed 1 times" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_show_tells_the_provenance_of_every_reward(run: Any) -> None:
+    shown = run.agl("show", "s1-g0-m0", "--run=runs/calc").output
+
+    assert "reward look 0.25 (by tools, for call s1-g0-m0-c0)" in shown
+    assert "terminal reward: right 1 (by right)" in shown
+
+
+def test_show_survives_a_malformed_tool_call_and_tells_of_rewards_without_a_call(run: Any) -> None:
+    from dataclasses import replace
+
+    rollout, attempt, first, *_ = run.trained(6, "m0")
+    broken = {"role": "assistant", "tool_calls": [7, {"function": "look"}, {"function": {"name": "look"}}]}
+    call = replace(first, choices=(replace(first.choices[0], message=broken),))
+    run.put(rollout, attempt, call, Reward(rollout.id, 0, "late", 0.5, "mine", call="gone"))
+
+    result = run.agl("show", rollout.id, "--run=runs/calc")
+
+    assert result.exit_code == 0, result.exception
+    assert "reward late 0.5 (by mine, for call gone, which does not count)" in result.output
+
+
+def test_help_says_enough(run: Any) -> None:
+    shown = " ".join(run.agl("reward", "try", "--help").output.split())
+
+    for promised in ("--rollout", "--step", "--run", "--set", "nothing is written", "agl reward try train.toml"):
+        assert promised in shown
+    assert "try" in run.agl("reward").output

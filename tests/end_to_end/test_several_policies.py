@@ -1,0 +1,201 @@
+"""Several policies in one run, by the real command: who answers whom, what moves, and what stays bit-identical."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import AttemptKey, Call, Mode, Rollout, Use
+from agl_core.wire import HEADER_AGENT
+
+from .engine_stack import make_policy
+
+pytestmark = pytest.mark.slow
+
+AGENT = f'''
+import openai
+
+async def solve(task_input, context):
+    """A writer drafts, a critic comments, the writer writes again; none knows what policies there are."""
+    client = openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key)
+
+    async def ask(agent, text):
+        reply = await client.chat.completions.create(
+            model="gpt-4o",
+            messages=[{{"role": "user", "content": text}}],
+            extra_headers={{"{HEADER_AGENT}": agent}},
+        )
+        return reply.choices[0].message.content
+
+    draft = await ask("writer", task_input)
+    opinion = await ask("critic-1", draft or "nothing")
+    return await ask("writer", opinion or "nothing")
+'''
+REWARDS = '''
+import agl_core
+
+@agl_core.reward_rule
+def brevity(episode):
+    """The shorter, the better; seldom the same for two answers."""
+    return 1 / (1 + len(episode.result or ""))
+'''
+POLICY = {"writer": "writer", "critic-1": "critic"}
+"""Whose calls which policy answers."""
+STEPS = 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An agent, a reward, tasks and a policy that babbles."""
+    (tmp_path / "writing_agent.py").write_text(AGENT)
+    (tmp_path / "writing_rewards.py").write_text(REWARDS)
+    (tmp_path / "tasks.jsonl").write_text('{"input": "Hello, how are you?"}\n{"input": "The weather today"}\n')
+    make_policy(tmp_path / "policy")
+    return tmp_path
+
+
+def configuration(folder: Path, name: str, train: Mapping[str, Any], **policies: Mapping[str, Any]) -> Path:
+    """A file for a short run in which Adam and weight decay would move whatever they touch."""
+    optimizer = {"learning_rate": 1e-2, "weight_decay": 0.1}
+    file = folder / f"{name}.toml"
+    file.write_text(
+        tomli_w.dumps(
+            {
+                "config_version": 1,
+                "name": name,
+                "plugins": ["writing_rewards.py"],
+                "agent": {"entry": "writing_agent:solve", "attach": False},
+                "tasks": {"train": {"source": "jsonl", "path": "tasks.jsonl"}},
+                "policies": {policy: {"optimizer": optimizer, **table} for policy, table in policies.items()},
+                "sampling": {"max_tokens": 24},
+                "train": {
+                    "steps": STEPS,
+                    "groups_per_step": 2,
+                    "group_size": 4,
+                    "checkpoint_every": 1,
+                    "keep_checkpoints": 10,
+                    **train,
+                },
+                "rewards": {"brevity": {}},
+                "engine": {"name": "torch", "torch": {"cache_mib": 32, "threads": 1}},
+                "trackers": {},
+            }
+        )
+    )
+    return file
+
+
+def recorded(run: Path) -> tuple[dict[str, Rollout], list[Call], dict[str, Use], dict[str, float]]:
+    """Training rollouts by id, their calls, what was made of each call, and the terminal rewards."""
+
+    async def read() -> Any:
+        async with SqliteStore(run / "store.sqlite", read_only=True) as store:
+            rollouts = {each.id: each for each in await store.rollouts(mode=Mode.TRAIN)}
+            keys = [AttemptKey(each.id, each.counted_attempt or 0) for each in rollouts.values()]
+            calls, uses, rewards = await store.calls(keys), await store.uses(keys), await store.rewards(keys)
+            return rollouts, calls, {use.call: use for use in uses}, {each.rollout: each.value for each in rewards}
+
+    found: tuple[dict[str, Rollout], list[Call], dict[str, Use], dict[str, float]] = asyncio.run(read())
+    return found
+
+
+def weights(run: Path, step: int, policy: str, file: str = "model.safetensors") -> Path:
+    return run / "checkpoints" / f"step-{step:06d}" / policy / "model" / file
+
+
+def trainer_state(run: Path, step: int, policy: str) -> dict[str, Any]:
+    path = run / "checkpoints" / f"step-{step:06d}" / policy / "trainer.pt"
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+def moved(before: Path, after: Path) -> bool:
+    one, other = load_file(before), load_file(after)
+    assert one.keys() == other.keys()
+    return any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_frozen_policy_stays_byte_identical_while_another_is_trained(agl: Any, folder: Path) -> None:
+    policy = {"model": {"path": "policy"}}
+    file = configuration(
+        folder,
+        "frozen",
+        {"agents": ["writer"]},
+        writer={**policy, "agents": ["writer"], "algorithm": {"name": "ppo"}},
+        critic={**policy, "agents": ["critic-*"]},
+    )
+    agl.run("train", file)
+    run = folder / "runs" / "frozen"
+
+    start = (folder / "policy" / "model.safetensors").read_bytes()
+    for step in range(1, STEPS + 1):
+        assert weights(run, step, "critic").read_bytes() == start
+        assert moved(
+            weights(run, step - 1, "writer") if step > 1 else folder / "policy" / "model.safetensors",
+            weights(run, step, "writer"),
+        )
+        assert trainer_state(run, step, "critic")["version"] == 0
+        assert trainer_state(run, step, "writer")["version"] == step
+    rollouts, calls, uses, rewards = recorded(run)
+    assert len(calls) == 3 * len(rollouts) == 3 * 8 * STEPS
+    for call in calls:
+        assert call.policy == POLICY[call.agent or ""]
+        assert call.version == (rollouts[call.rollout].step - 1 if call.policy == "writer" else 0)
+        use = uses[call.id]
+        # Untrained, the critic's calls still have their share of the return, as the run's rule gives it.
+        assert use.credit == pytest.approx(rewards[call.rollout])
+        assert (use.dropped == "untrained_agent") == (call.policy == "critic")
+    assert sum(use.weight for use in uses.values()) > 0
+
+
+def test_two_adapters_learn_by_their_own_rules_and_one_can_be_frozen_later(agl: Any, folder: Path) -> None:
+    model = {"path": "policy", "lora": {"rank": 4, "alpha": 8.0}}
+    file = configuration(
+        folder,
+        "adapters",
+        {},
+        writer={
+            "model": model,
+            "agents": ["writer"],
+            "algorithm": {"name": "ppo", "ppo": {"across_calls": True}},
+            "credit": {"name": "immediate"},
+        },
+        critic={"model": model, "agents": ["critic-*"], "algorithm": {"name": "grpo", "grpo": {"beta": 0.1}}},
+    )
+    agl.run("train", file)
+    run = folder / "runs" / "adapters"
+
+    adapter = "adapter_model.safetensors"
+    for policy in POLICY.values():
+        assert trainer_state(run, STEPS, policy)["version"] == STEPS
+        assert moved(weights(run, 1, policy, adapter), weights(run, STEPS, policy, adapter))
+        assert not weights(run, STEPS, policy).exists()
+    rollouts, calls, uses, rewards = recorded(run)
+    for call in calls:
+        assert (call.policy, call.version) == (POLICY[call.agent or ""], rollouts[call.rollout].step - 1)
+        # The critic has the whole return of its episode; the writer what a call earned by itself, which is all
+        # that is earned, at the last one.
+        last = call.sequence == 2
+        earned = rewards[call.rollout] if call.policy == "critic" or last else 0.0
+        assert uses[call.id].credit == pytest.approx(earned)
+    line = [each for each in agl.metrics("adapters") if each["kind"] == "train"][-1]
+    assert "update/writer/value_loss" in line
+    assert line["update/critic/kl_reference"] > 0
+    assert "update/writer/kl_reference" not in line
+
+    agl.run("train", "--resume", run, f"--set=train.steps={STEPS + 2}", '--set=train.agents=["writer"]')
+    # The critic has momentum now, and its weights decay: left alone, they stay as they are.
+    assert trainer_state(run, STEPS, "critic")["optimizer"]["steps"] == STEPS
+    before, after = (weights(run, step, "critic", adapter).read_bytes() for step in (STEPS, STEPS + 2))
+    assert before == after
+    assert moved(weights(run, STEPS, "writer", adapter), weights(run, STEPS + 2, "writer", adapter))
+    versions = {policy: trainer_state(run, STEPS + 2, policy)["version"] for policy in POLICY.values()}
+    assert versions == {"writer": STEPS + 2, "critic": STEPS}

@@ -1,0 +1,194 @@
+"""The whole way from records to the update of a real policy, checked at every station."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from recorded_data import Data
+
+from agl_algorithms.gae import discounted_sums
+from agl_core.config.models import OptimizerSection
+from agl_core.learning import PolicyCredit, Prepared, ScoringRule, prepare, score
+from agl_core.learning.rewards import reported
+from agl_core.plugins import Kind, NoOptions, Plugins
+from agl_core.protocols import PolicySpec
+from agl_core.store.sqlite import SqliteStore, build
+from agl_core.training.recorded import recorded_episodes
+from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
+from agl_torch.model import LoadedModel, load_model
+from agl_torch.prepared import screen
+from agl_torch.trainer import PolicyTrainer
+
+PLUGINS = Plugins.load()
+JUDGED = dict.fromkeys(Ending, "score")
+
+
+@dataclass(frozen=True)
+class Way:
+    """An algorithm with settings, and the credit rule before it."""
+
+    algorithm: str
+    credit: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    kind: CreditKind = CreditKind.RETURN
+
+
+WAYS = (
+    Way("grpo", "identical"),
+    Way("grpo", "stepwise", (("importance_threshold", 2.0), ("importance_level", "sequence"), ("ratio", "sequence"))),
+    Way("grpo", "air", (("beta", 0.04), ("aggregation", "token-mean"))),
+    Way("ppo", "discounted", (("minibatches", 2),)),
+    Way("ppo", "immediate", (("across_calls", True),), CreditKind.REWARD),
+    Way("reinforce++", "identical"),
+    Way("reinforce++", "immediate", (("across_calls", True), ("gamma", 0.9)), CreditKind.REWARD),
+)
+
+
+def tools(episode: Episode) -> list[Reward]:
+    """A rule that rewards calls: ±0.25 for each outcome."""
+    return [
+        Reward(episode.rollout, 0, f"{o.tool}.{n}", 0.25 if o.status == "ok" else -0.25, "", t.key.call, t.key.choice)
+        for t in episode.transitions
+        for n, o in enumerate(t.outcomes)
+    ]
+
+
+def answer(episode: Episode) -> float:
+    return float(episode.result) if isinstance(episode.result, int | float) else 0.0
+
+
+RULES = (ScoringRule("answer", answer), ScoringRule("said", reported), ScoringRule("tools", tools))
+
+
+async def judged(
+    data: Data, folder: Path, rules: Sequence[ScoringRule] = RULES, endings: Mapping[Ending, Any] = JUDGED
+) -> list[list[Episode]]:
+    """Through a real store and the reward rules; groups as they were planned. StoreError if a record is refused."""
+    folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
+    store: SqliteStore = build(NoOptions(), folder)
+    async with store:
+        await store.put(*data.records)
+        known = {r.id: r for r in await store.rollouts()}
+        rollouts = [known[r.id] for r in data.rollouts]
+        episodes = await recorded_episodes(store, rollouts, PLUGINS.hook)
+    scored = [(await score(episode, rules, endings))[0] for episode in episodes]
+    return by_group(rollouts, scored)
+
+
+def by_group(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[list[Episode]]:
+    groups: dict[str, list[Episode]] = {}
+    for rollout, episode in zip(rollouts, episodes, strict=True):
+        groups.setdefault(rollout.group, []).append(episode)
+    return list(groups.values())
+
+
+def credited(way: Way, groups: Sequence[Sequence[Episode]], min_group_size: int = 2) -> Prepared:
+    component = PLUGINS.component(Kind.CREDIT, way.credit, "a test")
+    credit = PolicyCredit(way.credit, component.build(component.options()), way.kind)
+    return prepare(groups, {"default": credit, "other": credit}, min_group_size=min_group_size)
+
+
+class Line:
+    """Tiny policies that learn from whatever comes, one for each way; they have to stay finite."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._trainers: dict[Way, tuple[PolicyTrainer, Any, LoadedModel]] = {}
+        self._results: dict[str, dict[TransitionKey, str | None]] = {}
+        self.updates = 0
+
+    def learn(self, way: Way, groups: Sequence[Sequence[Episode]], min_group_size: int = 2) -> dict[TransitionKey, str]:
+        """Credit, prepare and update; why each transition was dropped, "" where it was trained on.
+
+        Asserts that every transition is accounted for once, and that nothing that is left of it is not finite.
+        """
+        prepared = credited(way, groups, min_group_size)
+        found = {use.key: str(use.dropped) for use in prepared.dropped}
+        assert len(found) == len(prepared.dropped)
+        assert set(found.values()) <= set(DropReason)
+        for batch in prepared.batches.values():
+            check_shapes(batch)
+            for key, reason in self._update(way, batch).items():
+                assert key not in found
+                found[key] = reason or ""
+        expected = {t.key for group in groups for e in group for t in e.transitions}
+        assert found.keys() == expected, "a transition was lost, or came from nowhere"
+        counted = Counter(e.dropped or DropReason.NO_TRANSITION for g in groups for e in g if e.dropped)
+        assert all(prepared.episodes_dropped.get(reason, 0) >= count for reason, count in counted.items())
+        return found
+
+    def returns(self, way: Way, groups: Sequence[Sequence[Episode]], call: str) -> float:
+        """What the engine makes of rewards from one call on, γ = 0.9."""
+        screened = screen(credited(way, groups).batches["default"], self._trainer(way)[2])
+        [place] = [i for i, key in enumerate(screened.batch.keys) if key.call == call]
+        return float(discounted_sums(screened.samples, gamma=0.9)[place])
+
+    def _update(self, way: Way, batch: Batch) -> dict[TransitionKey, str | None]:
+        digest = hashlib.sha256(repr(way).encode())
+        for field in fields(batch):
+            if field.name not in ("keys", "version_N"):  # An update depends on neither.
+                value = getattr(batch, field.name)
+                digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        if digest.hexdigest() not in self._results:
+            self._results[digest.hexdigest()] = dict(enumerate(self._updated(way, batch)))  # type: ignore[arg-type]
+        return dict(zip(batch.keys, self._results[digest.hexdigest()].values(), strict=True))
+
+    def _updated(self, way: Way, batch: Batch) -> tuple[str | None, ...]:
+        trainer, algorithm, loaded = self._trainer(way)
+        result = trainer.update(batch, algorithm)
+        self.updates += 1
+        assert finite(trainer.state_dict()), "the optimizer or the critic"
+        assert finite(loaded.model.state_dict()), "the weights"
+        assert all(math.isfinite(each) for each in result.metrics.values()), result.metrics
+        assert np.isfinite(result.advantage_N).all()
+        assert np.isfinite(result.weight_N).all()
+        assert set(result.dropped) <= {None, *DropReason}
+        for reason, weight in zip(result.dropped, result.weight_N.tolist(), strict=True):
+            assert (weight == 0) == (reason is not None)
+        dropped = sum(reason is not None for reason in result.dropped)
+        assert result.metrics["transitions_dropped"] == dropped
+        return result.dropped
+
+    def _trainer(self, way: Way) -> tuple[PolicyTrainer, Any, LoadedModel]:
+        if way not in self._trainers:
+            spec = PolicySpec(str(self._checkpoint))
+            loaded = load_model(spec, torch.device("cpu"), 0)
+            trainer = PolicyTrainer(
+                loaded,
+                OptimizerSection(learning_rate=1e-4),
+                tokens_per_micro_batch=1024,
+                initial=lambda: load_model(spec, torch.device("cpu"), 0),
+            )
+            component = PLUGINS.component(Kind.ALGORITHM, way.algorithm, "a test")
+            options = component.options.model_validate(dict(way.settings))
+            self._trainers[way] = trainer, component.build(options), loaded
+        return self._trainers[way]
+
+
+def check_shapes(batch: Batch) -> None:
+    """Arrays of one batch fit each other."""
+    responses, tokens = int(batch.response_offsets[-1]), int(batch.offsets[-1])
+    assert len(batch.tokens_T) == tokens
+    assert len(batch.behaviour_logprobs_R) == len(batch.mask_R) == responses
+    assert (np.diff(batch.offsets) == batch.prompt_lengths_N + batch.response_lengths_N).all()
+    assert np.isfinite(batch.values_N).all()
+    assert np.isfinite(batch.scores_N).all()
+
+
+def finite(state: Any) -> bool:
+    """Whether every number in nested state is finite."""
+    if isinstance(state, torch.Tensor):
+        return bool(torch.isfinite(state).all())
+    if isinstance(state, Mapping):
+        return all(finite(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return all(finite(value) for value in state)
+    return not isinstance(state, float) or math.isfinite(state)

@@ -1,0 +1,223 @@
+"""A fault in every field of what is recorded: each has one defined treatment, is counted, and breaks no weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from learning_line import JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged
+from planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids, logprobs
+from recorded_data import Data
+from tiny_policy import CONTEXT
+
+from agl_core.errors import StoreError
+from agl_core.learning import ScoringRule, score
+from agl_core.plugins import Kind
+from agl_core.training.metrics import episode_metrics
+from agl_core.types import (
+    Call,
+    Choice,
+    CreditKind,
+    DropReason,
+    Ending,
+    Episode,
+    FinishReason,
+    Reward,
+    TransitionKey,
+)
+
+GRPO = WAYS[0]
+
+
+def cases() -> Iterator[Any]:
+    for kind, of_kind in PLANTED.items():
+        for field, faults in of_kind.items():
+            for value, fate in faults:
+                shown = f"{type(value).__name__}" if len(repr(value)) > 40 else repr(value)
+                yield pytest.param(kind, field, value, fate, id=f"{kind.__name__}.{field}={shown}")
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_every_field_has_its_faults(kind: type) -> None:
+    assert PLANTED[kind].keys() == {field.name for field in fields(kind)}
+    assert all(PLANTED[kind].values())
+
+
+def test_every_credit_rule_and_algorithm_is_on_the_line() -> None:
+    assert {way.credit for way in WAYS} == PLUGINS.components(Kind.CREDIT).keys()
+    assert {way.algorithm for way in WAYS} == PLUGINS.components(Kind.ALGORITHM).keys()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_sound_data_are_trained_on_to_the_last(line: Line, data: Data, tmp_path: Path, way: Way) -> None:
+    found = line.learn(way, await judged(data, tmp_path))
+
+    assert len(found) == 12
+    assert set(found.values()) == {""}
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "fate"), cases())
+async def test_a_fault(line: Line, tmp_path: Path, kind: type, field: str, value: Any, fate: Fate) -> None:
+    data = Data.sound("r")
+    data.change(kind, field, value)
+
+    if fate == REFUSED:
+        with pytest.raises(StoreError, match=r"cannot be stored|refused"):
+            await judged(data, tmp_path)
+        return
+    groups = await judged(data, tmp_path)
+    for way in WAYS:
+        assert_fate(line.learn(way, groups), fate, exact=way is GRPO)
+
+
+def assert_fate(found: dict[TransitionKey, str], fate: Fate, exact: bool) -> None:
+    """The victim has this fate; with `exact` nothing else was dropped."""
+    mine = {key: reason for key, reason in found.items() if key.rollout not in ("r1", "r2", "r3", "r4", "r5")}
+    victims = {reason for key, reason in mine.items() if not key.call.endswith("-c0")}
+    match fate:
+        case WholeEpisode(reason):
+            assert set(mine.values()) <= {reason}
+        case DropReason():
+            assert victims == {fate}
+        case _ if fate == GONE:
+            assert not victims
+        case _ if exact:
+            assert victims == {""}
+    if exact:
+        others = [reason for key, reason in found.items() if key not in mine]
+        assert set(others) == {""}
+        assert len(others) == 10
+
+
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e39, 3e38, -3e38, 1e30])
+async def test_a_rule_that_gives_a_call_such_a_reward(
+    line: Line, data: Data, tmp_path: Path, call: int, value: float
+) -> None:
+    def wild(episode: Episode) -> list[Reward]:
+        key = episode.transitions[call].key
+        return [Reward("?", 9, "wild", value if episode.rollout == "r0" else 0.0, "?", key.call, key.choice)]
+
+    groups = await judged(data, tmp_path, [*RULES, ScoringRule("wild", wild)])
+
+    dropped = abs(value) > 3.4e38 or math.isnan(value)
+    assert groups[0][0].dropped is (DropReason.NON_FINITE if dropped else None)
+    for way in WAYS:
+        found = line.learn(way, groups)
+        if dropped:
+            assert {r for key, r in found.items() if key.rollout == "r0"} == {"non_finite"}
+            assert {r for key, r in found.items() if key.rollout != "r0"} == {""}
+
+
+async def test_a_rule_that_rewards_a_call_that_is_not_there_is_told_so(data: Data, tmp_path: Path) -> None:
+    def lost(episode: Episode) -> list[Reward]:
+        return [Reward(episode.rollout, 0, "x", 1.0, "", call="nothing")]
+
+    [[episode, *_], _] = await judged(data, tmp_path)
+    scored, [error] = await score(episode, [ScoringRule("lost", lost)], JUDGED)
+
+    assert scored.dropped is DropReason.REWARD_FAILED
+    assert "rewards choice 0 of call 'nothing', which the episode does not have" in str(error)
+    assert error.__notes__ == ["The reward rule 'lost' failed on rollout r0."]
+
+
+async def test_rewards_of_one_name_for_one_call_add_up(data: Data, tmp_path: Path) -> None:
+    def twice(episode: Episode) -> list[Reward]:
+        key = episode.transitions[0].key
+        return [Reward(episode.rollout, 0, "x", each, "", key.call) for each in (0.5, 0.25)]
+
+    [[episode, *_], _] = await judged(data, tmp_path, [ScoringRule("twice", twice)])
+
+    assert [(r.name, r.value, r.rollout) for r in episode.transitions[0].rewards] == [("x", 0.75, "r0")]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_groups_that_lost_members(line: Line, data: Data, tmp_path: Path, way: Way) -> None:
+    for place in (0, 1):
+        data.attempts[place] = replace(data.attempts[place], ending=Ending.LOST)
+
+    groups = await judged(data, tmp_path, endings={**JUDGED, Ending.LOST: "drop"})
+
+    found = line.learn(way, groups)
+    by_rollout = {key.rollout: reason for key, reason in found.items()}
+    assert by_rollout == {"r0": "ending", "r1": "ending", "r2": "group_too_small", "r3": "", "r4": "", "r5": ""}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_an_episode_without_a_transition_that_can_be_trained(
+    line: Line, data: Data, tmp_path: Path, way: Way
+) -> None:
+    data.calls[:] = [replace(c, prompt_ids=None) if c.rollout == "r0" else c for c in data.calls if c.rollout != "r1"]
+
+    groups = await judged(data, tmp_path)
+
+    found = line.learn(way, groups)
+    assert {key.rollout: reason for key, reason in found.items()} == {
+        "r0": "no_token_ids",
+        **dict.fromkeys(("r2", "r3", "r4", "r5"), ""),
+    }
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_nothing_at_all_is_left(line: Line, data: Data, tmp_path: Path, way: Way) -> None:
+    data.calls[:] = [
+        replace(c, choices=(replace(c.choices[0], response_ids=ids(1, 2, 3, -1)),), effective=c.effective)
+        for c in data.calls
+    ]
+
+    assert set(line.learn(way, await judged(data, tmp_path)).values()) == {"non_finite"}
+
+
+async def test_doubled_records_count_once(line: Line, data: Data, tmp_path: Path) -> None:
+    first = data.calls[1]
+    second = replace(first.choices[0], logprobs=logprobs(-1, -1, -1, -1))
+    data.change(Call, "choices", (first.choices[0], second))
+    data.outcomes.append(replace(data.outcomes[0], arguments=None))
+    data.rewards.append(data.rewards[0])
+
+    groups = await judged(data, tmp_path)
+
+    episode = groups[0][0]
+    assert len(episode.transitions) == 2
+    np.testing.assert_array_equal(episode.transitions[1].logprobs, logprobs(-4, -4, -4, -4))
+    assert len(episode.transitions[0].outcomes) == 1
+    assert len(line.learn(GRPO, groups)) == 12
+
+
+async def test_a_reward_survives_the_loss_of_its_transition(line: Line, data: Data, tmp_path: Path) -> None:
+    """The last call of r0 is too long for the engine; what it earned came of the call before it."""
+    [way] = [each for each in WAYS if (each.algorithm, each.kind) == ("reinforce++", CreditKind.REWARD)]
+    sound = await judged(data, tmp_path / "sound")
+    data.change(Call, "prompt_ids", np.ones(CONTEXT, np.int32))
+    fault = await judged(data, tmp_path / "fault")
+
+    assert line.learn(way, fault)[TransitionKey("r0", 0, "r0-c1", 0)] == "too_long"
+    # r_0 = -0.25 of the tool, r_1 = 0.5 + 0.125 of the end: apart, G_0 = -0.25 + 0.9 · 0.625; alone, their sum.
+    assert line.returns(way, sound, "r0-c0") == pytest.approx(-0.25 + 0.9 * 0.625)
+    assert line.returns(way, fault, "r0-c0") == pytest.approx(-0.25 + 0.625)
+
+
+async def test_a_response_cut_by_length_is_trained_on_and_counted(line: Line, data: Data, tmp_path: Path) -> None:
+    data.change(Choice, "finish_reason", FinishReason.LENGTH)
+
+    groups = await judged(data, tmp_path)
+
+    assert set(line.learn(GRPO, groups).values()) == {""}
+    assert episode_metrics([e for group in groups for e in group])["length/cut"] == pytest.approx(1 / 12)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, 1e200, -1e308])
+async def test_the_metrics_of_a_step_stay_finite(data: Data, tmp_path: Path, value: float) -> None:
+    data.rewards[0] = replace(data.rewards[0], value=value)
+    data.rewards[1] = replace(data.rewards[1], value=value)
+
+    metrics = episode_metrics([e for group in await judged(data, tmp_path) for e in group])
+
+    assert all(math.isfinite(each) for each in metrics.values())
+    # r0 and r1 count as 0; of the others 0.25, 0.5, 1, 0.25 and 0.125 each, over six.
+    assert metrics["reward/mean"] == pytest.approx((2.0 + 4 * 0.125) / 6)
