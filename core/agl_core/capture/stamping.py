@@ -107,15 +107,18 @@ class Stamping:
         return {name: header_value(value) for name, value in headers.items() if value}
 
     def _resolved(self) -> Identity | None:
+        """The first answer that names an agent, else the first answer."""
+        answered: Identity | None = None
         for resolver in self._resolvers:
             try:
                 identity = resolver()
             except Exception as error:
                 report_problem("Asking a framework who makes a call", error)
                 continue
-            if identity is not None:
+            if identity is not None and identity.agent is not None:
                 return identity
-        return None
+            answered = answered or identity
+        return answered
 
 
 def header_value(text: str) -> str:

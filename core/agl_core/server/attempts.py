@@ -13,8 +13,8 @@ from agl_core.wire import CloseReply, CloseRequest
 _TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
 _NO_CALL = (
     "The agent finished without one LLM call through agl, so there is nothing to learn from. Its LLM client does "
-    "not use agl's base URL: let it read OPENAI_BASE_URL (do not set base_url in code), or pass it "
-    "`context.base_url` and `context.api_key`."
+    "not use agl's base URL: let it read OPENAI_BASE_URL or ANTHROPIC_BASE_URL (do not set base_url in code), or pass "
+    "it `context.base_url` and `context.api_key`."
 )
 _NOT_AWAITED = "The agent finished before its first LLM call did: let it wait for the reply."
 

@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from agl_core.server.dialect import ModelRequest
+from agl_core.server.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.echoes import ReplyMemory
 from agl_core.server.faults import ApiError
-from agl_core.server.reply import Reply
-from agl_core.types import Json, Sampling
-
-_PIECE = 80
-"""Characters per streamed piece of content."""
-
-_OWN = frozenset(
-    {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
-    | {"return_token_ids", "prompt_logprobs"}
+from agl_core.server.fields import (
+    COMMON,
+    SAMPLING,
+    Fields,
+    check_fields,
+    is_a,
+    is_int,
+    is_list_of,
+    json_object,
+    need,
+    shown,
+    wrong,
 )
-"""Fields that the gateway sets itself or keeps from the upstream."""
+from agl_core.server.reply import Reply
+from agl_core.server.streaming import chunk_stream, pieces
+from agl_core.types import Json, Sampling
 
 
 class ChatCompletions:
-    """`POST /v1/chat/completions`. The upstream never streams: what a client streams is made of the whole reply."""
+    """`POST /v1/chat/completions`: the API that the upstream speaks itself."""
 
     api = "chat.completions"
+    id_prefix = "chatcmpl-"
 
-    def parse(self, raw: bytes) -> ModelRequest:
-        body = _json_object(raw)
-        for name, (check, expected) in _FIELDS.items():
-            value = body.get(name)
-            if value is not None and not check(value):
-                raise _wrong(name, f"must be {expected}, not {_shown(value)}")
+    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
+        body = json_object(raw)
+        check_fields(body, _FIELDS)
         if body.get("top_logprobs") is not None and not body.get("logprobs"):
-            raise _wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
-        model = body.get("model")
-        if model is None:
-            raise _wrong("model", "is missing", code="missing_required_parameter")
+            raise wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
+        model = need(body, "model")
         _check_messages(body.get("messages"))
         for place, tool in enumerate(body.get("tools") or ()):
             _check_tool(place, tool)
         limit = body.get("max_completion_tokens")
         return ModelRequest(
             body=body,
-            chat={name: value for name, value in body.items() if name not in _OWN and value is not None},
+            chat={name: value for name, value in body.items() if name not in OWN_FIELDS and value is not None},
+            recorded=body,
             model=model,
             stream=bool(body.get("stream")),
             logprobs=bool(body.get("logprobs")),
@@ -62,16 +65,16 @@ class ChatCompletions:
         if not request.stream:
             return Response(orjson.dumps(completion), media_type="application/json")
         usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
-        events = [b"data: %b\n\n" % orjson.dumps(chunk) for chunk in _chunks(completion, usage)]
-        return Response(
-            b"".join([*events, b"data: [DONE]\n\n"]),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
-        )
+        return chunk_stream(_chunks(completion, usage))
 
     def refuse(self, error: ApiError) -> Response:
-        body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-        return Response(orjson.dumps({"error": body}), status_code=error.status, media_type="application/json")
+        return openai_error(error)
+
+
+def openai_error(error: ApiError) -> Response:
+    """An error in the shape that all of OpenAI's APIs share."""
+    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return Response(orjson.dumps({"error": body}), status_code=error.status, media_type="application/json")
 
 
 def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Json]]:
@@ -107,9 +110,8 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     }
     if others:
         yield others
-    content = message.get("content") or ""
-    for start in range(0, len(content), _PIECE):
-        yield {"content": content[start : start + _PIECE]}
+    for piece in pieces(message.get("content") or ""):
+        yield {"content": piece}
     for index, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]
         opening = {**call, "index": index, "function": {**function, "arguments": ""}}
@@ -117,98 +119,47 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
         yield {"tool_calls": [{"index": index, "function": {"arguments": function.get("arguments") or ""}}]}
 
 
-def _json_object(raw: bytes) -> dict[str, Any]:
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, f"The request body must be a JSON object, not {_shown(body)}.", code="invalid_json")
-    return body
-
-
 def _check_messages(messages: Any) -> None:
     if not messages:
-        raise _wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
+        raise wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
         if not isinstance(message, dict):
-            raise _wrong(where, f"must be an object, not {_shown(message)}")
+            raise wrong(where, f"must be an object, not {shown(message)}")
         if not isinstance(message.get("role"), str):
-            raise _wrong(f"{where}.role", f"must be a string, not {_shown(message.get('role'))}")
+            raise wrong(f"{where}.role", f"must be a string, not {shown(message.get('role'))}")
         content = message.get("content")
-        if not (content is None or isinstance(content, str) or _is_list_of(content, dict)):
-            raise _wrong(f"{where}.content", f"must be a string or a list of parts, not {_shown(content)}")
+        if not (content is None or isinstance(content, str) or is_list_of(content, dict)):
+            raise wrong(f"{where}.content", f"must be a string or a list of parts, not {shown(content)}")
         calls = message.get("tool_calls")
-        if not (calls is None or _is_list_of(calls, dict)):
-            raise _wrong(f"{where}.tool_calls", f"must be a list of objects, not {_shown(calls)}")
+        if not (calls is None or is_list_of(calls, dict)):
+            raise wrong(f"{where}.tool_calls", f"must be a list of objects, not {shown(calls)}")
 
 
 def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
-        raise _wrong(f"tools[{place}]", "must be of type 'function', with an object 'function'")
+        raise wrong(f"tools[{place}]", "must be of type 'function', with an object 'function'")
     if not isinstance(function.get("name"), str):
-        raise _wrong(f"tools[{place}].function.name", f"must be a string, not {_shown(function.get('name'))}")
-
-
-def _wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:
-    return ApiError(400, f"'{param}' {problem}.", param=param, code=code)
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def _is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-def _is_int(low: int, high: int | None = None) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and low <= value and (high is None or value <= high)
-
-
-def _is_number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in (int, float) and low <= value <= high
-
-
-def _is(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) or _is_list_of(value, str)
+        raise wrong(f"tools[{place}].function.name", f"must be a string, not {shown(function.get('name'))}")
 
 
 def _is_tool_choice(value: Any) -> bool:
     return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
 
 
-_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (_is(str), "a string"),
-    "messages": (_is(list), "a list of messages"),
-    "tools": (lambda value: _is_list_of(value, dict), "a list of tools"),
+_FIELDS: Fields = {
+    **COMMON,
+    **SAMPLING,
+    "messages": (is_a(list), "a list of messages"),
+    "tools": (lambda value: is_list_of(value, dict), "a list of tools"),
     "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
-    "parallel_tool_calls": (_is(bool), "true or false"),
-    "stream": (_is(bool), "true or false"),
-    "stream_options": (_is(dict), "an object"),
-    "n": (_is_int(1, 128), "an integer from 1 to 128"),
-    "stop": (_is_stop, "a string or a list of strings"),
-    "temperature": (_is_number(0, 2), "a number from 0 to 2"),
-    "top_p": (_is_number(0, 1), "a number from 0 to 1"),
-    "max_tokens": (_is_int(1), "an integer of at least 1"),
-    "max_completion_tokens": (_is_int(1), "an integer of at least 1"),
-    "seed": (lambda value: type(value) is int, "an integer"),
-    "logprobs": (_is(bool), "true or false"),
-    "top_logprobs": (_is_int(0, 20), "an integer from 0 to 20"),
-    "response_format": (_is(dict), "an object"),
-    "presence_penalty": (_is_number(-2, 2), "a number from -2 to 2"),
-    "frequency_penalty": (_is_number(-2, 2), "a number from -2 to 2"),
-    "logit_bias": (_is(dict), "an object"),
-    "user": (_is(str), "a string"),
-    "metadata": (_is(dict), "an object"),
+    "parallel_tool_calls": (is_a(bool), "true or false"),
+    "n": (is_int(1, 128), "an integer from 1 to 128"),
+    "max_tokens": (is_int(1), "an integer of at least 1"),
+    "max_completion_tokens": (is_int(1), "an integer of at least 1"),
+    "logprobs": (is_a(bool), "true or false"),
+    "top_logprobs": (is_int(0, 20), "an integer from 0 to 20"),
+    "response_format": (is_a(dict), "an object"),
 }
 """Fields whose types are checked here; all others are passed on as they are."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -18,11 +18,13 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agl_core.config.agents import is_among
 from agl_core.config.models import SamplingSection
 from agl_core.errors import nearest
 from agl_core.protocols import Upstream
 from agl_core.server.attempts import ActiveAttempt
 from agl_core.server.dialect import Dialect, ModelRequest
+from agl_core.server.echoes import ReplyMemories
 from agl_core.server.faults import ApiError, attempt_closed
 from agl_core.server.keys import check_key
 from agl_core.server.queue import RolloutQueue
@@ -35,6 +37,8 @@ from agl_core.types import AttemptKey, Call, Json, Sampling
 from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT
 
 logger = logging.getLogger(__name__)
+
+_KEY_HINT = "Use the key that agl gives the agent (OPENAI_API_KEY, ANTHROPIC_API_KEY, context.api_key)."
 
 
 @dataclass(slots=True)
@@ -54,7 +58,11 @@ class Counters:
 
 
 class Gateway:
-    """Answers agents' model calls. `versions` maps policies to versions, for upstreams that do not tell theirs."""
+    """Answers agents' model calls.
+
+    `versions` maps policies to versions, for upstreams that do not tell theirs; `agents` maps policies to the names
+    or patterns of the agents they answer, the first that fits wins.
+    """
 
     def __init__(
         self,
@@ -67,10 +75,13 @@ class Gateway:
         seed: int,
         versions: Mapping[str, int],
         key: str,
+        agents: Mapping[str, Sequence[str]],
     ) -> None:
         self.counters = Counters()
         self._queue, self._store, self._upstream, self._client = queue, store, upstream, client
         self._sampling, self._seed, self._versions, self._key = sampling, seed, versions, key
+        self._agents = agents
+        self._memories = ReplyMemories()
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     @property
@@ -80,7 +91,7 @@ class Gateway:
 
     def check_key(self, request: Request) -> None:
         """ApiError 401 unless the request carries the agents' key."""
-        check_key(request, self._key, hint="Use the key that agl gives the agent (OPENAI_API_KEY, context.api_key).")
+        check_key(request, self._key, hint=_KEY_HINT)
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
         """One model call, from the agent's request to the agent's reply."""
@@ -89,8 +100,10 @@ class Gateway:
             self.check_key(request)
             attempt = self._attempt_of(request)
             raw = await request.body()
-            asked = dialect.parse(raw)
-            reply = await self._reply(request, attempt, dialect.api, raw, asked)
+            memory = self._memories.of(attempt)
+            asked = dialect.parse(raw, memory)
+            reply = await self._reply(request, attempt, dialect, raw, asked)
+            memory.add(reply, asked.conversation)
             return dialect.render(asked, reply)
         except ApiError as refused:
             error = refused
@@ -145,18 +158,18 @@ class Gateway:
         return attempt
 
     async def _reply(
-        self, request: Request, attempt: ActiveAttempt, api: str, raw: bytes, asked: ModelRequest
+        self, request: Request, attempt: ActiveAttempt, dialect: Dialect, raw: bytes, asked: ModelRequest
     ) -> Reply:
         """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
         headers = request.headers
-        exchange = attempt.retries.find(api, headers, raw)
+        exchange = attempt.retries.find(dialect.api, headers, raw)
         if exchange is None:
-            exchange = attempt.retries.add(api, headers, raw, attempt.next_sequence())
+            exchange = attempt.retries.add(dialect.api, headers, raw, attempt.next_sequence())
         else:
             self.counters.retried += 1
         if exchange.task is None or exchange.failed:
             exchange.task = asyncio.create_task(
-                self._call(attempt, exchange, api, asked, _agent(headers), headers.get(HEADER_PARENT_SPAN))
+                self._call(attempt, exchange, dialect, asked, _agent(headers), headers.get(HEADER_PARENT_SPAN))
             )
             self._tasks.add(exchange.task)
             exchange.task.add_done_callback(self._forget)
@@ -176,20 +189,20 @@ class Gateway:
         self,
         attempt: ActiveAttempt,
         exchange: Exchange,
-        api: str,
+        dialect: Dialect,
         asked: ModelRequest,
         agent: str | None,
         parent_span: str | None,
     ) -> Reply:
         started = time.time()
-        policy = self._policy(asked.model)
+        policy = self._policy(asked.model, agent)
         seed = call_seed(self._seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
         effective = effective_sampling(attempt.rollout, asked.requested, self._sampling, seed)
         try:
             payload, headers = await self._client.complete(
                 self._forwarded(asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
             )
-            reply = read_reply(payload, headers, f"chatcmpl-{uuid.uuid4().hex}", logprobs=asked.logprobs)
+            reply = read_reply(payload, headers, f"{dialect.id_prefix}{uuid.uuid4().hex}", logprobs=asked.logprobs)
         except ApiError:
             self.counters.upstream_errors += 1
             raise
@@ -201,11 +214,11 @@ class Gateway:
             sequence=exchange.sequence,
             policy=policy,
             version=self._versions.get(policy) if reply.version is None else reply.version,
-            request=asked.body,
+            request=asked.recorded,
             choices=reply.choices,
             started=started,
             ended=time.time(),
-            api=api,
+            api=dialect.api,
             agent=agent,
             parent_span=parent_span,
             prompt_ids=reply.prompt_ids,
@@ -236,8 +249,14 @@ class Gateway:
         finally:
             attempt.committing.discard(task)
 
-    def _policy(self, model: str) -> str:
-        """The policy a model name stands for: its own name, else the default policy, else the only one."""
+    def _policy(self, model: str, agent: str | None) -> str:
+        """The policy of a call: the agent's own, else the one named like the model, else 'default', else the only one.
+
+        So an agent that adapters recognise need not know what policies there are.
+        """
+        for policy, patterns in self._agents.items():
+            if is_among(agent, patterns):
+                return policy
         policies = self._upstream.models
         if model in policies:
             return model
@@ -245,9 +264,11 @@ class Gateway:
             return "default"
         if len(policies) == 1:
             return next(iter(policies))
+        caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
         raise ApiError(
             404,
-            f"The run trains several policies, and none is named {model!r} or 'default'. {nearest(model, policies)}",
+            f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and none "
+            f"is named {model!r} or 'default'. {nearest(model, policies)}",
             param="model",
             code="model_not_found",
         )

@@ -10,8 +10,14 @@ from agl_core.server.faults import ApiError
 
 
 def check_key(request: Request, key: str, *, hint: str) -> None:
-    """Compare the request's bearer token with `key`, in constant time; `hint` says where the right one comes from."""
+    """Compare the request's key with `key`, in constant time; `hint` says where the right one comes from.
+
+    It is the bearer token or, as many of Anthropic's clients send it, `x-api-key`; where both are sent, one is enough.
+    """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), key.encode()):
-        found = "is not the right one" if token else "is missing"
-        raise ApiError(401, f"The API key (Authorization: Bearer …) {found}. {hint}", code="invalid_api_key")
+    sent = [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+    if not any(hmac.compare_digest(each.encode(), key.encode()) for each in sent):
+        found = "is not the right one" if token or any(sent) else "is missing"
+        raise ApiError(
+            401, f"The API key (Authorization: Bearer …, or x-api-key) {found}. {hint}", code="invalid_api_key"
+        )

@@ -16,6 +16,16 @@ from agl_core.wire import HEADER_POLICY
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a call."""
+
+    prompt: int
+    completion: int
+    cached: int
+    """Those of the prompt that came from a cache."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
     """A chat completion in vLLM's shape, taken apart."""
@@ -31,6 +41,21 @@ class Reply:
     prefix_broken: bool
     prefilled: int
     reused: int
+    stop_sequence: str | None = None
+    """The stop string that ended the first choice, if the upstream told."""
+
+    @property
+    def usage(self) -> Usage:
+        """As the upstream told it, else counted; 0 where neither is known."""
+        told = self.completion.get("usage")
+        told = told if isinstance(told, dict) else {}
+        details = told.get("prompt_tokens_details")
+        sampled = sum(0 if choice.response_ids is None else len(choice.response_ids) for choice in self.choices)
+        return Usage(
+            prompt=_count(told.get("prompt_tokens"), 0 if self.prompt_ids is None else len(self.prompt_ids)),
+            completion=_count(told.get("completion_tokens"), sampled),
+            cached=_count(details.get("cached_tokens") if isinstance(details, dict) else None, 0),
+        )
 
     @property
     def has_ids(self) -> bool:
@@ -75,6 +100,7 @@ def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, log
             prefix_broken=bool(extras.get("prefix_broken", False)),
             prefilled=int(extras.get("prefilled", 0)),
             reused=int(extras.get("reused", 0)),
+            stop_sequence=_text(body["choices"][0].get("stop_reason")),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ApiError(
@@ -84,6 +110,19 @@ def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, log
             type="upstream_error",
             code="upstream_garbage",
         ) from error
+
+
+def reasoning_of(message: Mapping[str, Json]) -> str | None:
+    """The reasoning that an upstream parsed out of a response; older and newer vLLM name it differently."""
+    return _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
+
+
+def _text(value: Json) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: Json, default: int) -> int:
+    return value if type(value) is int and value >= 0 else default
 
 
 def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:

@@ -1,4 +1,4 @@
-"""The Lightning Server: rollout queue and gateway behind one port."""
+"""The Lightning Server: rollout queue, gateway and OTLP intake behind one port."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import dataclasses
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from types import TracebackType
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeAlias
 
 import orjson
 import uvicorn
@@ -24,10 +24,15 @@ from agl_core.config.models import SamplingSection
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.server.chat import ChatCompletions
+from agl_core.server.completions import Completions
+from agl_core.server.dialect import Dialect
 from agl_core.server.faults import ApiError
 from agl_core.server.gateway import Counters, Gateway
 from agl_core.server.management import Management
+from agl_core.server.messages import Messages
+from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.server.queue import RolloutQueue
+from agl_core.server.responses import Responses
 from agl_core.server.upstream import UpstreamClient
 from agl_core.store.interface import Store
 
@@ -36,6 +41,13 @@ _GRACEFUL = 5
 _KEEP_ALIVE = 75
 """Seconds an idle connection is kept: longer than clients do (5 in httpx), so that none is closed under a request."""
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
+_DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+    "/v1/completions": Completions(),
+}
+_Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class LightningServer:
@@ -43,7 +55,7 @@ class LightningServer:
 
     Agents reach `base_url` + the attempt's path + /v1 with `agent_key`, workers `base_url`/agl/v1 with
     `worker_key`. `timeout` is how many seconds an attempt may take, and so a call at most; `attempts` how often a
-    rollout is tried; `hook` is `Plugins.hook`. Port 0 takes a free one.
+    rollout is tried; `hook` is `Plugins.hook`; `agents` says which agents a policy answers. Port 0 takes a free one.
 
     >>> async def example(store, upstream, plugins):
     ...     async with LightningServer(
@@ -63,6 +75,7 @@ class LightningServer:
         timeout: float,
         attempts: int,
         hook: Any,
+        agents: Mapping[str, Sequence[str]] = MappingProxyType({}),
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
@@ -82,7 +95,10 @@ class LightningServer:
             seed=seed,
             versions=self.versions,
             key=self.agent_key,
+            agents=agents,
         )
+        self._intake = SpanIntake(self.queue, store)
+        self._traces = TraceService(self.queue, self._intake, key=self.agent_key)
         self._http: _Uvicorn | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -144,39 +160,51 @@ class LightningServer:
     ) -> None:
         await self.stop()
 
+    def _counted(self) -> dict[str, int]:
+        spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
+        return dataclasses.asdict(self.counters) | spans
+
     def _app(self) -> Starlette:
-        gateway, chat = self._gateway, ChatCompletions()
-        management = Management(self.queue, key=self.worker_key, counters=lambda: dataclasses.asdict(self.counters))
+        gateway = self._gateway
+        management = Management(self.queue, key=self.worker_key, counters=self._counted)
         started = int(time.time())
 
-        async def complete(request: Request) -> Response:
-            return await gateway.answer(request, chat)
+        def endpoint(dialect: Dialect) -> _Endpoint:
+            async def answer(request: Request) -> Response:
+                return await gateway.answer(request, dialect)
+
+            return answer
 
         async def models(request: Request) -> Response:
             try:
                 gateway.check_key(request)
             except ApiError as error:
-                return chat.refuse(error)
+                return _DIALECTS["/v1/chat/completions"].refuse(error)
             listed = [{"id": name, "object": "model", "created": started, "owned_by": "agl"} for name in gateway.models]
             return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
 
         async def unknown(request: Request, error: Exception) -> Response:
-            status = error.status_code if isinstance(error, HTTPException) else 404
-            return chat.refuse(
+            path = request.url.path
+            ours = next((each for route, each in _DIALECTS.items() if route in path), _DIALECTS["/v1/chat/completions"])
+            return ours.refuse(
                 ApiError(
-                    status,
-                    f"agl does not serve {request.method} {request.url.path}. There are POST /v1/chat/completions and "
-                    f"GET /v1/models, also below {_PREFIX}; does the base URL end in /v1?",
+                    error.status_code if isinstance(error, HTTPException) else 404,
+                    f"agl does not serve {request.method} {path}. There are POST {', '.join(_DIALECTS)} and "
+                    f"/v1/traces, and GET /v1/models, also below {_PREFIX}. Does the base URL end in /v1, as OpenAI's "
+                    "clients want it, or without it, as Anthropic's does?",
                     code="unknown_route",
                 )
             )
 
+        served = [(path, endpoint(dialect), ["POST"]) for path, dialect in _DIALECTS.items()]
         return Starlette(
             routes=[
-                Route(f"{_PREFIX}/v1/chat/completions", complete, methods=["POST"]),
-                Route("/v1/chat/completions", complete, methods=["POST"]),
-                Route(f"{_PREFIX}/v1/models", models),
-                Route("/v1/models", models),
+                *(
+                    Route(f"{prefix}{path}", called, methods=methods)
+                    for path, called, methods in [*served, ("/v1/models", models, ["GET"])]
+                    for prefix in (_PREFIX, "")
+                ),
+                *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
                 Route("/agl/v1/leases", management.lease, methods=["POST"]),
                 Route("/agl/v1/rollouts/{rollout}/attempts/{attempt:int}/close", management.close, methods=["POST"]),
                 Route("/agl/v1/health", management.health),

@@ -25,7 +25,7 @@ class Transition:
     policy: str
     version: int | None
     messages: tuple[Mapping[str, Json], ...]
-    """The observation as the agent sent it."""
+    """The observation, in chat form."""
     response: Mapping[str, Json]
     """The action as the agent got it: an assistant message."""
     finish_reason: FinishReason

@@ -154,7 +154,7 @@ class Call:
     version: int | None
     """The policy version that sampled the reply; None for an upstream that is not trained."""
     request: Mapping[str, Json]
-    """The request body as the agent sent it."""
+    """The request; its conversation and tools as a chat completion has them, whatever the API."""
     choices: tuple[Choice, ...]
     started: float
     ended: float

@@ -1,0 +1,20 @@
+"""agl's adapter for agents that speak OpenTelemetry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agl_otel.alone import episodes, transitions
+    from agl_otel.processor import AglSpanProcessor, attach
+
+__all__ = ["AglSpanProcessor", "attach", "episodes", "transitions"]
+
+
+def __getattr__(name: str) -> Any:
+    # The plugin is loaded in every agl process, also where nobody uses OpenTelemetry: its import waits for a use.
+    if name in __all__:
+        from agl_otel import alone, processor
+
+        return getattr(processor, name, None) or getattr(alone, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

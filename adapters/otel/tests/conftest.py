@@ -1,0 +1,99 @@
+"""Agents that make spans in this process, in front of a real Lightning Server with a scripted upstream."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.resources.chat import completions
+from opentelemetry.sdk.trace import TracerProvider
+
+import agl_core
+from agl_core.capture import ActiveAttempt, Recording, reports
+from agl_core.learning import build_episode
+from agl_core.types import AttemptKey, Ending, Episode
+from agl_core.wire import CloseRequest
+from agl_otel import processor
+from agl_otel.plugin import OtelAdapter
+
+sys.path.append(str(Path(__file__).parents[3] / "core" / "tests" / "server"))
+
+from stack import Stack, running_stack
+
+
+@dataclass
+class Attempts:
+    """Attempts on a Lightning Server, as a worker runs them."""
+
+    stack: Stack
+
+    async def start(self) -> ActiveAttempt:
+        key = await self.stack.lease()
+        return ActiveAttempt(*key, self.stack.server.base_url, self.stack.server.agent_key, Recording())
+
+    async def end(self, active: ActiveAttempt) -> Episode:
+        """Close it with what was reported, and build its episode from what is in the store."""
+        key, store = AttemptKey(active.rollout, active.attempt), self.stack.store
+        active.recording.close()
+        report = CloseRequest(ending=Ending.FINISHED, outcomes=list(active.recording.outcomes))
+        await self.stack.server.queue.close_attempt(key, report)
+        (attempt,) = await store.attempts(key.rollout)
+        return build_episode(
+            await store.rollout(key.rollout), attempt, await store.calls([key]), await store.outcomes([key])
+        )
+
+
+@pytest.fixture
+async def attempts() -> AsyncIterator[Attempts]:
+    async with running_stack() as stack:
+        yield Attempts(stack)
+
+
+@pytest.fixture
+def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a worker does before it loads an agent, undone afterwards."""
+    monkeypatch.setattr(TracerProvider, "__init__", TracerProvider.__init__)
+    monkeypatch.setattr(processor, "attach", functools.cache(processor.attach.__wrapped__))
+    attachment = agl_core.attach([OtelAdapter()])
+    assert attachment.failed == {}
+    yield
+    attachment.detach()
+
+
+@pytest.fixture
+def provider() -> TracerProvider:
+    return TracerProvider(shutdown_on_exit=False)
+
+
+@pytest.fixture
+def instrument() -> Iterator[Callable[[Any, TracerProvider], None]]:
+    """Instruments the OpenAI client, and undoes it afterwards; not all of them undo it all by themselves."""
+    patched = [(kind, "create", kind.create) for kind in (completions.Completions, completions.AsyncCompletions)]
+    used = []
+
+    def instrument(kind: Any, provider: TracerProvider) -> None:
+        used.append(kind())
+        used[-1].instrument(tracer_provider=provider)
+
+    yield instrument
+    for each in reversed(used):
+        each.uninstrument()
+    for kind, name, original in patched:
+        setattr(kind, name, original)
+
+
+@pytest.fixture(autouse=True)
+def no_problems(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Adapters swallow their failures; here they fail the test, unless it is about them."""
+    yield
+    if "expects_problems" not in request.keywords:
+        assert [r.getMessage() for r in caplog.get_records("call") if r.name == reports.__name__] == []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "expects_problems: the test makes an adapter fail")

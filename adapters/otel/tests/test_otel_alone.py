@@ -1,0 +1,204 @@
+"""The processor and `transitions` used alone: no server of agl's, any endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
+from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
+from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from scripted_upstream import END_TOKEN, CallTools, Say, ScriptedUpstream, logprob
+
+from agl_core.types import Ending, FinishReason, OutcomeStatus
+from agl_otel import AglSpanProcessor, episodes, transitions
+
+AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "solver"}
+TOOL = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", "gen_ai.tool.call.result": "3"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+SAMPLING = {"temperature": 0.5, "max_tokens": 200, "seed": 3}
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[ScriptedUpstream]:
+    async with ScriptedUpstream() as running:
+        yield running
+
+
+@pytest.fixture
+def client(upstream: ScriptedUpstream) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=upstream.url, api_key="key", max_retries=0)
+
+
+@pytest.fixture
+def processor(provider: TracerProvider, monkeypatch: pytest.MonkeyPatch) -> AglSpanProcessor:
+    monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "SPAN_ONLY")
+    monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", "gen_ai_latest_experimental")
+    added = AglSpanProcessor()
+    provider.add_span_processor(added)
+    return added
+
+
+@pytest.fixture
+def exporter(provider: TracerProvider) -> InMemorySpanExporter:
+    memory = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    return memory
+
+
+async def solve(provider: TracerProvider, client: Any, upstream: ScriptedUpstream, **options: Any) -> None:
+    """An agent that asks for one tool, and answers."""
+    upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+    tracer, messages = provider.get_tracer("agent"), [{"role": "user", "content": "1 + 2?"}]
+    create = client.chat.completions.create
+    with tracer.start_as_current_span("invoke_agent solver", attributes=AGENT):
+        reply = await create(model="m", messages=messages, tools=[ADD], **SAMPLING, **options)
+        (call,) = reply.choices[0].message.tool_calls
+        with tracer.start_as_current_span("execute_tool add", attributes={**TOOL, "gen_ai.tool.call.id": call.id}):
+            pass
+        asked = {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}}
+        messages += [{"role": "assistant", "content": None, "tool_calls": [asked]}]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        await create(model="m", messages=messages, **SAMPLING, **options)
+
+
+@pytest.mark.parametrize("kinds", [[OpenLLMetry], [GenAI], [OpenInference], [GenAI, OpenInference]])
+async def test_an_agent_with_a_tool(
+    kinds: list[Any],
+    processor: AglSpanProcessor,
+    exporter: InMemorySpanExporter,
+    provider: TracerProvider,
+    instrument: Any,
+    client: Any,
+    upstream: ScriptedUpstream,
+) -> None:
+    for kind in kinds:
+        instrument(kind, provider)
+    upstream.returns_ids = False
+    await solve(provider, client, upstream)
+    (episode,) = processor.episodes()
+    assert (episode.ending, episode.unjoined) == (Ending.FINISHED, ())
+    first, second = episode.transitions
+    assert [(t.agent, t.turn, t.agent_turn) for t in (first, second)] == [("solver", 0, 0), ("solver", 1, 1)]
+    assert first.messages == ({"role": "user", "content": "1 + 2?"},)
+    (asked,) = first.response["tool_calls"]
+    assert (asked["function"]["name"], json.loads(asked["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
+    assert (first.response["content"], first.finish_reason) == (None, FinishReason.TOOL_CALLS)
+    assert [(o.tool, o.result, o.status) for o in first.outcomes] == [("add", "3", OutcomeStatus.OK)]
+    assert [m["role"] for m in second.messages] == ["user", "assistant", "tool"]
+    assert second.messages[1]["tool_calls"][0]["id"] == second.messages[2]["tool_call_id"] == asked["id"]
+    assert second.messages[2]["content"] == "3"
+    assert (second.response["content"], second.finish_reason) == ("3", FinishReason.STOP)
+    assert (second.policy, second.temperature) == ("m", 0.5)
+    assert not first.has_ids
+    told = transitions(exporter.get_finished_spans())
+    assert [(t.key, t.response, t.outcomes) for t in told] == [
+        (t.key, t.response, t.outcomes) for t in episode.transitions
+    ]
+
+
+async def test_token_ids_where_the_endpoint_returned_them_and_the_span_kept_them(
+    processor: AglSpanProcessor, provider: TracerProvider, instrument: Any, client: Any, upstream: ScriptedUpstream
+) -> None:
+    instrument(OpenLLMetry, provider)
+    instrument(OpenInference, provider)
+    await solve(provider, client, upstream, logprobs=True, extra_body={"return_token_ids": True})
+    _, last = processor.transitions()
+    sampled = [*b"3", END_TOKEN]
+    assert last.response_ids is not None
+    assert last.response_ids.tolist() == sampled
+    assert last.prompt_ids is not None
+    assert bytes(last.prompt_ids.astype(np.uint8)).decode() == json.dumps(upstream.received[1].body["messages"])
+    assert last.logprobs is not None
+    assert last.logprobs.tolist() == [logprob(token) for token in sampled]
+
+
+@pytest.mark.parametrize("kind", [OpenLLMetry, GenAI, OpenInference])
+async def test_several_choices(
+    kind: Any, processor: AglSpanProcessor, provider: TracerProvider, instrument: Any, client: Any, upstream: Any
+) -> None:
+    instrument(kind, provider)
+    upstream.script(Say("yes"))
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}], n=2, **SAMPLING)
+    found = processor.transitions()
+    assert [t.response["content"] for t in found] == ["yes", "yes (1)"]
+    assert len({t.key.call for t in found}) == 1
+
+
+async def test_each_root_is_an_episode_and_only_the_latest_are_kept(
+    provider: TracerProvider, instrument: Any, client: Any, exporter: InMemorySpanExporter
+) -> None:
+    kept = AglSpanProcessor(keep=2)
+    provider.add_span_processor(kept)
+    instrument(OpenLLMetry, provider)
+    tracer = provider.get_tracer("agent")
+
+    async def one(question: str) -> None:
+        with tracer.start_as_current_span("run", attributes={"input.value": f'"{question}"'}):
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": question}], **SAMPLING
+            )
+
+    for question in ("a", "b", "c"):
+        await one(question)
+    tracer.start_span("no call in it").end()
+    assert [e.task.input for e in kept.episodes()] == ["b", "c"]
+    assert [t.messages[0]["content"] for t in transitions(exporter.get_finished_spans())] == ["a", "b", "c"]
+    await asyncio.gather(one("d"), one("e"))
+    assert all(len(e.transitions) == 1 for e in kept.episodes())
+    assert {e.task.input for e in kept.episodes()} == {"d", "e"}
+    kept.clear()
+    assert kept.episodes() == []
+
+
+async def test_an_agent_that_crashes(
+    processor: AglSpanProcessor, provider: TracerProvider, instrument: Any, client: Any, exporter: InMemorySpanExporter
+) -> None:
+    instrument(OpenLLMetry, provider)
+
+    async def crash() -> None:
+        with provider.get_tracer("agent").start_as_current_span("run"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}], **SAMPLING)
+            assert processor.episodes() == []
+            raise ZeroDivisionError("bad")
+
+    with pytest.raises(ZeroDivisionError):
+        await crash()
+    assert [e.ending for e in processor.episodes()] == [Ending.CRASHED]
+    assert [e.ending for e in episodes(exporter.get_finished_spans())] == [Ending.CRASHED]
+
+
+def test_flat_messages_of_openinference_where_the_raw_ones_are_hidden(
+    provider: TracerProvider, processor: AglSpanProcessor
+) -> None:
+    attributes = {
+        "openinference.span.kind": "LLM",
+        "llm.model_name": "m",
+        "llm.invocation_parameters": '{"model": "m", "temperature": 0.25}',
+        "llm.input_messages.0.message.role": "user",
+        "llm.input_messages.0.message.contents.0.message_content.type": "text",
+        "llm.input_messages.0.message.contents.0.message_content.text": "hi",
+        "llm.output_messages.0.message.role": "assistant",
+        "llm.output_messages.0.message.tool_calls.0.tool_call.id": "c1",
+        "llm.output_messages.0.message.tool_calls.0.tool_call.function.name": "add",
+        "llm.output_messages.0.message.tool_calls.0.tool_call.function.arguments": "{}",
+        "input.value": "__REDACTED__",
+        "output.value": "__REDACTED__",
+    }
+    provider.get_tracer("agent").start_span("ChatCompletion", attributes=attributes).end()
+    (found,) = processor.transitions()
+    assert found.messages == ({"role": "user", "content": "hi"},)
+    assert found.response == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+    }
+    assert (found.finish_reason, found.temperature) == (FinishReason.TOOL_CALLS, 0.25)

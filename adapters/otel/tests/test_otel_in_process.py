@@ -1,0 +1,273 @@
+"""Agents in this process: the header says who calls, and spans say what the tools did."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
+from opentelemetry import context, trace
+from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
+from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
+from opentelemetry.sdk.trace import TracerProvider
+from scripted_upstream import CallTools, Say
+
+from agl_core.capture import running
+from agl_core.types import OutcomeStatus
+from agl_core.wire import OutcomeReport
+from agl_otel import AglSpanProcessor, processor
+
+USER = {"role": "user", "content": "1 + 2?"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def agent(name: str) -> dict[str, Any]:
+    return {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
+
+
+def tool(id: str | None = None, **more: Any) -> dict[str, Any]:
+    named = {"gen_ai.tool.call.id": id} if id else {}
+    return {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", **named, **more}
+
+
+async def ask(client: Any, *messages: Any, **options: Any) -> Any:
+    reply = await client.chat.completions.create(model="default", messages=list(messages or [USER]), **options)
+    if options.get("stream"):
+        return [chunk async for chunk in reply]
+    return reply.choices[0].message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kinds", [[], [OpenLLMetry], [GenAI], [OpenInference], [OpenLLMetry, OpenInference]])
+async def test_agents_and_outcomes(
+    kinds: list[Any], stream: bool, attached: None, attempts: Any, instrument: Any, provider: TracerProvider
+) -> None:
+    for kind in kinds:
+        instrument(kind, provider)
+    tracer, active = provider.get_tracer("agent"), await attempts.start()
+    client = attempts.stack.client()  # one made once, whose base URL does not tell the rollout
+    attempts.stack.upstream.script(CallTools([("add", {}), ("add", {}), ("add", {})]), Say("3"))
+    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("Übersetzer")) as span:
+        message = await ask(client, tools=[ADD])
+        ok, empty, broken = (each.id for each in message.tool_calls)
+        with tracer.start_as_current_span(
+            "add", attributes=tool(ok, **{"gen_ai.tool.call.arguments": '{"a": 1}'})
+        ) as s:
+            s.set_attribute("gen_ai.tool.call.result", "3")
+        with tracer.start_as_current_span("add", attributes=tool(empty, **{"gen_ai.tool.call.result": "null"})):
+            pass
+        with pytest.raises(ValueError, match="boom"), tracer.start_as_current_span("add", attributes=tool(broken)):
+            raise ValueError("boom")
+        await ask(client, stream=stream)
+    episode = await attempts.end(active)
+
+    assert [(t.agent, t.parent_span) for t in episode.transitions] == [
+        ("Übersetzer", f"{span.get_span_context().span_id:016x}")
+    ] * 2
+    outcomes = episode.transitions[0].outcomes
+    assert [(o.tool_call_id, str(o.status), o.result, o.error, o.agent) for o in outcomes] == [
+        (ok, "ok", "3", None, "Übersetzer"),
+        (empty, "empty", "null", None, "Übersetzer"),
+        (broken, "error", None, "ValueError: boom", "Übersetzer"),
+    ]
+    assert outcomes[0].arguments == {"a": 1}
+    assert episode.unjoined == ()
+
+
+async def test_concurrent_agents_of_concurrent_rollouts(
+    attached: None, attempts: Any, instrument: Any, provider: TracerProvider
+) -> None:
+    instrument(OpenLLMetry, provider)
+    tracer, client = provider.get_tracer("agent"), attempts.stack.client()
+
+    async def one(name: str) -> None:
+        with tracer.start_as_current_span("invoke_agent", attributes=agent(name)):
+            for number in range(2):
+                await ask(client, {"role": "user", "content": name})
+                with tracer.start_as_current_span("add", attributes=tool(f"{name} {number}")):
+                    await asyncio.sleep(0)
+
+    async def team(active: Any) -> Any:
+        with running(active), tracer.start_as_current_span("team"):
+            await asyncio.gather(*(one(f"{active.rollout} {number}") for number in range(3)))
+        return await attempts.end(active)
+
+    episodes = await asyncio.gather(*[team(await attempts.start()) for _ in range(4)])
+    for episode in episodes:
+        assert sorted(t.agent or "" for t in episode.transitions) == [
+            f"{episode.rollout} {number}" for number in (0, 0, 1, 1, 2, 2)
+        ]
+        assert all(t.agent == t.messages[0]["content"] for t in episode.transitions)
+        assert {o.agent for o in episode.unjoined} == {t.agent for t in episode.transitions}
+
+
+async def test_an_agent_inside_a_tool_of_another(attached: None, attempts: Any, provider: TracerProvider) -> None:
+    tracer, active, client = provider.get_tracer("agent"), await attempts.start(), attempts.stack.client()
+    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
+        with tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
+            await ask(client)
+        with (
+            tracer.start_as_current_span("add", attributes=tool("c1")),
+            tracer.start_as_current_span("invoke_agent", attributes=agent("expert")),
+        ):
+            await ask(client)
+    with running(active), tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
+        await ask(client)
+    (outcome,) = active.recording.outcomes
+    episode = await attempts.end(active)
+    assert [t.agent for t in episode.transitions] == ["solver", "expert", "plan"]
+    assert outcome.agent == "solver"
+
+
+async def test_a_text_agent_from_scratch(
+    attached: None, attempts: Any, instrument: Any, provider: TracerProvider
+) -> None:
+    instrument(OpenInference, provider)
+    tracer, active, client = provider.get_tracer("agent"), await attempts.start(), attempts.stack.client()
+    with (
+        running(active),
+        tracer.start_as_current_span("invoke_agent react", attributes={"openinference.span.kind": "AGENT"}),
+    ):
+        for question in ("a", "b"):
+            with tracer.start_as_current_span("step"):
+                await ask(client, {"role": "user", "content": question})
+                attributes = {"openinference.span.kind": "TOOL", "output.value": f"of {question}"}
+                with tracer.start_as_current_span("look_up", attributes=attributes):
+                    pass
+    episode = await attempts.end(active)
+    assert [(t.agent, [(o.tool, o.result) for o in t.outcomes]) for t in episode.transitions] == [
+        ("react", [("look_up", "of a")]),
+        ("react", [("look_up", "of b")]),
+    ]
+
+
+async def test_one_run_of_a_tool_seen_twice_is_one_outcome(
+    attached: None, attempts: Any, provider: TracerProvider
+) -> None:
+    provider.add_span_processor(AglSpanProcessor())  # beside the attached one
+    tracer, active = provider.get_tracer("agent"), await attempts.start()
+    with running(active):
+        with tracer.start_as_current_span("add", attributes=tool("c1")) as outer:
+            inner = tracer.start_span("add", attributes={"openinference.span.kind": "TOOL", "tool.name": "add"})
+            inner.set_attribute("output.value", "3")
+            inner.end()
+            assert active.recording.outcomes == ()
+        with tracer.start_as_current_span("add", attributes=tool("c2")):
+            with tracer.start_as_current_span("invoke_agent", attributes=agent("adder")):
+                tracer.start_span("add", attributes=tool()).end()
+            tracer.start_span("add", attributes=tool("c3")).end()
+    found = active.recording.outcomes
+    assert [(o.tool_call_id, o.result) for o in found] == [("c1", "3"), (None, None), ("c3", None), ("c2", None)]
+    assert found[0].span == f"{outer.get_span_context().span_id:016x}"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "status"),
+    [
+        ({}, None, OutcomeStatus.OK),
+        ({"gen_ai.tool.call.result": ""}, None, OutcomeStatus.EMPTY),
+        ({"output.value": "{}"}, None, OutcomeStatus.EMPTY),
+        ({"output.value": "None"}, None, OutcomeStatus.EMPTY),
+        ({"output.value": "0"}, None, OutcomeStatus.OK),
+        ({"error.type": "timeout"}, None, OutcomeStatus.TIMEOUT),
+        ({"error.type": "httpx.ReadTimeout"}, None, OutcomeStatus.TIMEOUT),
+        ({"error.type": "500"}, None, OutcomeStatus.ERROR),
+        ({}, TimeoutError("5 s"), OutcomeStatus.TIMEOUT),
+        ({}, KeyError("timeout"), OutcomeStatus.ERROR),
+    ],
+)
+async def test_error_timeout_and_empty_are_told_apart(
+    attributes: Any, error: Any, status: OutcomeStatus, attached: None, attempts: Any, provider: TracerProvider
+) -> None:
+    active = await attempts.start()
+    with running(active):
+        try:
+            with provider.get_tracer("agent").start_as_current_span("add", attributes=tool("c1", **attributes)):
+                if error:
+                    raise error
+        except type(error):
+            pass
+    (outcome,) = active.recording.outcomes
+    assert outcome.status is status
+    assert (outcome.error is not None) == (status in (OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT))
+
+
+async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
+    attached: None, attempts: Any, provider: TracerProvider
+) -> None:
+    active = await attempts.start()
+    active.recording.outcome(OutcomeReport(id="langchain:1", tool="add", status=OutcomeStatus.OK, tool_call_id="c1"))
+    with running(active):
+        for id in ("c1", "c2", "c2"):
+            provider.get_tracer("agent").start_span("add", attributes=tool(id)).end()
+    assert [o.tool_call_id for o in active.recording.outcomes] == ["c1", "c2", "c2"]
+
+
+async def test_work_that_goes_on_after_its_span_and_in_a_thread(
+    attached: None, attempts: Any, provider: TracerProvider
+) -> None:
+    tracer, active, client = provider.get_tracer("agent"), await attempts.start(), attempts.stack.client()
+    ended = asyncio.Event()
+
+    async def later() -> None:
+        await ended.wait()
+        await ask(client)
+
+    def in_thread(carried: context.Context) -> None:
+        context.attach(carried)
+        tracer.start_span("add", attributes=tool("c1")).end()
+
+    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
+        with tracer.start_as_current_span("step"):
+            task = asyncio.create_task(later())
+            thread = threading.Thread(target=in_thread, args=(context.get_current(),))
+            thread.start()
+        ended.set()
+        await task
+        thread.join()
+    episode = await attempts.end(active)
+    assert [t.agent for t in episode.transitions] == ["solver"]
+    assert [(o.tool_call_id, o.agent) for o in episode.unjoined] == [("c1", "solver")]
+
+
+async def test_a_global_provider_that_was_there_before(
+    attempts: Any, provider: TracerProvider, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    request.getfixturevalue("attached")
+    active = await attempts.start()
+    with running(active):
+        provider.get_tracer("agent").start_span("add", attributes=tool("c1")).end()
+    assert [o.tool_call_id for o in active.recording.outcomes] == ["c1"]
+
+
+@pytest.mark.expects_problems
+async def test_an_adapter_that_fails_does_not_break_the_agent(
+    attached: None, attempts: Any, provider: TracerProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(processor, "see", fail)
+    tracer, active = provider.get_tracer("agent"), await attempts.start()
+    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
+        await ask(attempts.stack.client())
+        tracer.start_span("add", attributes=tool("c1")).end()
+    problems = active.recording.problems
+    episode = await attempts.end(active)
+    assert [t.agent for t in episode.transitions] == [None]
+    assert any("on_end failed: KeyError" in problem for problem in problems)
+    assert any("who makes a call failed: KeyError" in problem for problem in problems)
+
+
+async def test_outside_any_rollout_nothing_is_told(
+    attached: None, attempts: Any, instrument: Any, provider: TracerProvider
+) -> None:
+    instrument(OpenLLMetry, provider)
+    key = await attempts.stack.lease()
+    with provider.get_tracer("agent").start_as_current_span("invoke_agent", attributes=agent("solver")):
+        await ask(attempts.stack.client(key))
+    (call,) = await attempts.stack.calls(key)
+    assert call.agent is None

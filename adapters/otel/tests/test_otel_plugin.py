@@ -1,0 +1,54 @@
+"""How the adapter is found and attached without code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from agl_core.capture import installed_adapters
+
+
+def test_it_is_found_as_an_installed_plugin() -> None:
+    assert "opentelemetry.sdk.trace" in [adapter.framework for adapter in installed_adapters()]
+
+
+def test_an_unmodified_agent_is_seen_after_agl_attaches() -> None:
+    program = """
+        import sys
+        import agl_core
+        from agl_core.capture import ActiveAttempt, Recording, running
+
+        attachment = agl_core.attach()
+        assert "opentelemetry" not in sys.modules
+
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+
+        trace.set_tracer_provider(TracerProvider())
+        recording = Recording()
+        with running(ActiveAttempt("r1", 0, "http://127.0.0.1:9", "key", recording)):
+            attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add"}
+            trace.get_tracer("agent").start_span("add", attributes=attributes).end()
+        assert [outcome.tool for outcome in recording.outcomes] == ["add"]
+        assert not attachment.failed
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_reading_spans_needs_no_sdk_and_no_server() -> None:
+    program = """
+        import sys
+
+        for absent in ("opentelemetry", "google", "grpc", "starlette", "openai", "torch"):
+            sys.modules[absent] = None
+        from agl_core.capture.span_tree import SpanTree
+        from agl_core.capture.spans import Span, see
+
+        span = Span("1" * 32, "1" * 16, None, "execute_tool add", {"gen_ai.operation.name": "execute_tool"})
+        (outcome,) = SpanTree([see(span)]).outcomes()
+        assert outcome.tool == "add"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

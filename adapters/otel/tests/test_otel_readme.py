@@ -1,0 +1,41 @@
+"""The README's snippets run as they stand, and print what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.resources.chat import completions
+from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+from scripted_upstream import Say
+from stack import running_stack
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+async def test_the_snippets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (completions.Completions, completions.AsyncCompletions):
+        monkeypatch.setattr(kind, "create", kind.create)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    snippets = [text for language, text in blocks if language == "python"]
+    assert len(snippets) == 2
+    names: dict[str, Any] = {}
+
+    def run() -> None:
+        for snippet in snippets:
+            exec(compile(snippet, README.name, "exec"), names)
+
+    async with running_stack() as stack:
+        monkeypatch.setenv("OPENAI_BASE_URL", stack.url(await stack.lease()))
+        monkeypatch.setenv("OPENAI_API_KEY", stack.server.agent_key)
+        stack.upstream.script(Say("look up 1 + 2"), Say("3"))
+        try:
+            await asyncio.to_thread(run)
+        finally:
+            OpenAIInstrumentor().uninstrument()
+    assert names["answer"] == "3"
+    printed = [text for language, text in blocks if not language]
+    assert capsys.readouterr().out in printed

@@ -1,0 +1,109 @@
+"""What the tests of all APIs need: replies that are hard to translate, and a strict look at what an SDK parsed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+from scripted_upstream import END_TOKEN, Raw, logprob_entry
+from stack import Stack
+
+
+def call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "text": {"role": "assistant", "content": "  Grüezi \n\n"},
+    "empty": {"role": "assistant", "content": ""},
+    "one call": {"role": "assistant", "content": None, "tool_calls": [call("c1", "add", '{"a": 1, "b": 2}')]},
+    "empty text beside a call": {"role": "assistant", "content": "", "tool_calls": [call("c1", "add", "{}")]},
+    "text and parallel calls": {
+        "role": "assistant",
+        "content": "I add.",
+        "tool_calls": [call("c1", "add", '{"a": 1}'), call("c2", "add", '{"a": 1}'), call("c3", "sub", "{}")],
+    },
+    "spacing, order, escapes, floats": {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call("c1", "f", '{ "z":1.0,\n"a" : [1e2, "\\u00e9", null, true] , "b":{}}')],
+    },
+    "arguments that are no JSON": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", '{"city": ')]},
+    "arguments that are no object": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", "[1]")]},
+    "deep arguments": {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call("c1", "f", '{"a":' + "[" * 300 + "]" * 300 + "}")],
+    },
+    "reasoning": {"role": "assistant", "content": "4", "reasoning_content": "2 + 2 is"},
+    "reasoning of a newer vLLM, before a call": {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "a tool",
+        "tool_calls": [call("c1", "f", "{}")],
+    },
+}
+"""What upstreams say, as the next request of a chat would repeat it."""
+
+
+def reply(message: dict[str, Any], finish_reason: str | None = None, **choice: Any) -> Raw:
+    """An upstream's reply with this message, in vLLM's shape; ids are the bytes of the content."""
+    ids = [*(message.get("content") or "").encode(), END_TOKEN]
+    ended = finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
+    body = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"refusal": None, "tool_calls": [], **message},
+                "finish_reason": ended,
+                "logprobs": {"content": [logprob_entry(each, 0) for each in ids]},
+                "token_ids": ids,
+                **choice,
+            }
+        ],
+        "prompt_token_ids": [1, 2, 3],
+        "usage": {
+            "prompt_tokens": 30,
+            "completion_tokens": len(ids),
+            "total_tokens": 30 + len(ids),
+            "prompt_tokens_details": {"cached_tokens": 10},
+        },
+        "agl": {"version": 3, "prefilled": 1, "reused": 2, "prefix_broken": False, "choices": [{"mask": None}]},
+    }
+    return Raw(json.dumps(body).encode())
+
+
+def extras(value: Any, place: str = "") -> Iterator[str]:
+    """The places of all fields that the SDK's models do not have."""
+    if isinstance(value, BaseModel):
+        yield from (f"{place}.{name}" for name in value.model_extra or ())
+        for name in type(value).model_fields:
+            yield from extras(getattr(value, name), f"{place}.{name}")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from extras(each, f"{place}[{index}]")
+
+
+def events_of(stream: str) -> list[dict[str, Any]]:
+    """The events of a stream; each is named as its type says."""
+    found = []
+    for block in stream.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+async def post_each(stack: Stack, url: str, bodies: Iterable[Mapping[str, Any]]) -> list[httpx.Response]:
+    """POST one body after the other with the agents' key."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        headers = {"Authorization": f"Bearer {stack.server.agent_key}"}
+        return [await client.post(url, json=dict(body), headers=headers) for body in bodies]

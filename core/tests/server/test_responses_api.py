@@ -1,0 +1,326 @@
+"""The Responses API through the gateway, by the official client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from api_oracles import OWN, events_of, extras, post_each, reply
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+from scripted_upstream import END_TOKEN, OVERFLOW, CallTools, Drop, Fail, Raw, Say, logprob
+from stack import Stack, post
+
+from agl_core.types import AttemptKey, FinishReason, Mode
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    "strict": True,
+}
+CHAT_ADD = {"type": "function", "function": {name: value for name, value in ADD.items() if name != "type"}}
+GOOD: dict[str, Any] = {"model": "default", "input": "hello"}
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+async def test_a_response_is_recorded_exactly_as_sampled(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Say("four"))
+    response = await stack.client(key).responses.create(**GOOD, instructions="Be brief.", metadata={"a": "b"})
+    assert response.output_text == "four"
+    assert (response.status, response.model, response.instructions) == ("completed", "default", "Be brief.")
+    assert response.usage is not None
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (5, response.usage.input_tokens + 5)
+    (call,) = await stack.calls(key)
+    (choice,) = call.choices
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    assert (call.id, call.api) == (response.id, "responses")
+    assert response.id.startswith("resp_")
+    assert call.request == {"model": "default", "metadata": {"a": "b"}, "messages": messages}
+    assert choice.response_ids is not None
+    assert choice.response_ids.tolist() == [*b"four", END_TOKEN]
+    (received,) = stack.upstream.received
+    assert received.body["messages"] == messages
+    assert not {"input", "instructions", "store"} & set(received.body)
+
+
+async def test_what_is_asked_is_translated(stack: Stack) -> None:
+    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
+    await stack.client(key).responses.create(
+        **GOOD,
+        tools=[ADD],
+        tool_choice={"type": "function", "name": "add"},
+        parallel_tool_calls=False,
+        max_output_tokens=77,
+        temperature=0.3,
+        top_p=0.9,
+        reasoning={"effort": "low"},
+        text={"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}, "verbosity": "low"},
+        user="me",
+        store=False,
+        truncation="disabled",
+        extra_body={"invented": 1, "seed": 5},
+    )
+    (received,) = stack.upstream.received
+    asked = {
+        "tools": [CHAT_ADD],
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+        "parallel_tool_calls": False,
+        "max_tokens": 77,
+        "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+        "verbosity": "low",
+        "user": "me",
+        "invented": 1,
+    }
+    own = {"model", "messages", "temperature", "top_p", "seed", "return_token_ids", "logprobs"}
+    assert {name: value for name, value in received.body.items() if name not in own} == asked
+    (call,) = await stack.calls(key)
+    sampling = call.requested
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.3, 0.9, 77, 5)
+    assert call.request["tools"] == [CHAT_ADD]
+
+
+async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stack) -> None:
+    key = await stack.lease()
+    for name in OWN:
+        await _fits(stack, key, name)
+
+
+async def _fits(stack: Stack, key: AttemptKey, name: str) -> None:
+    asked = {**GOOD, "tools": [ADD], "include": ["message.output_text.logprobs"]}
+    stack.upstream.script(*[reply(OWN[name])] * 2)
+    whole = (await post(stack, f"{stack.url(key)}/responses", json.dumps(asked).encode())).text
+    response = Response.model_validate_json(whole)
+    assert list(extras(response)) == []
+    streamed = (await post(stack, f"{stack.url(key)}/responses", json.dumps({**asked, "stream": True}).encode())).text
+    events = [EVENTS.validate_python(each) for each in events_of(streamed)]
+    assert [found for event in events for found in extras(event)] == []
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert {event.type for event in events if "delta" in event.type} == {
+        f"response.{kind}.delta"
+        for kind, said in (
+            ("reasoning_text", OWN[name].get("reasoning") or OWN[name].get("reasoning_content")),
+            ("output_text", OWN[name]["content"]),
+            ("function_call_arguments", OWN[name].get("tool_calls")),
+        )
+        if said
+    }
+    last = events[-1].response
+    assert last.id != response.id
+    assert [_without_ids(item) for item in last.output] == [_without_ids(item) for item in response.output]
+
+
+def _without_ids(item: BaseModel) -> dict[str, Any]:
+    return item.model_dump(exclude={"id"})
+
+
+async def test_streams_are_put_together_by_the_client(stack: Stack) -> None:
+    key = await stack.lease()
+    both = CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "text": "x" * 200})], text="I add. " * 30)
+    stack.upstream.script(both)
+    deltas = ""
+    async with stack.client(key).responses.stream(**GOOD, tools=[ADD]) as stream:
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                deltas += event.delta
+        final = await stream.get_final_response()
+    assert deltas == final.output_text == "I add. " * 30
+    calls = [item for item in final.output if item.type == "function_call"]
+    assert [json.loads(each.arguments) for each in calls] == [{"a": 1, "b": 2}, {"a": 3, "text": "x" * 200}]
+    (recorded,) = await stack.calls(key)
+    assert [each.call_id for each in calls] == [each["id"] for each in recorded.choices[0].message["tool_calls"]]
+    assert recorded.choices[0].finish_reason is FinishReason.TOOL_CALLS
+
+
+async def test_a_reply_that_was_cut_short_is_incomplete(stack: Stack) -> None:
+    key = await stack.lease()
+    client = stack.client(key)
+    response = await client.responses.create(**GOOD, max_output_tokens=4)
+    assert response.incomplete_details is not None
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.output_text == "You "
+    events = [event async for event in await client.responses.create(**GOOD, max_output_tokens=4, stream=True)]
+    assert events[-1].type == "response.incomplete"
+
+
+async def test_structured_output_is_parsed(stack: Stack) -> None:
+    class Joke(BaseModel):
+        setup: str
+        rating: int
+
+    key = await stack.lease()
+    response = await stack.client(key).responses.parse(**{**GOOD, "input": "I give 'it' 7."}, text_format=Joke)
+    assert response.output_parsed == Joke(setup="it", rating=7)
+    async with stack.client(key).responses.stream(**{**GOOD, "input": "'it' 7"}, text_format=Joke) as stream:
+        assert (await stream.get_final_response()).output_parsed == Joke(setup="it", rating=7)
+    assert stack.upstream.received[0].body["response_format"]["json_schema"]["name"] == "Joke"
+
+
+async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(*[Say("ab")] * 2)
+    asked: dict[str, Any] = {**GOOD, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = await stack.client(key).responses.create(**asked)
+    part: Any = response.output[0]
+    logprobs = part.content[0].logprobs
+    assert [each.logprob for each in logprobs] == [logprob(each) for each in [*b"ab", END_TOKEN]]
+    assert len(logprobs[0].top_logprobs) == 2
+    streamed = [event async for event in await stack.client(key).responses.create(**asked, stream=True)]
+    (delta,) = [event for event in streamed if event.type == "response.output_text.delta"]
+    assert [each.logprob for each in delta.logprobs] == [each.logprob for each in logprobs]
+    plain: Any = (await stack.client(key).responses.create(**GOOD)).output[0]
+    assert plain.content[0].logprobs == []
+
+
+async def test_the_clients_retries_are_one_call(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Fail(500), Drop(), Say("at last"))
+    response = await stack.client(key, max_retries=2).responses.create(**GOOD)
+    assert response.output_text == "at last"
+    assert [call.id for call in await stack.calls(key)] == [response.id]
+    assert len({received.body["seed"] for received in stack.upstream.received}) == 1
+    url, body = f"{stack.url(key)}/responses", json.dumps(GOOD).encode()
+    first, again = await post(stack, url, body), await post(stack, url, body, **{"x-stainless-retry-count": "1"})
+    assert first.json() == again.json()
+    assert len(await stack.calls(key)) == 2
+
+
+async def test_concurrent_responses_are_calls_of_their_own(stack: Stack) -> None:
+    key = await stack.lease()
+    client = stack.client(key)
+    texts = [f"number {each}" for each in range(20)]
+    responses = await asyncio.gather(*(client.responses.create(model="default", input=text) for text in texts))
+    assert [response.output_text.split(".")[0] for response in responses] == [f"You said: {text}" for text in texts]
+    assert {call.id for call in await stack.calls(key)} == {response.id for response in responses}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model"),
+    ({"model": 3}, "model"),
+    ({"input": None}, "input"),
+    ({"input": 3}, "input"),
+    ({"input": []}, "input"),
+    ({"input": ["x"]}, "input[0]"),
+    ({"input": [{}]}, "input[0].type"),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
+    ({"input": [{"type": ["message"]}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [3]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{"type": {}}]}]}, "input[0].content[0]"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": 3, "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": {"x": 1}}]}, "input[0].output"),
+    ({"input": [{"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}]}, "input[0]"),
+    ({"input": [{"type": "reasoning", "id": "rs_1", "summary": [], "content": [{}]}]}, "input[0].content[0].text"),
+    ({"instructions": ["x"]}, "instructions"),
+    ({"previous_response_id": 3}, "previous_response_id"),
+    ({"previous_response_id": "resp_unknown"}, "previous_response_id"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [3]}, "tools[0]"),
+    ({"tools": [ADD, {"type": "web_search"}]}, "tools[1].type"),
+    ({"tools": [{"type": "file_search", "vector_store_ids": ["x"]}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+    ({"tools": [{**ADD, "parameters": "x"}]}, "tools[0].parameters"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"text": "json"}, "text"),
+    ({"text": {"format": "json"}}, "text.format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"verbosity": 3}}, "text.verbosity"),
+    ({"reasoning": "high"}, "reasoning"),
+    ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"include": "x"}, "include"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}, "include[1]"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": [1]}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": []}, "stream_options"),
+    ({"store": 1}, "store"),
+    ({"metadata": []}, "metadata"),
+    ({"user": 1}, "user"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "x"}}, "prompt"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management"),
+    ({"messages": []}, "messages"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"response_format": {"type": "text"}}, "response_format"),
+    ({"logprobs": True}, "logprobs"),
+    ({"n": 2}, "n"),
+]
+
+
+async def test_what_is_wrong_is_named(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/responses"
+    responses = await post_each(stack, url, ({**GOOD, **change} for change, _ in WRONG))
+    for (change, param), response in zip(WRONG, responses, strict=True):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), change
+        assert f"'{param}'" in error["message"]
+    assert stack.upstream.received == []
+
+
+async def test_a_body_that_cannot_be_passed_on(stack: Stack) -> None:
+    base = stack.url(await stack.lease())
+    deep = json.dumps({**GOOD, "metadata": {"a": "DEEP"}}).replace('"DEEP"', "[" * 300 + "]" * 300).encode()
+    for path in ("responses", "chat/completions", "completions"):
+        for body, problem in ((deep, "nested too deeply"), (b"[]", "JSON object"), (b"{", "not valid JSON")):
+            response = await post(stack, f"{base}/{path}", body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], problem in error["message"]) == (400, "invalid_json", True)
+
+
+async def test_null_and_what_asks_for_nothing_is_absent(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/responses"
+    names = {param.partition("[")[0].partition(".")[0] for _, param in WRONG} - {"model", "input", "messages"}
+    nothing = {"background": False, "truncation": "disabled", "include": [], "text": {"format": {"type": "text"}}}
+    for change in (dict.fromkeys(names), nothing, {"reasoning": {"effort": None, "summary": None}, "tools": []}):
+        response = await post(stack, url, json.dumps({**GOOD, **change}).encode())
+        assert response.status_code == 200, response.text
+        Response.model_validate_json(response.text)
+    own = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "return_token_ids", "logprobs"}
+    assert all(set(received.body) == own for received in stack.upstream.received)
+
+
+async def test_errors_are_openais(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(OVERFLOW)
+    with pytest.raises(openai.BadRequestError) as raised:
+        await stack.client(key).responses.create(**GOOD)
+    assert raised.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError, match="OPENAI_API_KEY"):
+        await stack.client(key, api_key="nonsense").responses.create(**GOOD)
+    with pytest.raises(openai.NotFoundError, match=r"POST /v1/chat/completions, /v1/responses"):
+        await stack.client(key).responses.compact(model="default", input="x")
+    stack.upstream.script(Raw(b"{}"))
+    with pytest.raises(openai.InternalServerError, match="not a chat completion"):
+        await stack.client(key, max_retries=0).responses.create(**GOOD)

@@ -1,0 +1,90 @@
+"""The Responses and Messages APIs on the whole stack: every echo of a reply keeps the very tokens that were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import anthropic
+import pytest
+
+from agl_core.types import AttemptKey
+
+from .engine_stack import EngineStack, engine_stack
+
+pytestmark = pytest.mark.slow
+
+PARAMETERS: Any = {"type": "object", "properties": {}}
+ASKED: dict[str, Any] = {"model": "default"}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
+    with engine_stack(tmp_path_factory.mktemp("engine-stack")) as running:
+        yield running
+
+
+def prefixes_are_exact(stack: EngineStack, key: AttemptKey, turns: int) -> None:
+    """Every prompt begins with the prompt and the response before it."""
+    calls = stack.calls(key)
+    assert len(calls) == turns
+    assert any(call.choices[0].message.get("tool_calls") for call in calls)
+    for before, after in pairwise(calls):
+        assert before.prompt_ids is not None
+        assert after.prompt_ids is not None
+        assert before.choices[0].response_ids is not None
+        so_far = [*before.prompt_ids.tolist(), *before.choices[0].response_ids.tolist()]
+        assert after.prompt_ids.tolist()[: len(so_far)] == so_far
+        assert not after.prefix_broken
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("continued", [False, True])
+def test_responses(stack: EngineStack, streamed: bool, continued: bool) -> None:
+    key = stack.lease()
+    client = stack.client(key)
+    tools: Any = [{"type": "function", "name": "magic_function", "parameters": PARAMETERS}]
+    items: list[Any] = [{"role": "user", "content": "Hello"}]
+    previous: dict[str, Any] = {}
+    for turn in range(6):
+        choice: Any = {"tool_choice": "required"} if turn % 2 else {}
+        asked = {**ASKED, **previous, **choice, "input": items, "instructions": "Be kind.", "tools": tools}
+        if streamed:
+            with client.responses.stream(**asked) as stream:
+                events = list(stream)
+            response: Any = next(e.response for e in reversed(events) if hasattr(e, "response"))
+        else:
+            response = client.responses.create(**asked)
+        new = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "22 °C"}
+            for item in response.output
+            if item.type == "function_call"
+        ] or [{"role": "user", "content": f"and {turn}?"}]
+        items = new if continued else [*items, *response.output, *new]
+        previous = {"previous_response_id": response.id} if continued else {}
+    prefixes_are_exact(stack, key, 6)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_messages(stack: EngineStack, streamed: bool) -> None:
+    key = stack.lease()
+    base_url = stack.url(key).removesuffix("/v1")
+    client = anthropic.Anthropic(base_url=base_url, api_key=stack.server.agent_key, max_retries=0)
+    tools: Any = [{"name": "magic_function", "input_schema": PARAMETERS}]
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    for turn in range(6):
+        choice: Any = {"tool_choice": {"type": "any"}} if turn % 2 else {}
+        asked = {**ASKED, **choice, "max_tokens": 32, "system": "Be kind.", "messages": messages, "tools": tools}
+        if streamed:
+            with client.messages.stream(**asked) as stream:
+                message: Any = stream.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+        new: Any = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "22 °C"}
+            for block in message.content
+            if block.type == "tool_use"
+        ]
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": new or f"{turn}?"}]
+    prefixes_are_exact(stack, key, 6)
