@@ -1,0 +1,111 @@
+"""The spans of the SDK's model calls as agl's records, for an adapter that is used alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from agents.exceptions import UserError
+from agents.models.chatcmpl_converter import Converter
+from agents.tracing import ResponseSpanData, Span
+
+from agl_core.capture import jsonable
+from agl_core.types import Call, Choice, FinishReason, Identity, Json, Sampling, Tokens
+from agl_openai_agents.identity import identity_of
+
+_MAX_REQUEST = 1 << 24
+_NO_SETTINGS = ("base_url", "extra_args", "extra_body", "extra_headers", "extra_query", "metadata")
+_INCOMPLETE = {"max_output_tokens": FinishReason.LENGTH, "content_filter": FinishReason.CONTENT_FILTER}
+
+
+def call_of(span: Span[Any], rollout: str, sequence: int) -> Call | None:
+    """The call that a generation or response span tells of when it ends; None if the call failed.
+
+    None too where the user keeps texts out of traces (`trace_include_sensitive_data=False`).
+    """
+    data, who = span.span_data, identity_of(span) or Identity()
+    is_responses = isinstance(data, ResponseSpanData)
+    reply = _plain(data.response if is_responses else next(iter(data.output or ()), None))
+    if not reply:
+        return None
+    extra = (data.response.model_extra if is_responses else None) or {}
+    request = _responses_request(data, reply) if is_responses else _chat_request(data)
+    sampling = Sampling(request.get("temperature"), request.get("top_p"), request.get("max_tokens"))
+    return Call(
+        id=reply["id"] if is_responses else f"openai-agents:{span.span_id}",
+        rollout=rollout,
+        attempt=0,
+        sequence=sequence,
+        policy=str(request["model"]),
+        version=None,
+        request=request,
+        choices=(_choice(reply, _ids(extra.get("token_ids"))),),
+        started=_seconds(span.started_at),
+        ended=_seconds(span.ended_at),
+        api="responses" if is_responses else "chat.completions",
+        agent=who.agent,
+        parent_span=who.parent_span,
+        prompt_ids=_ids(extra.get("prompt_token_ids")),
+        requested=sampling,
+        effective=sampling,
+    )
+
+
+def _chat_request(data: Any) -> dict[str, Json]:
+    settings = {k: v for k, v in (data.model_config or {}).items() if v is not None and k not in _NO_SETTINGS}
+    return {"model": data.model, "messages": _plain(data.input or ()), **_plain(settings)}
+
+
+def _responses_request(data: ResponseSpanData, reply: Mapping[str, Any]) -> dict[str, Json]:
+    """The request as chat messages; where the SDK has no words for an item (a hosted tool's), as its items."""
+    given, items = reply["instructions"], data.input or ()
+    system = [{"role": "system", "content": given}] if isinstance(given, str) else []
+    try:
+        messages = _plain(Converter.items_to_messages(items))
+    except UserError:
+        messages = _plain(items)
+    settings = {name: reply[name] for name in ("temperature", "top_p", "tools")}
+    return {
+        "model": reply["model"],
+        "messages": system + messages,
+        "max_tokens": reply["max_output_tokens"],
+        **settings,
+    }
+
+
+def _choice(reply: Mapping[str, Any], ids: Tokens | None) -> Choice:
+    """A chat message, or a whole response as one: the SDK also keeps a streamed chat message as a response."""
+    if reply.get("object") == "response":
+        message = _message(reply["output"])
+        cut = _INCOMPLETE.get((reply["incomplete_details"] or {}).get("reason", ""))
+    else:
+        message = {name: value for name, value in reply.items() if value is not None or name == "content"}
+        cut = None  # the SDK does not keep it
+    ended = FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP
+    return Choice(0, message, cut or ended, response_ids=ids)
+
+
+def _message(items: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
+    parts = [part for item in items if item["type"] == "message" for part in item["content"]]
+    calls = [
+        {"id": call["call_id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+        for call in items
+        if call["type"] == "function_call"
+    ]
+    text = "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+    message: dict[str, Json] = {"role": "assistant", "content": text or None}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _plain(value: Any) -> Any:
+    return jsonable(value, limit=_MAX_REQUEST)
+
+
+def _ids(values: Any) -> Tokens | None:
+    return np.array(values, np.int32) if values else None
+
+
+def _seconds(iso: str | None) -> float:
+    return datetime.fromisoformat(iso).timestamp() if iso else 0.0

@@ -1,0 +1,229 @@
+"""What the tools did, seen where the SDK runs them.
+
+By the time the SDK's hooks and spans tell of a tool, an exception or a timeout has become a text for the model. So
+some of its inner functions are wrapped (`_SEAMS`). What another version of the SDK does not have is reported as a
+problem; the agent, and the rest, go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeAlias
+
+from agents.agent_tool_state import get_agent_tool_state_scope, peek_agent_tool_run_result
+from agents.exceptions import ModelBehaviorError, ToolTimeoutError
+from agents.tool import default_tool_timeout_error_message
+from agents.tracing import get_current_trace
+
+from agl_core.capture import CapturedRollout, Recording, current_attempt, guarded, outcome_report, report_problem
+from agl_core.types import Identity, OutcomeStatus
+from agl_openai_agents.identity import who_calls
+
+_Function: TypeAlias = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class _ToolRun:
+    """A tool while it runs."""
+
+    tool: Any
+    started: float = field(default_factory=time.time)
+    error: BaseException | None = None
+    """What it raised, or the timeout that cut it off."""
+    status: OutcomeStatus | None = None
+    """What its MCP server says, where it says more than the result does."""
+
+
+_running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", default=None)
+_kept: ContextVar[tuple[CapturedRollout, ...]] = ContextVar("agl_openai_agents_kept", default=())
+
+
+def keep_outcomes(rollout: CapturedRollout) -> None:
+    """Outside any rollout of agl, tell this one what the tools of its trace do, in this context and its copies."""
+    _kept.set((*(each for each in _kept.get() if not each.is_finished), rollout))
+
+
+@functools.cache
+def watch_tools() -> None:
+    """Wrap what the SDK runs tools with; calling it again changes nothing."""
+    for module, name, wrap in _SEAMS:
+        try:
+            found = import_module(module)
+            function = getattr(found, name)
+            setattr(found, name, functools.wraps(function)(wrap(function)))
+        except Exception as error:
+            report_problem(f"Watching {module}.{name} of the OpenAI Agents SDK", error)
+
+
+def _recordings() -> list[Recording]:
+    active = current_attempt()
+    if active:
+        return [active.recording]
+    kept = _kept.get()
+    trace = get_current_trace() if kept else None
+    return [rollout.recording for rollout in kept if trace and rollout.id == trace.trace_id]
+
+
+def _sees_results(invoke: _Function) -> _Function:
+    """Around one tool: what it returned or raised."""
+
+    async def invoke_seen(*args: Any, **kwargs: Any) -> Any:
+        if not _recordings():
+            return await invoke(*args, **kwargs)
+        run = _ToolRun(kwargs.get("function_tool"))
+        token = _running.set(run)
+        try:
+            result = await invoke(*args, **_telling_timeouts(run, kwargs))
+        except Exception as error:
+            _report(kwargs.get("context"), error, started=run.started)
+            raise
+        finally:
+            _running.reset(token)
+        _report_result(run, kwargs.get("context"), result)
+        return result
+
+    return invoke_seen
+
+
+def _telling_timeouts(run: _ToolRun, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the user's function that words a timeout watched, where the tool has one."""
+    word = getattr(run.tool, "timeout_error_function", None)
+    if word is None:
+        return kwargs
+
+    def worded(context: Any, error: ToolTimeoutError) -> Any:
+        run.error = error
+        return word(context, error)
+
+    try:
+        tool = copy.copy(run.tool)
+        tool.timeout_error_function = worded
+    except Exception as error:
+        report_problem(f"Watching the timeout of {run.tool!r}", error)
+        return kwargs
+    return {**kwargs, "function_tool": tool}
+
+
+def _sees_failures(word_failure: _Function) -> _Function:
+    """Where an exception becomes a text for the model (`failure_error_function`)."""
+
+    async def word_failure_seen(*args: Any, **kwargs: Any) -> Any:
+        _note_failure(**kwargs)
+        return await word_failure(*args, **kwargs)
+
+    return word_failure_seen
+
+
+@guarded
+def _note_failure(*, function_tool: Any, error: BaseException, **_: Any) -> None:
+    run = _running.get()
+    if run is not None and run.tool.name == function_tool.name:  # and not one that this tool calls by itself
+        run.error = error
+
+
+def _sees_mcp_results(read: _Function) -> _Function:
+    """Where a result of an MCP server loses its `isError`."""
+
+    def read_seen(result: Any) -> Any:
+        run = _running.get()
+        if run is not None and (getattr(result, "isError", False) or getattr(result, "is_error", False)):
+            run.status = OutcomeStatus.ERROR
+        return read(result)
+
+    return read_seen
+
+
+def _sees_refusals(guard: _Function) -> _Function:
+    """The input guardrails of a tool, which may answer in its place."""
+
+    async def guard_seen(*args: Any, **kwargs: Any) -> Any:
+        refusal = await guard(*args, **kwargs)
+        if refusal is not None:
+            _report(kwargs.get("tool_context"), refusal, OutcomeStatus.ERROR)
+        return refusal
+
+    return guard_seen
+
+
+def _sees_unknown_tools(process: _Function) -> _Function:
+    """Where the SDK looks up the tools that a response asks for; one that does not exist never runs."""
+
+    def process_seen(*args: Any, **kwargs: Any) -> Any:
+        try:
+            processed = process(*args, **kwargs)
+        except ModelBehaviorError as error:
+            said = str(error)
+            _report_unknown(lambda: [call for call in kwargs["response"].output if _is_missed(call, said)])
+            raise
+        _report_unknown(lambda: [missing.tool_call for missing in processed.function_tools_not_found])
+        return processed
+
+    return process_seen
+
+
+def _is_missed(call: Any, said: str) -> bool:
+    return getattr(call, "type", None) == "function_call" and f"Tool {call.name} not found" in said
+
+
+@guarded
+def _report_unknown(calls: Callable[[], list[Any]]) -> None:
+    for call in calls():
+        _report(call, ModelBehaviorError(f"Tool {call.name} not found"))
+
+
+@guarded
+def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
+    tool = run.tool
+    if tool.timeout_seconds and result.output == default_tool_timeout_error_message(
+        tool_name=tool.name, timeout_seconds=tool.timeout_seconds
+    ):
+        run.error = ToolTimeoutError(tool_name=tool.name, timeout_seconds=tool.timeout_seconds)
+    inner = peek_agent_tool_run_result(context.tool_call, scope_id=get_agent_tool_state_scope(context))
+    if run.error is None and getattr(inner, "interruptions", None):
+        return  # an agent used as a tool, waiting for an approval of what its own tool is to do
+    _report(context, result.output if run.error is None else run.error, run.status, run.started)
+
+
+@guarded
+def _report(source: Any, result: Any, status: OutcomeStatus | None = None, started: float | None = None) -> None:
+    """Tell what a tool did; `source` is the tool's context, or the model's call of it."""
+    call, who = getattr(source, "tool_call", source), who_calls() or Identity()
+    report = outcome_report(
+        f"openai-agents:{uuid.uuid4().hex}",
+        call.name,
+        result,
+        status=status,
+        tool_call_id=call.call_id or None,
+        arguments=_parsed(call.arguments),
+        agent=who.agent,
+        span=who.span,
+        parent_span=who.parent_span,
+        started=started,
+        ended=time.time(),
+    )
+    for recording in _recordings():
+        recording.outcome(report)
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments) if arguments else {}
+    except ValueError:
+        return arguments
+
+
+_SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
+    ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", _sees_results),
+    ("agents.run_internal.tool_execution", "_execute_tool_input_guardrails", _sees_refusals),
+    ("agents.run_internal.turn_resolution", "process_model_response", _sees_unknown_tools),
+    ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _sees_failures),
+    ("agents.mcp.util", "result_structured_content", _sees_mcp_results),
+)

@@ -1,0 +1,32 @@
+"""The SDK sends its traces to its vendor, whatever endpoint the agent uses; rollouts are not for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from agents.tracing.processors import default_processor
+
+from agl_core.capture import current_attempt
+
+
+@functools.cache
+def keep_rollouts_private() -> None:
+    """Make the SDK's default processor pass over what happens in rollouts.
+
+    There the endpoint and its key are agl's, and the data are the user's. Outside any rollout it goes on as it was;
+    a processor of the user's own is left alone.
+    """
+    processor: Any = default_processor()
+    processor.on_trace_start = _outside_rollouts(processor.on_trace_start)
+    processor.on_span_end = _outside_rollouts(processor.on_span_end)
+
+
+def _outside_rollouts(event: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(event)
+    def handle(ended: Any) -> None:
+        if current_attempt() is None:
+            event(ended)
+
+    return handle

@@ -1,0 +1,221 @@
+"""The processor used alone: no server of agl's, any endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import agents
+import openai
+import pytest
+from agents import Agent, ModelSettings, RunConfig, function_tool
+
+from agl_core.types import Ending, FinishReason
+from agl_openai_agents import AglProcessor
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@function_tool
+def broken() -> str:
+    """Fail."""
+    raise ValueError("boom")
+
+
+@pytest.fixture
+def processor(detached: None) -> AglProcessor:
+    processor = AglProcessor()
+    agents.add_trace_processor(processor)
+    return processor
+
+
+def solver(*tools: Any, **options: Any) -> Agent[Any]:
+    return Agent(name="solver", instructions="Solve it.", model="m", tools=list(tools), **options)
+
+
+def test_an_agent_with_tools(
+    run: Any, use: str, processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "broken", {})), answer("3"))
+    run(solver(add, broken, model_settings=ModelSettings(temperature=0.5)), "1 + 2?")
+
+    (episode,) = processor.episodes()
+    assert episode.ending is Ending.FINISHED
+    assert episode.unjoined == ()
+    assert episode.task.input["workflow_name"] == "Agent workflow"
+    first, second = episode.transitions
+    assert [t.agent for t in (first, second)] == ["solver", "solver"]
+    assert [(t.turn, t.agent_turn) for t in (first, second)] == [(0, 0), (1, 1)]
+    assert [(m["role"], m["content"]) for m in first.messages] == [("system", "Solve it."), ("user", "1 + 2?")]
+    assert [call["function"]["name"] for call in first.response["tool_calls"]] == ["add", "broken"]
+    assert first.finish_reason is FinishReason.TOOL_CALLS
+    assert [(o.tool, o.result, o.error, str(o.status)) for o in first.outcomes] == [
+        ("add", 3, None, "ok"),
+        ("broken", None, "ValueError: boom", "error"),
+    ]
+    assert [m["role"] for m in second.messages] == ["system", "user", "assistant", "tool", "tool"]
+    assert [m["tool_call_id"] for m in second.messages[3:]] == ["c1", "c2"]
+    assert (second.response["content"], second.finish_reason, second.outcomes) == ("3", FinishReason.STOP, ())
+    assert (second.policy, second.temperature) == ("m", 0.5)
+    assert not first.has_ids
+    assert processor.transitions()[0].response == first.response
+    assert all(name not in headers for name in ("x-agl-agent", "x-agl-rollout") for headers in [server.seen[0].headers])
+
+
+def test_token_ids_where_the_endpoint_returned_them_and_the_sdk_kept_them(
+    run_briefly: Any, processor: AglProcessor, server: Any
+) -> None:
+    server.returns_ids = True
+    run_briefly(solver(), "hello")
+    (transition,) = processor.transitions()
+    if server.seen[0].api == "chat":
+        assert not transition.has_ids
+    else:
+        assert (transition.key.call, transition.has_ids) == ("resp-1", True)
+        assert transition.prompt_ids is not None
+        assert transition.response_ids is not None
+        assert (transition.prompt_ids.tolist(), transition.response_ids.tolist()) == ([1, 2, 1], [3, 1])
+
+
+def test_two_agents_in_one_episode(
+    run_briefly: Any, processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
+) -> None:
+    bob = Agent(name="bob", instructions="bob", model="m")
+    alice = Agent(name="alice", instructions="alice", model="m", handoffs=[bob])
+    server.script = by_agent(alice=in_turn(ask(("c1", "transfer_to_bob", {}))), bob=lambda seen: answer("done"))
+    run_briefly(alice, "hello")
+    first, second = processor.transitions()
+    assert [(t.agent, t.turn, t.agent_turn) for t in (first, second)] == [("alice", 0, 0), ("bob", 1, 0)]
+    # Read from the conversation that was handed over.
+    assert [(o.tool, str(o.status)) for o in first.outcomes] == [("transfer_to_bob", "ok")]
+
+
+def test_each_run_is_an_episode_and_so_is_a_workflow_of_several(
+    processor: AglProcessor, server: Any, answer: Any, loop: Any
+) -> None:
+    server.script = lambda seen: answer(f"re: {seen.said}")
+
+    async def several() -> None:
+        await asyncio.gather(*(agents.Runner.run(solver(), str(number)) for number in range(5)))
+        with agents.trace("both"):
+            await agents.Runner.run(solver(), "a")
+            await agents.Runner.run(solver(), "b")
+
+    loop.run_until_complete(several())
+    *single, both = processor.episodes()
+    assert sorted(e.transitions[0].response["content"] for e in single) == [f"re: {number}" for number in range(5)]
+    assert all(len(e.transitions) == 1 for e in single)
+    assert [t.response["content"] for t in both.transitions] == ["re: a", "re: b"]
+
+
+def test_a_trace_inside_a_trace_is_an_episode_of_its_own(
+    processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any, loop: Any
+) -> None:
+    with_tool = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    server.script = lambda seen: with_tool(seen) if seen.body.get("tools") else answer("hello")
+
+    async def nested() -> None:
+        with agents.trace("outer"):
+            await agents.Runner.run(solver(), "hello")
+            with agents.trace("inner"):
+                await agents.Runner.run(solver(add), "1 + 2?")
+
+    loop.run_until_complete(nested())
+    outer, inner = processor.episodes()
+    assert [(len(e.transitions), e.unjoined) for e in (outer, inner)] == [(1, ()), (2, ())]
+    assert [o.result for o in inner.transitions[0].outcomes] == [3]
+
+
+def test_concurrent_runs_keep_their_outcomes_apart(
+    processor: AglProcessor, server: Any, ask: Any, answer: Any, loop: Any
+) -> None:
+    server.script = lambda seen: (
+        answer("done") if seen.turns else ask((seen.said, "add", {"a": int(seen.said), "b": 0}))
+    )
+
+    async def several() -> None:
+        await asyncio.gather(*(agents.Runner.run(solver(add), str(number)) for number in range(6)))
+
+    loop.run_until_complete(several())
+    found = [(t.messages[1]["content"], o.result) for t in processor.transitions() for o in t.outcomes]
+    assert sorted(found) == [(str(number), number) for number in range(6)]
+
+
+def test_an_agent_that_crashes(
+    run_briefly: Any, processor: AglProcessor, no_retries: None, server: Any, answer: Any
+) -> None:
+    def fail(seen: Any) -> Any:
+        raise RuntimeError("no model")
+
+    server.script = fail
+    try:
+        run_briefly(solver(), "hello")
+    except openai.InternalServerError:
+        server.script = lambda seen: answer("done")
+        run_briefly(solver(), "again, while the error is being handled")
+    crashed, finished = processor.episodes()
+    assert (crashed.ending, crashed.transitions) == (Ending.CRASHED, ())
+    assert (finished.ending, len(finished.transitions)) == (Ending.FINISHED, 1)
+
+
+def test_only_the_latest_traces_are_kept(run_briefly: Any, detached: None, server: Any) -> None:
+    processor = AglProcessor(keep=2)
+    agents.set_trace_processors([processor])
+    for question in ("a", "b", "c"):
+        run_briefly(solver(), question)
+    assert [t.messages[1]["content"] for t in processor.transitions()] == ["b", "c"]
+    processor.clear()
+    assert processor.episodes() == []
+
+
+def test_a_trace_that_has_not_ended_is_no_episode_yet(processor: AglProcessor, server: Any, answer: Any) -> None:
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def wait(seen: Any) -> Any:
+        arrived.set()
+        go_on.wait(20)
+        return answer("done")
+
+    server.script = wait
+    thread = threading.Thread(target=lambda: asyncio.run(agents.Runner.run(solver(), "hello")))
+    thread.start()
+    assert arrived.wait(20)
+    assert processor.episodes() == []
+    go_on.set()
+    thread.join()
+    assert len(processor.episodes()) == 1
+
+
+def test_what_is_not_in_the_trace_is_not_made_up(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
+    run_briefly(solver(), "hello", run_config=RunConfig(trace_include_sensitive_data=False))
+    run_briefly(solver(), "hello", run_config=RunConfig(tracing_disabled=True))
+    assert [e.ending for e in processor.episodes()] == [Ending.NO_CALL]
+
+
+def test_two_processors_each_keep_everything(
+    run_briefly: Any, processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    second = AglProcessor()
+    agents.add_trace_processor(second)
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    run_briefly(solver(add), "hello")
+    for each in (processor, second):
+        assert [[o.result for o in t.outcomes] for t in each.transitions()] == [[3], []]
+
+
+def test_items_that_are_no_chat_messages_are_kept_as_they_are(processor: AglProcessor, server: Any, loop: Any) -> None:
+    searched = {
+        "type": "web_search_call",
+        "id": "ws",
+        "status": "completed",
+        "action": {"type": "search", "query": "q"},
+    }
+    question = [{"role": "user", "content": "hello"}, searched]
+    loop.run_until_complete(agents.Runner.run(solver(), question))  # type: ignore[arg-type]
+    (transition,) = processor.transitions()
+    assert list(transition.messages[1:]) == question

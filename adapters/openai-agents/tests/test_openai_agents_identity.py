@@ -1,0 +1,318 @@
+"""Who makes a call, and for which attempt, on every request of real agents."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from typing import Any
+
+import agents
+import openai
+import pytest
+from agents import Agent, GuardrailFunctionOutput, RunConfig, Runner, function_tool
+
+from agl_core.capture import current_identity, identify, running
+
+
+def named(name: str, **options: Any) -> Agent[Any]:
+    """An agent whose instructions are its name, by which scripts tell it."""
+    return Agent(name=name, instructions=name, model="m", **options)
+
+
+def test_an_agent(run_briefly: Any, observed: Any, server: Any, attempt: Any) -> None:
+    with running(attempt("r7")):
+        assert run_briefly(named("solver"), "hello").final_output == "done"
+    assert server.agents() == ["solver"]
+    assert {request.rollout for request in server.seen} == {"r7/0"}
+    assert current_identity() is None
+
+
+def test_each_api_is_really_used(run: Any, use: str, server: Any) -> None:
+    run(named("solver"), "hello")
+    assert [request.api for request in server.seen] == [use]
+
+
+def test_the_parent_span_is_the_turn(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
+    spans: dict[str, Any] = {}
+
+    class Note(agents.TracingProcessor):
+        def on_span_start(self, span: Any) -> None:
+            spans[span.span_id] = span.span_data
+
+        def on_span_end(self, span: Any) -> None: ...
+        def on_trace_start(self, trace: Any) -> None: ...
+        def on_trace_end(self, trace: Any) -> None: ...
+        def shutdown(self) -> None: ...
+        def force_flush(self) -> None: ...
+
+    agents.add_trace_processor(Note())
+    with running(attempt()):
+        run_briefly(named("solver"), "hello")
+    data = spans[server.seen[0].headers["x-agl-parent-span"]]
+    assert (type(data).__name__, data.agent_name) == ("TurnSpanData", "solver")
+
+
+LITTLE_TRACING: dict[str, dict[str, Any]] = {
+    "untraced": {"tracing_disabled": True},
+    "no turn spans": {"tracing": {"include_task_and_turn_spans": False}},
+    "no texts": {"trace_include_sensitive_data": False},
+}
+
+
+@pytest.fixture
+def two_agents(server: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any) -> Agent[Any]:
+    bob = named("bob")
+    server.script = by_agent(alice=in_turn(ask(("c1", "transfer_to_bob", {}))), bob=lambda seen: answer("I am bob"))
+    return named("alice", handoffs=[bob])
+
+
+def test_a_handoff(run: Any, attached: None, server: Any, attempt: Any, two_agents: Any) -> None:
+    active = attempt()
+    with running(active):
+        assert run(two_agents, "hello").last_agent.name == "bob"
+    assert server.agents() == ["alice", "bob"]
+    assert active.recording.outcomes == ()  # it is no tool, and did not fail
+
+
+@pytest.mark.parametrize("options", LITTLE_TRACING.values(), ids=LITTLE_TRACING.keys())
+def test_with_little_tracing(
+    options: Any, run_briefly: Any, attached: None, server: Any, attempt: Any, two_agents: Any
+) -> None:
+    with running(attempt()):
+        run_briefly(two_agents, "hello", run_config=RunConfig(**options))
+    assert server.agents() == ["alice", "bob"]
+
+
+def test_with_tracing_switched_off(
+    run_briefly: Any,
+    attached: None,
+    server: Any,
+    attempt: Any,
+    two_agents: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+    with running(attempt()):
+        run_briefly(two_agents, "hello")
+    assert server.agents() == ["alice", "bob"]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_an_agent_used_as_a_tool(
+    disabled: bool,
+    run: Any,
+    attached: None,
+    server: Any,
+    attempt: Any,
+    ask: Any,
+    answer: Any,
+    in_turn: Any,
+    by_agent: Any,
+) -> None:
+    expert = named("expert")
+    boss = named("boss", tools=[expert.as_tool("consult", "Ask the expert.")])
+    server.script = by_agent(
+        boss=in_turn(ask(("c1", "consult", {"input": "why"})), answer("because")), expert=lambda seen: answer("so")
+    )
+    active = attempt()
+    with running(active):
+        run(boss, "hello", run_config=RunConfig(tracing_disabled=disabled))
+    assert server.agents() == ["boss", "expert", "boss"]
+    assert [(o.tool, o.agent, o.result, o.tool_call_id) for o in active.recording.outcomes] == [
+        ("consult", "boss", "so", "c1")
+    ]
+
+
+def test_experts_asked_at_once(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
+) -> None:
+    experts = ("left", "right", "middle")
+    boss = named("boss", tools=[named(name).as_tool(name, "Ask.") for name in experts])
+    together = threading.Barrier(len(experts))
+
+    def expert(seen: Any) -> Any:
+        together.wait(20)
+        return answer(f"I am {seen.instructions}")
+
+    asked = ask(*((f"c-{name}", name, {"input": "?"}) for name in experts))
+    server.script = by_agent(boss=in_turn(asked, answer("done")), **dict.fromkeys(experts, expert))
+    active = attempt()
+    with running(active):
+        run_briefly(boss, "hello")
+    assert Counter(server.agents()) == {"boss": 2, "left": 1, "right": 1, "middle": 1}
+    assert [r.agent for r in server.seen] == [r.instructions for r in server.seen]
+    assert {o.tool_call_id: (o.agent, o.result) for o in active.recording.outcomes} == {
+        f"c-{name}": ("boss", f"I am {name}") for name in experts
+    }
+
+
+def test_guardrail_agents_run_beside_the_agent(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, answer: Any
+) -> None:
+    together = threading.Barrier(2)
+
+    def script(seen: Any) -> Any:
+        if seen.instructions != "censor":  # the input's guardrail and the agent itself
+            together.wait(20)
+        return answer("fine")
+
+    async def judged_by(name: str, text: Any) -> GuardrailFunctionOutput:
+        verdict = await Runner.run(named(name), text)
+        return GuardrailFunctionOutput(verdict.final_output, tripwire_triggered=verdict.final_output != "fine")
+
+    @agents.input_guardrail
+    async def on_topic(context: Any, agent: Any, text: Any) -> GuardrailFunctionOutput:
+        return await judged_by("judge", text)
+
+    @agents.output_guardrail
+    async def polite(context: Any, agent: Any, output: Any) -> GuardrailFunctionOutput:
+        return await judged_by("censor", output)
+
+    server.script = script
+    with running(attempt()):
+        run_briefly(named("solver", input_guardrails=[on_topic], output_guardrails=[polite]), "hello")
+    assert [r.agent for r in server.seen] == [r.instructions for r in server.seen]
+    assert Counter(server.agents()) == {"solver": 1, "judge": 1, "censor": 1}
+
+
+def test_a_guardrail_that_trips(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
+    @agents.input_guardrail(run_in_parallel=False)
+    async def no(context: Any, agent: Any, text: Any) -> GuardrailFunctionOutput:
+        await Runner.run(named("judge"), text)
+        return GuardrailFunctionOutput(None, tripwire_triggered=True)
+
+    with running(attempt()), pytest.raises(agents.InputGuardrailTripwireTriggered):
+        run_briefly(named("solver", input_guardrails=[no]), "hello")
+    assert server.agents() == ["judge"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_concurrent_rollouts_share_one_agent(
+    streamed: bool, use: str, attached: None, server: Any, attempt: Any, answer: Any, loop: Any
+) -> None:
+    names = [f"r{number}" for number in range(8)]
+    together = threading.Barrier(len(names))
+
+    def script(seen: Any) -> Any:
+        together.wait(20)
+        return answer("done")
+
+    server.script = script
+    agent = named("shared")
+
+    async def one(name: str) -> None:
+        with running(attempt(name)):
+            if streamed:
+                async for _ in Runner.run_streamed(agent, name).stream_events():
+                    pass
+            else:
+                await Runner.run(agent, name)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(one, names))
+
+    loop.run_until_complete(all_of_them())
+    assert sorted((r.said, r.rollout, r.agent) for r in server.seen) == [
+        (name, f"{name}/0", "shared") for name in names
+    ]
+
+
+def test_the_openai_client_called_in_a_tool_and_in_a_guardrail(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
+) -> None:
+    def raw(said: str) -> None:
+        messages: Any = [{"role": "system", "content": "raw"}, {"role": "user", "content": said}]
+        openai.OpenAI().chat.completions.create(model="m", messages=messages)
+
+    @function_tool
+    def think() -> str:
+        """Think."""
+        raw("in a tool")
+        return "thought"
+
+    @agents.input_guardrail(run_in_parallel=False)
+    def on_topic(context: Any, agent: Any, text: Any) -> GuardrailFunctionOutput:
+        raw("in a guardrail")
+        return GuardrailFunctionOutput(None, tripwire_triggered=False)
+
+    server.script = by_agent(raw=lambda seen: answer("hm"), solver=in_turn(ask(("c1", "think", {})), answer("done")))
+    with running(attempt()):
+        run_briefly(named("solver", tools=[think], input_guardrails=[on_topic]), "hello")
+        raw("outside")
+    assert [(r.said, r.agent) for r in server.seen] == [
+        ("in a guardrail", "on_topic"),
+        ("hello", "solver"),
+        ("in a tool", "solver"),
+        ("hello", "solver"),
+        ("outside", None),
+    ]
+
+
+def test_a_failed_run_leaves_no_identity(
+    run_briefly: Any, attached: None, no_retries: None, server: Any, attempt: Any, answer: Any
+) -> None:
+    def fail(seen: Any) -> Any:
+        raise RuntimeError("no model")
+
+    server.script = fail
+    with running(attempt()):
+        with pytest.raises(openai.InternalServerError):
+            run_briefly(named("unlucky"), "hello")
+        server.script = lambda seen: answer("here again")
+        openai.OpenAI().responses.create(model="m", input="after")
+    assert server.agents() == ["unlucky", None]
+
+
+def test_a_stream_that_is_left_early(attached: None, server: Any, attempt: Any, loop: Any) -> None:
+    async def leave() -> None:
+        result = Runner.run_streamed(named("cut"), "hello")
+        async for _ in result.stream_events():
+            result.cancel()
+        await openai.AsyncOpenAI().responses.create(model="m", input="after")
+
+    with running(attempt()):
+        loop.run_until_complete(leave())
+    assert server.agents()[-1] is None
+    assert set(server.agents()[:-1]) <= {"cut"}
+
+
+def test_a_name_given_around_a_run_wins(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
+    with running(attempt()), identify("critic"):
+        run_briefly(named("solver"), "hello")
+    assert server.agents() == ["critic"]
+
+
+def test_outside_a_rollout_nothing_is_stamped(run_briefly: Any, observed: Any, server: Any) -> None:
+    run_briefly(named("solver"), "hello")
+    assert [name for name in server.seen[0].headers if name.startswith("x-agl")] == []
+
+
+@pytest.mark.expects_problems
+def test_a_resolver_that_fails_does_not_break_the_agent(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_openai_agents.identity._outwards", lambda span: 1 / 0)
+    active = attempt()
+    with running(active):
+        assert run_briefly(named("solver"), "hello").final_output == "done"
+    assert [(r.rollout, r.agent) for r in server.seen] == [("r1/0", None)]
+    assert any("ZeroDivisionError" in problem for problem in active.recording.problems)
+
+
+def test_a_thread_that_a_tool_starts_belongs_to_the_rollout_but_to_no_agent(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
+) -> None:
+    @function_tool
+    def think() -> str:
+        """Think in a thread."""
+        body: Any = {"model": "m", "input": "in a thread", "instructions": "thread"}
+        thread = threading.Thread(target=lambda: openai.OpenAI().responses.create(**body))
+        thread.start()
+        thread.join()
+        return "thought"
+
+    server.script = by_agent(thread=lambda seen: answer("hm"), solver=in_turn(ask(("c1", "think", {})), answer("done")))
+    with running(attempt()):
+        run_briefly(named("solver", tools=[think]), "hello")
+    assert [(r.rollout, r.agent) for r in server.seen] == [("r1/0", "solver"), ("r1/0", None), ("r1/0", "solver")]

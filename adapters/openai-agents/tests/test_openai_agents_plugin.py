@@ -1,0 +1,82 @@
+"""How the adapter is found and attached without code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agl_core
+from agl_core.capture import installed_adapters
+
+
+def test_it_is_found_as_an_installed_plugin() -> None:
+    assert "agents" in [adapter.framework for adapter in installed_adapters()]
+
+
+def run(program: str, *arguments: str, folder: Path | None = None) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_an_unmodified_agent_is_seen_after_agl_attaches(server: Any) -> None:
+    program = """
+        import sys
+        import agl_core
+        from agl_core.capture import ActiveAttempt, Recording, running
+
+        attachment = agl_core.attach()
+        assert "agents" not in sys.modules
+
+        from agents import Agent, Runner
+
+        with running(ActiveAttempt("r1", 0, sys.argv[1], "key", Recording())):
+            Runner.run_sync(Agent(name="solver", model="m"), "hello")
+        assert not attachment.failed
+    """
+    run(program, server.root)
+    assert [(request.rollout, request.agent) for request in server.seen] == [("r1/0", "solver")]
+
+
+def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text("names = ['alice']\n")
+    program = """
+        import logging, sys
+        import agl_core
+
+        logging.basicConfig(stream=sys.stdout)
+        attachment = agl_core.attach()
+        import agents
+
+        assert agents.names == ["alice"]
+        assert not attachment.failed, attachment.failed
+    """
+    run(program, folder=tmp_path)
+
+
+def test_attaching_again_changes_nothing(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    from agents import Agent, function_tool
+
+    import agl_openai_agents
+
+    @function_tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    agl_openai_agents.attach()
+    agl_core.attach()
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    active = attempt()
+    with agl_core.capture.running(active):
+        run_briefly(Agent(name="solver", model="m", tools=[add]), "hello")
+    assert [o.result for o in active.recording.outcomes] == [3]
+    assert server.agents() == ["solver", "solver"]

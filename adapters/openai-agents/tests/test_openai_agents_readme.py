@@ -1,0 +1,25 @@
+"""The README's snippets run as they stand, and print what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_snippets(
+    use: str, detached: None, server: Any, ask: Any, answer: Any, in_turn: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    snippets = [text for language, text in blocks if language == "python"]
+    assert len(snippets) == 3
+    names: dict[str, Any] = {}
+    for snippet in snippets:
+        exec(compile(snippet, README.name, "exec"), names)
+    assert names["result"].final_output == "3"
+    assert capsys.readouterr().out == blocks[-1][1]
