@@ -5,14 +5,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ORACLES ?= .venv-oracles
 
 # Each after those it depends on: older pips find them in this order only.
-PACKAGES := core rewards algorithms/policy algorithms/torch adapters/langchain
+PACKAGES := core rewards algorithms/policy algorithms/torch \
+	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
 EXAMPLES := langchain langchain-openai matplotlib
+# What the algorithms of veRL and TRL import; the rest of what the two ask for stays out.
+ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray codetiming pydantic \
+	pytest pytest-asyncio pytest-timeout
 TOOLS := build hatchling mypy ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint types policy docs clean
+.PHONY: help install quickstart test test-fast lint types oracles policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,14 +41,17 @@ lint: install ## Check style and formatting
 types: install ## Check types
 	@$(BIN)/mypy
 
-policy: install ## Make the calc example's policy anew (about ten minutes)
+oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves
+	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py
+
+policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
 
 docs: install ## Write docs/configuration.md anew
 	@$(BIN)/python docs/make_configuration.py
 
 clean: ## Remove the environment and all caches; runs are kept
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLES) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
@@ -54,6 +62,18 @@ $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	@set -o pipefail; export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	$(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) 2>&1 \
 		| tee $(VENV)/install.log | awk '/^Collecting/ && ++found % 4 == 0 { printf "."; fflush() }' \
+		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
+	@echo " done"
+	@touch $@
+
+# EXPLAIN_FAILURE reads the log of this environment then.
+$(ORACLES)/.installed: VENV := $(ORACLES)
+$(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorithms/policy/pyproject.toml
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@printf 'Installing veRL and TRL into $(VENV), once (1.7 GB, some minutes) '
+	@export PIP_CONSTRAINT=tests/oracles/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
+	pip="$(VENV)/bin/python -m pip install --progress-bar off"; \
+	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e algorithms/policy; } >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@
