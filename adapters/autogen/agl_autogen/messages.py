@@ -1,0 +1,114 @@
+"""AutoGen's messages, tools and replies in agl's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from autogen_core import FunctionCall
+from autogen_core.models import (
+    AssistantMessage,
+    CreateResult,
+    FunctionExecutionResultMessage,
+    LLMMessage,
+    SystemMessage,
+    UserMessage,
+)
+from autogen_core.tools import Tool, ToolSchema
+
+from agl_core.types import Choice, FinishReason, Json, Sampling, Tokens
+
+_FINISH_REASONS = {
+    "length": FinishReason.LENGTH,
+    "function_calls": FinishReason.TOOL_CALLS,
+    "content_filter": FinishReason.CONTENT_FILTER,
+}
+
+
+def request_body(
+    messages: Sequence[LLMMessage], tools: Sequence[Tool | ToolSchema], settings: Mapping[str, Any]
+) -> dict[str, Json]:
+    """A call as a chat completion request says it: model and sampling beside messages and tools."""
+    body = {**settings, "messages": [each for message in messages for each in _openai_messages(message)]}
+    if tools:
+        schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
+        body["tools"] = [{"type": "function", "function": schema} for schema in schemas]
+    return body
+
+
+def requested_sampling(request: Mapping[str, Any]) -> Sampling:
+    """The sampling that the agent's code asked for."""
+    return Sampling(
+        temperature=request.get("temperature"),
+        top_p=request.get("top_p"),
+        max_tokens=request.get("max_completion_tokens") or request.get("max_tokens"),
+        seed=request.get("seed"),
+    )
+
+
+def choice(result: CreateResult, reply: Mapping[str, Any]) -> Choice:
+    """The response of a call, with its token ids if `reply`, the endpoint's own, has them.
+
+    Log-probabilities that are not one per token id are left out.
+    """
+    ids = _ids((reply.get("choices") or [{}])[0].get("token_ids"))
+    fit = result.logprobs and (ids is None or len(result.logprobs) == len(ids))
+    return Choice(
+        index=0,
+        message=_assistant_message(result.content, result.thought),
+        finish_reason=_FINISH_REASONS.get(result.finish_reason, FinishReason.STOP),
+        response_ids=ids,
+        logprobs=np.array([each.logprob for each in result.logprobs or ()], np.float32) if fit else None,
+    )
+
+
+def prompt_ids(reply: Mapping[str, Any]) -> Tokens | None:
+    """The token ids of the prompt, if the endpoint returned them."""
+    return _ids(reply.get("prompt_token_ids"))
+
+
+def parsed(arguments: str) -> Json:
+    """The arguments of a tool call; as they are if they are no JSON.
+
+    >>> parsed('{"a": 1}'), parsed("{a")
+    ({'a': 1}, '{a')
+    """
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _openai_messages(message: LLMMessage) -> Iterator[dict[str, Json]]:
+    match message:
+        case SystemMessage():
+            yield {"role": "system", "content": message.content}
+        case UserMessage(content=str()):
+            yield {"role": "user", "content": message.content}
+        case UserMessage():
+            parts = [
+                {"type": "text", "text": p} if isinstance(p, str) else p.to_openai_format() for p in message.content
+            ]
+            yield {"role": "user", "content": parts}
+        case AssistantMessage():
+            yield _assistant_message(message.content, message.thought)
+        case FunctionExecutionResultMessage():
+            for result in message.content:
+                yield {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
+
+
+def _assistant_message(content: str | list[FunctionCall], thought: str | None) -> dict[str, Json]:
+    if isinstance(content, str):
+        reasoning = {"reasoning_content": thought} if thought else {}
+        return {"role": "assistant", "content": content, **reasoning}
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in content
+    ]
+    return {"role": "assistant", "content": thought, "tool_calls": calls}
+
+
+def _ids(found: Any) -> Tokens | None:
+    return np.array(found, np.int32) if isinstance(found, list) else None

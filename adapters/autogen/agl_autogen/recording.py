@@ -1,0 +1,76 @@
+"""What a user's own code calls: attaching, and recording with no server of agl's and any endpoint."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Before our own modules are: its import attaches the adapter, which must not find them half imported.
+import autogen_core  # noqa: F401
+
+from agl_autogen import agents, calls, tools
+from agl_core.capture import CapturedRollout, current_attempt, describe_error, running
+from agl_core.types import Episode, Transition
+
+
+def attach() -> None:
+    """See every AutoGen agent of this process, with no change to its code; calling it again changes nothing.
+
+    Outside any rollout and any `record` nothing is done.
+    """
+    agents.attach()
+    agents.attach_agentchat()
+    calls.attach()
+    tools.attach()
+
+
+class Recorded:
+    """What the agents in a `record` block did."""
+
+    def __init__(self, rollout: CapturedRollout) -> None:
+        self._rollout = rollout
+        self.result: Any = None
+        """What the agent returned; set it in the block, for rewards that judge it."""
+
+    def episode(self) -> Episode | None:
+        """The block's calls as an episode; None before its end, and in a rollout of agl."""
+        from agl_core.learning import build_episode
+
+        return build_episode(*self._rollout.records()) if self._rollout.is_finished else None
+
+    def transitions(self) -> list[Transition]:
+        """The transitions of the episode. They have token ids where the endpoint returned them and did not stream."""
+        episode = self.episode()
+        return list(episode.transitions) if episode else []
+
+
+@contextmanager
+def record(input: Any = None) -> Iterator[Recorded]:
+    """Record what the AutoGen agents inside do, as one episode; `input` is its task.
+
+        with record("1 + 2?") as recorded:
+            await agent.run(task="1 + 2?")
+        recorded.transitions()
+
+    It sees this block's calls alone, also while others run. In a rollout of agl the gateway records them instead,
+    and nothing is kept here.
+    """
+    attach()
+    rollout = CapturedRollout(uuid.uuid4().hex, input)
+    recorded = Recorded(rollout)
+    active = current_attempt()
+    if active is not None and not isinstance(active, calls.AloneAttempt):
+        yield recorded
+        return
+    error: str | None = None
+    try:
+        # No request is below an empty base URL, so none is stamped.
+        with running(calls.AloneAttempt(rollout.id, 0, "", "", rollout.recording, rollout)):
+            yield recorded
+    except BaseException as raised:
+        error = describe_error(raised)
+        raise
+    finally:
+        rollout.finish(recorded.result, error)

@@ -1,0 +1,197 @@
+"""Recording used alone: no server of agl's, any endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_core import EVENT_LOGGER_NAME, Image
+from autogen_core.models import (
+    AssistantMessage,
+    CreateResult,
+    FunctionExecutionResult,
+    FunctionExecutionResultMessage,
+    RequestUsage,
+    SystemMessage,
+    UserMessage,
+)
+from autogen_ext.models.cache import ChatCompletionCache
+from autogen_ext.models.replay import ReplayChatCompletionClient
+from PIL import Image as Pixels
+from scripted_upstream import CallTools, Fail, Say, ScriptedUpstream, logprob
+
+import agl_core
+from agl_autogen import record
+from agl_core.capture import current_attempt
+from agl_core.types import Ending, FinishReason
+
+SETTINGS = {"temperature": 0.5, "max_tokens": 200, "seed": 7}
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[ScriptedUpstream]:
+    async with ScriptedUpstream() as upstream:
+        yield upstream
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def test_an_agent_with_a_tool_and_an_endpoint_that_returns_ids(endpoint: Any, model_client: Any) -> None:
+    endpoint.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+    client = model_client(endpoint.url, **SETTINGS)
+    agent = AssistantAgent("solver", client, tools=[add], system_message="solve", reflect_on_tool_use=True)
+    with record("1 + 2?") as recorded:
+        recorded.result = (await agent.run(task="1 + 2?")).messages[-1].to_text()
+        assert recorded.episode() is None
+
+    episode = recorded.episode()
+    assert episode is not None
+    assert (episode.ending, episode.task.input, episode.result) == (Ending.FINISHED, "1 + 2?", "3")
+    assert episode.unjoined == ()
+    first, second = recorded.transitions()
+    assert [(t.agent, t.turn, t.agent_turn, t.policy, t.temperature) for t in (first, second)] == [
+        ("solver", 0, 0, "m", 0.5),
+        ("solver", 1, 1, "m", 0.5),
+    ]
+    assert first.messages == ({"role": "system", "content": "solve"}, {"role": "user", "content": "1 + 2?"})
+    assert first.response["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    assert (first.finish_reason, second.finish_reason) == (FinishReason.TOOL_CALLS, FinishReason.STOP)
+    assert [(o.tool, o.result, str(o.status)) for o in first.outcomes] == [("add", "3", "ok")]
+    assert [m["role"] for m in second.messages] == ["system", "user", "assistant", "tool"]
+    assert second.messages[3]["tool_call_id"] == first.response["tool_calls"][0]["id"]
+    assert second.response == {"role": "assistant", "content": "3"}
+
+    assert second.has_ids
+    assert bytes(second.response_ids[:-1].tolist()) == b"3"
+    assert second.logprobs.tolist() == pytest.approx([logprob(token) for token in second.response_ids])
+    sent = [request.body["messages"] for request in endpoint.received]
+    assert [len(messages) for messages in sent] == [2, 4]
+    assert bytes(first.prompt_ids.tolist()).startswith(b'[{"content": "solve"')
+
+
+async def test_without_ids_the_text_is_kept_and_said_to_have_none(endpoint: Any, model_client: Any) -> None:
+    endpoint.returns_ids = False
+    with record() as recorded:
+        await AssistantAgent("solver", model_client(endpoint.url, **SETTINGS)).run(task="hello")
+    (transition,) = recorded.transitions()
+    assert not transition.has_ids
+    assert transition.logprobs is None
+    assert transition.response["content"].startswith("You said: hello")
+
+
+async def test_streaming_teams_are_text(world: Any, trial: Any, model_client: Any) -> None:
+    client = model_client(trial.stack.url(trial.key), world.stack.server.agent_key)
+    agents = [AssistantAgent(name, client, model_client_stream=True) for name in ("alice", "bob")]
+    with record() as recorded:
+        await RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(3)).run(task="hello")
+    transitions = recorded.transitions()
+    assert [(t.agent, t.has_ids) for t in transitions] == [("alice", False), ("bob", False)]
+    stored = await trial.calls()
+    assert [t.response["content"] for t in transitions] == [call.choices[0].message["content"] for call in stored]
+    # What is recorded alone stays here, also where the endpoint is a server of agl's.
+    assert [call.agent for call in stored] == [None, None]
+
+
+async def test_concurrent_records_see_their_own(endpoint: Any, model_client: Any) -> None:
+    client = model_client(endpoint.url, **SETTINGS)
+
+    async def one(name: str) -> Any:
+        with record(name) as recorded:
+            await RoundRobinGroupChat([AssistantAgent(name, client)], max_turns=2).run(task=name)
+        return recorded
+
+    for recorded in await asyncio.gather(*(one(name) for name in ("alice", "bob", "carol"))):
+        name = recorded.episode().task.input
+        assert [t.agent for t in recorded.transitions()] == [name, name]
+        assert all(t.messages[-1]["role"] != "tool" and name in str(t.messages) for t in recorded.transitions())
+
+
+async def test_an_agent_that_crashes(endpoint: Any, model_client: Any) -> None:
+    endpoint.script(Say("before"), Fail(400))
+    agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS))
+    team = RoundRobinGroupChat([agent], max_turns=2)
+    with pytest.raises(RuntimeError, match="400"), record() as recorded:
+        await team.run(task="hello")
+    assert recorded.episode().ending is Ending.CRASHED
+    assert [t.response["content"] for t in recorded.transitions()] == ["before"]
+    assert current_attempt() is None
+
+
+async def test_no_call_is_an_ending_too() -> None:
+    with record() as recorded:
+        agl_core.reward(1.0)
+    assert recorded.episode().ending is Ending.NO_CALL
+
+
+async def test_a_cached_reply_is_no_call(endpoint: Any, model_client: Any) -> None:
+    client = ChatCompletionCache(model_client(endpoint.url, **SETTINGS))
+    with record() as recorded:
+        for _ in range(2):
+            await client.create([UserMessage(content="hello", source="user")])
+    assert len(endpoint.received) == 1
+    (transition,) = recorded.transitions()
+    assert transition.has_ids
+
+
+async def test_any_model_client_and_any_message() -> None:
+    result = CreateResult(finish_reason="length", content="cut", usage=RequestUsage(1, 1), cached=False, thought="hm")
+    client = ReplayChatCompletionClient([result])
+    image = Image(Pixels.new("RGB", (1, 1)))
+    messages = [
+        SystemMessage(content="be brief"),
+        UserMessage(content=["what is this?", image], source="user"),
+        AssistantMessage(content="a dot", source="a"),
+        FunctionExecutionResultMessage(content=[FunctionExecutionResult(content="7", name="f", call_id="c1")]),
+    ]
+    with record() as recorded:
+        await client.create(messages)
+    (transition,) = recorded.transitions()
+    assert [m["role"] for m in transition.messages] == ["system", "user", "assistant", "tool"]
+    text, picture = transition.messages[1]["content"]
+    assert text == {"type": "text", "text": "what is this?"}
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+    assert transition.response == {"role": "assistant", "content": "cut", "reasoning_content": "hm"}
+    assert (transition.finish_reason, transition.agent, transition.policy) == (FinishReason.LENGTH, None, "unknown")
+
+
+async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(world: Any, trial: Any) -> None:
+    world.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))
+    with trial.running(), record() as recorded:
+        await AssistantAgent("solver", world.client(), tools=[add]).run(task="hello")
+    assert recorded.episode() is None
+    assert recorded.transitions() == []
+    assert await trial.agents() == ["solver"]
+    assert [o.tool for o in trial.outcomes] == ["add"]
+
+
+async def test_the_users_logging_is_left_alone(endpoint: Any, model_client: Any) -> None:
+    events = logging.getLogger(EVENT_LOGGER_NAME)
+    before = (events.level, list(events.handlers), list(events.filters))
+    with record() as recorded:
+        await AssistantAgent("solver", model_client(endpoint.url, **SETTINGS)).run(task="hello")
+    assert recorded.transitions()[0].has_ids
+    assert (events.level, list(events.handlers), list(events.filters)) == before
+
+
+async def test_what_comes_after_the_block_is_not_kept(endpoint: Any, model_client: Any) -> None:
+    client, go_on = model_client(endpoint.url, **SETTINGS), asyncio.Event()
+
+    async def late() -> None:
+        await go_on.wait()
+        await client.create([UserMessage(content="late", source="user")])
+
+    with record() as recorded:
+        task = asyncio.create_task(late())
+        await client.create([UserMessage(content="hello", source="user")])
+    go_on.set()
+    await task
+    assert [t.messages[-1]["content"] for t in recorded.transitions()] == ["hello"]

@@ -1,0 +1,421 @@
+"""What the tools did, joined with the calls that the gateway stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
+from autogen_agentchat.base import Response
+from autogen_agentchat.messages import BaseChatMessage, TextMessage, ToolCallExecutionEvent
+from autogen_agentchat.teams import RoundRobinGroupChat, Swarm
+from autogen_agentchat.tools import AgentTool
+from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
+from autogen_core.models import UserMessage
+from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
+from autogen_core.tools import (
+    FunctionTool,
+    StaticWorkbench,
+    TextResultContent,
+    ToolOverride,
+    ToolResult,
+    ToolSchema,
+    Workbench,
+)
+from pydantic import BaseModel
+from scripted_upstream import CallTools, Say
+
+import agl_autogen.tools
+from agl_core.types import OutcomeStatus
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def add_async(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def nothing() -> None:
+    """Find nothing."""
+
+
+def no_matches() -> list[str]:
+    """Find no match."""
+    return []
+
+
+def silence() -> str:
+    """Say nothing."""
+    return ""
+
+
+def broken() -> str:
+    """Fail."""
+    raise ValueError("boom")
+
+
+async def slow() -> str:
+    """Time out."""
+    async with asyncio.timeout(0.001):
+        await asyncio.sleep(60)
+    return "never"
+
+
+def by_client() -> str:
+    """Time out somewhere else."""
+    try:
+        raise TimeoutError("10 s")
+    except TimeoutError as error:
+        raise RuntimeError("no answer") from error
+
+
+@pytest.fixture(params=["alone", "streaming in a team"])
+def run(request: pytest.FixtureRequest, world: Any, trial: Any) -> Callable[..., Any]:
+    """Runs an agent whose model asks for the given tools; gives the outcomes, all joined with its first call."""
+
+    async def run(*calls: tuple[str, Mapping[str, Any]], tools: Any = None, **options: Any) -> Sequence[Any]:
+        world.upstream.script(CallTools(calls), Say("done"))
+        in_team = request.param != "alone"
+        agent = AssistantAgent("solver", world.client(), tools=tools, model_client_stream=in_team, **options)
+        with trial.running():
+            await (RoundRobinGroupChat([agent], max_turns=1) if in_team else agent).run(task="hello")
+        episode = await trial.episode()
+        assert episode.unjoined == ()
+        assert len(trial.outcomes) == len(episode.transitions[0].outcomes)
+        return episode.transitions[0].outcomes
+
+    return run
+
+
+@pytest.mark.parametrize("tool", [add, add_async])
+async def test_a_tool_that_returns(tool: Any, run: Any) -> None:
+    (outcome,) = await run((tool.__name__, {"a": 2, "b": 3}), tools=[tool])
+    assert (outcome.tool, outcome.status, outcome.agent) == (tool.__name__, OutcomeStatus.OK, "solver")
+    assert (outcome.arguments, outcome.result, outcome.error) == ({"a": 2, "b": 3}, "5", None)
+    assert outcome.tool_call_id
+    assert outcome.started <= outcome.ended
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "error"),
+    [
+        (broken, OutcomeStatus.ERROR, "ValueError: boom"),
+        (slow, OutcomeStatus.TIMEOUT, "TimeoutError"),
+        (by_client, OutcomeStatus.TIMEOUT, "RuntimeError: no answer"),
+    ],
+)
+async def test_a_tool_that_raises(tool: Any, status: OutcomeStatus, error: str, run: Any) -> None:
+    (outcome,) = await run((tool.__name__, {}), tools=[tool])
+    assert (outcome.status, outcome.error, outcome.result) == (status, error, None)
+
+
+@pytest.mark.parametrize("tool", [nothing, no_matches, silence])
+async def test_a_tool_that_finds_nothing(tool: Any, run: Any) -> None:
+    (outcome,) = await run((tool.__name__, {}), tools=[tool])
+    assert outcome.status is OutcomeStatus.EMPTY
+
+
+async def test_arguments_that_are_not_valid(run: Any) -> None:
+    (outcome,) = await run(("add", {"a": "two"}), tools=[add])
+    assert (outcome.tool, outcome.status) == ("add", OutcomeStatus.ERROR)
+    assert outcome.error.startswith("ValidationError: ")
+
+
+async def test_a_tool_that_does_not_exist_is_an_error_although_nothing_ran(run: Any) -> None:
+    (outcome,) = await run(("divide", {"a": 1}), tools=[add])
+    assert (outcome.tool, outcome.status, outcome.agent) == ("divide", OutcomeStatus.ERROR, "solver")
+    assert outcome.arguments == {"a": 1}
+    assert not outcome.id.startswith("messages:")
+
+
+async def test_arguments_that_are_no_json(world: Any, trial: Any, broken_arguments: Any) -> None:
+    world.upstream.script(broken_arguments("add"))
+    with trial.running():
+        await AssistantAgent("solver", world.client(), tools=[add]).run(task="hello")
+    (outcome,) = trial.outcomes
+    assert (outcome.tool, outcome.status, outcome.arguments) == ("add", OutcomeStatus.ERROR, "{a")
+    assert outcome.tool_call_id == "call_broken"
+
+
+async def test_parallel_tool_calls(run: Any) -> None:
+    outcomes = await run(
+        ("add", {"a": 1, "b": 1}),
+        ("broken", {}),
+        ("add", {"a": 2, "b": 2}),
+        ("nothing", {}),
+        tools=[add, broken, nothing],
+    )
+    assert [(o.tool, o.result, str(o.status)) for o in outcomes] == [
+        ("add", "2", "ok"),
+        ("broken", None, "error"),
+        ("add", "4", "ok"),
+        ("nothing", "None", "empty"),
+    ]
+
+
+async def test_an_override_goes_by_the_name_that_the_model_knows(run: Any) -> None:
+    tool = FunctionTool(add, "Add.")
+    workbench = StaticWorkbench([tool], tool_overrides={"add": ToolOverride(name="plus")})
+    (outcome,) = await run(("plus", {"a": 1, "b": 2}), workbench=workbench)
+    assert (outcome.tool, outcome.result) == ("plus", "3")
+
+
+class Remote(Workbench):
+    """A workbench whose tools are elsewhere, as those of an MCP server are."""
+
+    def __init__(self, result: str | Exception, is_error: bool = False) -> None:
+        self._result, self._is_error = result, is_error
+
+    async def list_tools(self) -> list[ToolSchema]:
+        return [ToolSchema(name="fetch", description="Fetch.")]
+
+    async def call_tool(
+        self, name: str, arguments: Any = None, cancellation_token: Any = None, call_id: str | None = None
+    ) -> ToolResult:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return ToolResult(name=name, result=[TextResultContent(content=self._result)], is_error=self._is_error)
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def reset(self) -> None: ...
+    async def save_state(self) -> Mapping[str, Any]:
+        return {}
+
+    async def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("text", "is_error", "status"),
+    [
+        ("a page", False, OutcomeStatus.OK),
+        ("Error: said the page", False, OutcomeStatus.OK),
+        ("[]", False, OutcomeStatus.EMPTY),
+        ("no such page", True, OutcomeStatus.ERROR),
+        ("Timed out while waiting for a response", True, OutcomeStatus.TIMEOUT),
+    ],
+)
+async def test_a_workbench_of_the_users_own(text: str, is_error: bool, status: OutcomeStatus, run: Any) -> None:
+    (outcome,) = await run(("fetch", {"url": "x"}), workbench=Remote(text, is_error))
+    assert (outcome.tool, outcome.status, outcome.result) == ("fetch", status, text)
+
+
+async def test_a_workbench_that_raises_is_recorded_and_still_raises(trial: Any) -> None:
+    with trial.running(), pytest.raises(ConnectionError, match="gone"):
+        # Not in an AssistantAgent: AutoGen 0.7.5 waits forever for a workbench that raises.
+        await Remote(ConnectionError("gone")).call_tool("fetch", {}, call_id="c1")
+    assert [(o.tool, str(o.status), o.error) for o in trial.outcomes] == [("fetch", "error", "ConnectionError: gone")]
+
+
+async def test_a_handoff_is_no_failure(world: Any, trial: Any) -> None:
+    world.upstream.script(CallTools([("transfer_to_bob", {}), ("add", {"a": 1, "b": 2})]), Say("done"))
+    client = world.client()
+    with trial.running():
+        alice = AssistantAgent("alice", client, tools=[add], handoffs=["bob"])
+        await Swarm([alice, AssistantAgent("bob", client)], max_turns=2).run(task="hello")
+    outcomes = (await trial.episode()).transitions[0].outcomes
+    assert [(o.tool, str(o.status), o.agent) for o in outcomes] == [
+        ("transfer_to_bob", "ok", "alice"),
+        ("add", "ok", "alice"),
+    ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_agent_as_a_tool_is_an_outcome_as_are_its_own_tools(streaming: bool, world: Any, trial: Any) -> None:
+    world.upstream.script(
+        CallTools([("expert", {"task": "why?"})]), CallTools([("broken", {}), ("lost", {})]), Say("because"), Say("so")
+    )
+    client = world.client()
+    expert = AssistantAgent("expert", client, tools=[broken], reflect_on_tool_use=True, model_client_stream=streaming)
+    tools = [AgentTool(expert, return_value_as_last_message=True)]
+    with trial.running():
+        await AssistantAgent("boss", client, tools=tools, model_client_stream=streaming).run(task="hello")
+    assert await trial.agents() == ["boss", "expert", "expert"]
+    episode = await trial.episode()
+    assert [[(o.tool, str(o.status), o.agent) for o in t.outcomes] for t in episode.transitions] == [
+        [("expert", "ok", "boss")],
+        [("broken", "error", "expert"), ("lost", "error", "expert")],
+        [],
+    ]
+    assert episode.transitions[0].outcomes[0].result == "because"
+
+
+class ReAct(BaseChatAgent):
+    """Asks the model once and runs a tool by the text of the answer: there are no tool call ids."""
+
+    def __init__(self, client: Any, tool: FunctionTool, arguments: Mapping[str, Any]) -> None:
+        super().__init__("react", "")
+        self._client, self._tool, self._arguments = client, tool, arguments
+
+    @property
+    def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
+        return (TextMessage,)
+
+    async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: Any) -> Response:
+        await self._client.create([UserMessage(content="hello", source="user")])
+        found = await self._tool.run_json(self._arguments, cancellation_token)
+        return Response(chat_message=TextMessage(content=str(found), source=self.name))
+
+    async def on_reset(self, cancellation_token: Any) -> None: ...
+
+
+async def test_a_tool_without_an_id_is_joined_with_the_one_call_of_the_turn(world: Any, trial: Any) -> None:
+    with trial.running():
+        agent = ReAct(world.client(), FunctionTool(add, "Add."), {"a": 1, "b": 2})
+        await RoundRobinGroupChat([agent], max_turns=3).run(task="hello")
+    episode = await trial.episode()
+    assert [[o.result for o in t.outcomes] for t in episode.transitions] == [["3"]] * 3
+
+
+async def test_a_tool_that_calls_another_handles_its_failure(world: Any, trial: Any) -> None:
+    inner = FunctionTool(broken, "Fail.")
+
+    async def careful() -> str:
+        """Try."""
+        try:
+            return str(await inner.run_json({}, CancellationToken()))
+        except ValueError:
+            return "handled"
+
+    world.upstream.script(CallTools([("careful", {})]))
+    with trial.running():
+        await AssistantAgent("solver", world.client(), tools=[careful]).run(task="hello")
+        await ReAct(world.client(), FunctionTool(careful, "Try."), {}).run(task="hello")
+    for transition in (await trial.episode()).transitions:
+        (joined,) = transition.outcomes
+        assert (joined.tool, joined.status, joined.result) == ("careful", OutcomeStatus.OK, "handled")
+    assert Counter((o.tool, str(o.status)) for o in trial.outcomes) == {("careful", "ok"): 2, ("broken", "error"): 2}
+
+
+@dataclass
+class Ask:
+    text: str
+
+
+class Worker(RoutedAgent):
+    """An agent of AutoGen's core, whose tools another agent runs."""
+
+    def __init__(self, client: Any, tools: list[FunctionTool]) -> None:
+        super().__init__("works")
+        self._client, self._tools = client, tools
+
+    @rpc
+    async def handle(self, message: Ask, ctx: MessageContext) -> str:
+        said = await tool_agent_caller_loop(
+            self,
+            tool_agent_id=AgentId("toolbox", self.id.key),
+            model_client=self._client,
+            input_messages=[UserMessage(content=message.text, source="user")],
+            tool_schema=self._tools,
+        )
+        return str(said[-1].content)
+
+
+async def test_tools_that_another_agent_runs_are_the_outcomes_of_who_asked(world: Any, trial: Any) -> None:
+    world.upstream.script(CallTools([("add", {"a": 1, "b": 2}), ("broken", {})]), Say("3"))
+    tools = [FunctionTool(add, "Add."), FunctionTool(broken, "Fail.")]
+    client, runtime = world.client(), SingleThreadedAgentRuntime()
+    await ToolAgent.register(runtime, "toolbox", lambda: ToolAgent("runs tools", list(tools)))
+    await Worker.register(runtime, "worker", lambda: Worker(client, tools))
+    runtime.start()
+    with trial.running():
+        assert await runtime.send_message(Ask("1 + 2?"), AgentId("worker", "default")) == "3"
+    await runtime.stop()
+    assert await trial.agents() == ["worker", "worker"]
+    outcomes = (await trial.episode()).transitions[0].outcomes
+    assert [(o.tool, str(o.status), o.agent) for o in outcomes] == [
+        ("add", "ok", "worker"),
+        ("broken", "error", "worker"),
+    ]
+
+
+async def test_a_cancelled_tool_has_no_outcome(trial: Any) -> None:
+    started, token = asyncio.Event(), CancellationToken()
+
+    async def endless() -> str:
+        """Wait."""
+        started.set()
+        await asyncio.Event().wait()
+        return "never"
+
+    with trial.running():
+        call = StaticWorkbench([FunctionTool(endless, "Wait.")]).call_tool("endless", {}, token, "c1")
+        run = asyncio.create_task(call)
+        await started.wait()
+        token.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    assert trial.outcomes == []
+
+
+async def test_concurrent_attempts_record_their_own_outcomes(world: Any) -> None:
+    trials = [await world.trial() for _ in range(4)]
+    client = world.client()
+
+    async def one(trial: Any) -> None:
+        def whoami() -> str:
+            """Say who."""
+            return str(trial.key.rollout)
+
+        with trial.running():
+            await AssistantAgent("solver", client, tools=[whoami]).run(task="hello")
+
+    await asyncio.gather(*map(one, trials))
+    for trial in trials:
+        assert [o.result for o in trial.outcomes] == [trial.key.rollout]
+
+
+class Answer(BaseModel):
+    text: str
+
+
+async def test_what_the_program_sees_is_the_same(world: Any, trial: Any) -> None:
+    def found() -> Answer:
+        """Find."""
+        return Answer(text="it")
+
+    client = world.client(default_headers={"x-agl-rollout": f"{trial.key.rollout}/{trial.key.attempt}"})
+
+    async def seen() -> list[Any]:
+        world.upstream.script(CallTools([("found", {}), ("broken", {}), ("lost", {})]), Say("done"))
+        agent = AssistantAgent("solver", client, tools=[found, broken], reflect_on_tool_use=True)
+        told: list[Any] = []
+        async for item in agent.run_stream(task="hello"):
+            results = item.content if isinstance(item, ToolCallExecutionEvent) else ()
+            told.append((type(item), [(result.name, result.content, result.is_error) for result in results]))
+        return told
+
+    unwatched = await seen()
+    assert trial.outcomes == []
+    with trial.running():
+        assert await seen() == unwatched
+    assert len(trial.outcomes) == 3
+
+
+@pytest.mark.expects_problems
+async def test_an_adapter_that_fails_does_not_break_the_agent(
+    world: Any, trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(agl_autogen.tools, "outcome_report", fail)
+    monkeypatch.setattr("agl_autogen.agents.IdentityScope", fail)
+    monkeypatch.setattr("agl_autogen.calls.ToolRequest", fail)
+    world.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))
+    with trial.running():
+        result = await AssistantAgent("solver", world.client(), tools=[add]).run(task="hello")
+    assert result.messages[-1].to_text() == "3"
+    problems = " ".join(trial.active.recording.problems)
+    assert "closed failed: KeyError" in problems
+    assert "Watching AssistantAgent.on_messages failed: KeyError" in problems
+    assert "item failed: KeyError" in problems
+    assert await trial.agents() == [None]

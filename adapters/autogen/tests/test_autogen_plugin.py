@@ -1,0 +1,96 @@
+"""How the adapter is found and attached without code, whatever is imported first."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from agl_core.capture import installed_adapters
+
+
+def test_it_is_found_as_an_installed_plugin() -> None:
+    frameworks = [adapter.framework for adapter in installed_adapters()]
+    assert {"autogen_core", "autogen_agentchat"} <= set(frameworks)
+
+
+AGENT = """
+    import asyncio
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_agentchat.teams import RoundRobinGroupChat
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    info = dict(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
+
+    def find() -> None:
+        "Find nothing."
+
+    async def main():
+        client = OpenAIChatCompletionClient(model="m", model_info=info, base_url=url + "/v1", api_key=key)
+        agents = [AssistantAgent(name, client, tools=[find]) for name in ("alice", "bob")]
+        await RoundRobinGroupChat(agents, max_turns=2).run(task="hello")
+"""
+
+
+async def run(trial: Any, *parts: str) -> list[Any]:
+    """Run a program with the server's URL and key; the outcomes that it prints."""
+    program = "\n".join(textwrap.dedent(part) for part in parts)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, trial.active.base_url, trial.active.api_key, *trial.key[:1]),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told, wrong = await process.communicate()
+    assert process.returncode == 0, wrong.decode()
+    return told.decode().split()
+
+
+START = """
+    import sys
+    import agl_core
+    from agl_core.capture import ActiveAttempt, Recording, running
+
+    url, key, rollout = sys.argv[1:]
+    active = ActiveAttempt(rollout, 0, url, key, Recording())
+"""
+END = """
+    with running(active):
+        asyncio.run(main())
+    assert not active.recording.problems, active.recording.problems
+    print(*(f"{outcome.agent}:{outcome.tool}:{outcome.status}" for outcome in active.recording.outcomes))
+"""
+CHECK = "assert not attachment.failed, attachment.failed"
+ATTACHED = """
+    attachment = agl_core.attach()
+    assert "autogen_core" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("first", ["autogen_agentchat.messages", "autogen_core.models", "autogen_ext.models.openai"])
+async def test_an_unmodified_agent_is_seen_after_agl_attaches(first: str, trial: Any) -> None:
+    told = await run(trial, START, ATTACHED, f"import {first}", AGENT, CHECK, END)
+    assert told == ["alice:find:empty", "bob:find:empty"]
+    assert await trial.agents() == ["alice", "bob"]
+
+
+@pytest.mark.parametrize("adapters", ["[]", ""])
+async def test_one_line_in_the_agents_own_code(adapters: str, trial: Any) -> None:
+    line = "import agl_autogen; agl_autogen.attach()"
+    told = await run(trial, START, f"attachment = agl_core.attach({adapters})", line, AGENT, CHECK, END)
+    assert told == ["alice:find:empty", "bob:find:empty"]
+    assert await trial.agents() == ["alice", "bob"]
+
+
+async def test_autogens_core_does_without_the_rest(trial: Any) -> None:
+    program = """
+        for absent in ("autogen_ext", "openai", "torch", "langchain_core"):
+            sys.modules[absent] = None
+        agl_core.attach()
+        import autogen_core, autogen_core.tools, autogen_core.models
+        assert "autogen_agentchat" not in sys.modules
+        import autogen_agentchat.teams
+    """
+    assert await run(trial, START, program) == []
