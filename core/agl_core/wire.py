@@ -12,10 +12,19 @@ HEADER_AGENT = "x-agl-agent"
 """Who makes the call; percent-encoded (`urllib.parse.unquote`), since headers are ASCII and names are not."""
 HEADER_PARENT_SPAN = "x-agl-parent-span"
 """The span that encloses the call."""
+HEADER_STATE = "x-agl-state"
+"""The agent's semantic variables at the call, as `agl_core.capture.variables` packs them."""
 HEADER_RETRY = "x-agl-retry"
 """One value for a request and its retries by the client."""
 HEADER_POLICY = "x-agl-policy-version"
 """On an upstream's reply: the policy version that sampled it."""
+
+WORKER_KEY = "AGL_WORKER_KEY"
+"""The environment variable that holds the workers' key."""
+SERVER_FILE = "server.json"
+"""In the run's folder: a `ServerFile`, readable by its owner alone."""
+MAX_REPORTS = 10_000
+"""Outcomes, and rewards, that one attempt may report."""
 
 
 def rollout_path(rollout: str, attempt: int) -> str:
@@ -25,6 +34,14 @@ def rollout_path(rollout: str, attempt: int) -> str:
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServerFile(_Body):
+    """How workers on the same machine find a run's server, and how its keys survive a restart."""
+
+    base_url: str
+    worker_key: str | None = Field(repr=False, description="None: it is in the environment, and is not written down.")
+    agent_secret: str = Field(repr=False, description="What the agents' keys are made of.")
 
 
 class LeaseRequest(_Body):
@@ -46,11 +63,36 @@ class Lease(_Body):
     mode: Mode
     timeout: float
     path: str = Field(description="The path prefix of the attempt's own base URL.")
+    key: str = Field(repr=False, description="The agent's API key: good for this attempt's calls and spans only.")
+    heartbeat: float = Field(description="Seconds between heartbeats.")
+    expires: float = Field(
+        description="Seconds without a heartbeat after which the attempt is lost. They count from the worker's first "
+        "heartbeat on; a worker that never sends one keeps its attempts until their timeout."
+    )
 
 
 class LeaseReply(_Body):
     leases: list[Lease]
     closed: bool = Field(False, description="There will be no more: the run is over.")
+
+
+class AttemptRef(_Body):
+    """Names one attempt."""
+
+    rollout: str
+    attempt: int = Field(ge=0)
+
+
+class HeartbeatRequest(_Body):
+    """POST /agl/v1/heartbeats: a worker lives, and still runs these attempts."""
+
+    worker: str = Field(min_length=1, max_length=200)
+    attempts: list[AttemptRef] = Field(max_length=4096)
+
+
+class HeartbeatReply(_Body):
+    lost: list[AttemptRef] = Field(description="Those of them that no longer count: the worker ends them.")
+    closed: bool = Field(False, description="The run is over.")
 
 
 class OutcomeReport(_Body):
@@ -83,8 +125,8 @@ class CloseRequest(_Body):
     ending: Ending
     result: JsonValue = None
     error: str | None = None
-    outcomes: list[OutcomeReport] = []
-    rewards: list[RewardReport] = []
+    outcomes: list[OutcomeReport] = Field([], max_length=MAX_REPORTS)
+    rewards: list[RewardReport] = Field([], max_length=MAX_REPORTS)
 
 
 class CloseReply(_Body):

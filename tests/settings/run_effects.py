@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from settings_bench import Bench, Effect, Given, Ran, ran
+from settings_bench import HERE, Bench, Effect, Given, Ran, ran
 
 from agl_core.capture import attach
 from agl_core.errors import ConfigError
@@ -74,6 +75,7 @@ EFFECTS: Mapping[str, Effect] = {
     "folder": Effect(train_tasks, {"folder": "below"}, {"plugins": [], "engine.name": "torch"}),
     "plugins": Effect(engines, {"plugins": []}, {"engine.name": "torch"}),
     "agent.entry": Effect(ran(results), {"agent.entry": "scripted_agent:solve_badly"}),
+    "agent.command": Effect(ran(results), {"agent": {"command": [sys.executable, str(HERE / "scripted_agent.py")]}}),
     "agent.attach": Effect(endings_of_an_unaware_agent, {"agent.attach": True}, UNAWARE),
     "tasks": Effect(ran(evaluated), {"tasks.second": {"source": "jsonl", "path": "tasks.jsonl"}}),
     "tasks.NAME.source": Effect(train_tasks, {"tasks.train": {"source": "counting"}}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import mmap
 import os
 from typing import Any
 
@@ -38,6 +40,19 @@ async def solve_unaware(task_input: Any) -> Any:
     return task_input["answer"]
 
 
+def solve_somewhere(task_input: Any, context: AgentContext) -> int:
+    """A sync agent, which tells in which process it ran."""
+    asyncio.run(solve(task_input, context))
+    return os.getpid()
+
+
+def solve_big(task_input: Any, context: AgentContext) -> Any:
+    """A sync agent that asks for two gibibytes."""
+    asyncio.run(solve(task_input, context))
+    with mmap.mmap(-1, 2**31, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as asked:
+        return len(asked)
+
+
 async def _ask(base_url: str, key: str, agent: str = "solver") -> None:
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         await client.post(
@@ -45,3 +60,8 @@ async def _ask(base_url: str, key: str, agent: str = "solver") -> None:
             json={"model": "default", "messages": [{"role": "user", "content": "hello"}]},
             headers={"Authorization": f"Bearer {key}", HEADER_AGENT: agent},
         )
+
+
+if __name__ == "__main__":
+    asyncio.run(solve_unaware(json.loads(os.environ["AGL_TASK"])))
+    print("it is a command")

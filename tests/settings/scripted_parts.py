@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from agl_core import Need
 from agl_core.plugins import NoOptions, Register
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Batch, Task
+from agl_core.training.buffers import Fifo
+from agl_core.types import Batch, Episode, Task
 
 SEEN = "seen.json"
 """What the engine writes into the run's folder when it is stopped."""
@@ -74,6 +75,22 @@ class ScriptedEngine:
 def register_engines(register: Register) -> None:
     for name in ("scripted", "scripted-too"):
         register(name, functools.partial(ScriptedEngine, name), provides={Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC})
+
+
+class Half(Fifo):
+    """Trains on the first half of what it has."""
+
+    def draw(self, count: int) -> list[Sequence[Episode]] | None:
+        drawn = super().draw(count)
+        return drawn and drawn[: count // 2]
+
+
+@agl_core.hookimpl
+def register_buffers(register: Register) -> None:
+    def build(options: NoOptions) -> Half:
+        return Half()
+
+    register("half", build)
 
 
 @agl_core.hookimpl

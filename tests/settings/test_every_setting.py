@@ -12,6 +12,7 @@ import policy_effects
 import pytest
 import rule_effects
 import run_effects
+import server_effects
 import settings_found
 import training_effects
 from settings_bench import Bench, Effect, Given
@@ -26,6 +27,7 @@ EFFECTS: Mapping[str, Effect] = {
     **training_effects.EFFECTS,
     **policy_effects.EFFECTS,
     **rule_effects.EFFECTS,
+    **server_effects.EFFECTS,
     **algorithm_effects.effects(PLUGINS),
 }
 

@@ -13,9 +13,11 @@ from settings_bench import Bench, Effect, Given, Ran, ran
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.training.collect import Collector
-from agl_core.training.plan import plan_groups
+from agl_core.training.plan import plan_train_group
 from agl_core.training.progress import Silent
-from agl_core.types import Attempt, Ending, Mode, Rollout, RolloutState
+from agl_core.training.run import new_run_dir
+from agl_core.training.session import open_session
+from agl_core.types import Attempt, Ending, Rollout, RolloutState
 
 
 class EndedQueue:
@@ -46,7 +48,7 @@ def episodes_that_ended(ending: Ending) -> Callable[[Bench, Given], Awaitable[An
     async def observe(bench: Bench, given: Given) -> Any:
         loaded = bench.load(given)
         tasks = loaded.tasks["train"].build(loaded.folder, 0)
-        groups = plan_groups(tasks, [0], run="r", incarnation=0, step=1, mode=Mode.TRAIN, split="train")
+        groups = [plan_train_group(tasks, 0, groups_per_step=1, size=1, seed=0, run="r", incarnation=0)]
         store = MemoryStore()
         collector = Collector(
             store,
@@ -66,6 +68,12 @@ def episodes_that_ended(ending: Ending) -> Callable[[Bench, Given], Awaitable[An
 def groups_and_rollouts(run: Ran) -> list[tuple[int, int]]:
     """Of each update."""
     return [(len(set(update["group"])), len(set(update["rollout"]))) for update in run.updates]
+
+
+def in_flight(run: Ran) -> float:
+    """Groups that were under way while the first update was made."""
+    found: float = run.metrics[1]["groups/in_flight"]
+    return found
 
 
 def kept(run: Ran) -> int:
@@ -92,10 +100,30 @@ def endings(run: Ran) -> list[tuple[str, int, Ending | None]]:
     return sorted((attempt.rollout, attempt.attempt, attempt.ending) for attempt in run.attempts)
 
 
+def processes(run: Ran) -> int:
+    """How many different ones an agent found itself in."""
+    return len({attempt.result for attempt in run.attempts})
+
+
+async def has_a_worker(bench: Bench, given: Given) -> bool:
+    """Whether a run runs rollouts itself."""
+    loaded = bench.load(given)
+    run_dir = new_run_dir(loaded)
+    async with (
+        loaded.store.build(run_dir) as store,
+        open_session(loaded, run_dir, 0, store, Silent(), None) as session,
+    ):
+        return session.worker is not None
+
+
 def _of_endings() -> Iterator[tuple[str, Effect]]:
     for ending in Ending:
         change = {f"train.endings.{ending}": 0.25}
         yield f"train.endings.{ending}", Effect(episodes_that_ended(ending), change)
+
+
+def _agent(function: str) -> Given:
+    return {"agent.entry": f"scripted_agent:{function}", "train.steps": 1}
 
 
 def _tasks(name: str) -> Given:
@@ -116,10 +144,16 @@ EFFECTS: Mapping[str, Effect] = {
     "train.keep_checkpoints": Effect(ran(checkpoints), {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
     "train.deterministic": Effect(rows_computed_together, {"train.deterministic": True}),
     **dict(_of_endings()),
+    "async.max_staleness": Effect(ran(in_flight), {"async.max_staleness": 1}),
+    "async.in_flight": Effect(ran(in_flight), {"async.in_flight": 3}, {"async.max_staleness": 1}),
+    "buffer.name": Effect(ran(groups_and_rollouts), {"buffer.name": "half"}),
     "eval.every": Effect(ran(evaluations), {"eval.every": 1}),
     "eval.tasks": Effect(ran(evaluations), {"eval.tasks": 3}),
     "eval.modes": Effect(ran(evaluations), {"eval.modes": ["eval-sampled"]}),
     "workers.concurrency": Effect(ran(most_at_once), {"workers.concurrency": 1}),
+    "workers.embedded": Effect(has_a_worker, {"workers.embedded": False}),
+    "workers.isolation": Effect(ran(processes), {"workers.isolation": "none"}, _agent("solve_somewhere")),
+    "workers.memory_mib": Effect(ran(endings), {"workers.memory_mib": 1024}, _agent("solve_big")),
     "workers.timeout": Effect(ran(endings), {"workers.timeout": 0.2}, {**_tasks("slow"), "train.steps": 1}),
     "workers.attempts": Effect(ran(endings), {"workers.attempts": 2}, _tasks("restarting")),
 }

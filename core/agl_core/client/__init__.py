@@ -2,6 +2,28 @@
 
 from agl_core.client.agent import Agent, AgentContext, load_agent
 from agl_core.client.api import LightningClient
+from agl_core.client.attempts import Ended, Runner, agent_environment, client_variables
+from agl_core.client.choosing import choose_runner
+from agl_core.client.finding import Server, find_server
+from agl_core.client.in_process import InProcess
+from agl_core.client.isolated import CommandPerAttempt, ProcessPerAttempt
 from agl_core.client.worker import Worker, WorkerThread
 
-__all__ = ["Agent", "AgentContext", "LightningClient", "Worker", "WorkerThread", "load_agent"]
+__all__ = [
+    "Agent",
+    "AgentContext",
+    "CommandPerAttempt",
+    "Ended",
+    "InProcess",
+    "LightningClient",
+    "ProcessPerAttempt",
+    "Runner",
+    "Server",
+    "Worker",
+    "WorkerThread",
+    "agent_environment",
+    "choose_runner",
+    "client_variables",
+    "find_server",
+    "load_agent",
+]

@@ -6,13 +6,17 @@ from types import TracebackType
 from typing import TypeVar
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from agl_core.errors import ServerError
 from agl_core.types import AttemptKey
 from agl_core.wire import CloseReply, CloseRequest, LeaseReply, LeaseRequest
 
 Reply = TypeVar("Reply", bound=BaseModel)
+
+
+class UnreachableError(ServerError):
+    """The server did not answer, or said that it cannot now: the same request may succeed later."""
 
 
 class LightningClient:
@@ -24,10 +28,10 @@ class LightningClient:
     """
 
     def __init__(self, base_url: str, key: str) -> None:
-        self.base_url = base_url
+        self.base_url, self.key = base_url, key
         self._http = httpx.AsyncClient(
             base_url=base_url,
-            headers={"Authorization": f"Bearer {key}"},
+            headers=authorized(key),
             timeout=httpx.Timeout(30, read=90),
             trust_env=False,
             limits=httpx.Limits(max_connections=64),
@@ -58,10 +62,29 @@ class LightningClient:
                 path, content=body.model_dump_json(), headers={"Content-Type": "application/json"}
             )
         except httpx.HTTPError as error:
-            raise ServerError(
-                f"The Lightning Server at {self.base_url} cannot be reached ({type(error).__name__}: {error}). "
-                f"Is it running, and is the address right?"
-            ) from error
-        if response.is_error:
-            raise ServerError(f"{self.base_url}{path} answered {response.status_code}: {response.text[:500]}")
+            raise unreachable(self.base_url, error) from error
+        return answered(response, reply)
+
+
+def authorized(key: str) -> dict[str, str]:
+    """The headers that show the worker key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+def unreachable(base_url: str, error: Exception) -> UnreachableError:
+    """The error for a request that got no answer."""
+    return UnreachableError(
+        f"The Lightning Server at {base_url} cannot be reached ({type(error).__name__}: {error}). "
+        f"Is it running, and is the address right?"
+    )
+
+
+def answered(response: httpx.Response, reply: type[Reply]) -> Reply:
+    """The body of an answer. UnreachableError if the server failed, ServerError if it refused."""
+    if response.is_error:
+        kind = UnreachableError if response.is_server_error else ServerError
+        raise kind(f"{response.url} answered {response.status_code}: {response.text[:500]}")
+    try:
         return reply.model_validate_json(response.content)
+    except ValidationError as error:
+        raise ServerError(f"{response.url} answered, but not as a Lightning Server of this version does.") from error

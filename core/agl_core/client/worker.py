@@ -1,203 +1,243 @@
-"""A worker leases rollouts, runs the agent on them concurrently, and reports how each attempt ended."""
+"""A worker leases rollouts, has the agent run on them concurrently, and reports how each attempt ended."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import functools
 import logging
 import os
 import socket
 import threading
-import traceback
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
-import orjson
-
-from agl_core.capture import ActiveAttempt, Recording, running
-from agl_core.client.agent import Agent, AgentContext
-from agl_core.client.api import LightningClient
-from agl_core.errors import ServerError
-from agl_core.types import AttemptKey, Ending, Json
-from agl_core.wire import CloseRequest, Lease, LeaseRequest, RewardReport
+from agl_core.capture import Recording
+from agl_core.client.api import LightningClient, UnreachableError
+from agl_core.client.attempts import Ended, Runner
+from agl_core.client.heartbeats import Heartbeats
+from agl_core.client.link import Backoff, Link
+from agl_core.errors import AglError, ServerError
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire import MAX_REPORTS, CloseRequest, Lease, LeaseRequest, RewardReport
 
 logger = logging.getLogger(__name__)
 
-_CANCEL_GRACE = 2.0
-"""Seconds an async agent gets to end after it was cancelled."""
+T = TypeVar("T")
+
 _LEASE_WAIT = 5.0
-_RECONNECT = 1.0
-_CLOSE_TRIES = 5
 
 
 class Worker:
     """Runs one agent for one server, in the event loop that calls `run`.
 
-    Async agents are tasks of that loop; sync agents get a thread each. An attempt that exceeds its timeout is
-    cancelled; a thread (or a task that swallows its cancellation) cannot be ended: it is abandoned, counted in
-    `abandoned`, and whatever it does later does not count.
+    An attempt that exceeds its timeout, or that the server no longer counts, is ended. While the server is away, the
+    worker waits for it, and what has ended meanwhile is reported when it is back; `moved` is asked each time whether
+    the server is to be looked for elsewhere instead.
     """
 
-    def __init__(self, client: LightningClient, agent: Agent, *, agent_key: str, concurrency: int) -> None:
+    def __init__(
+        self, client: LightningClient, runner: Runner, *, concurrency: int, moved: Callable[[], bool] = lambda: False
+    ) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}:{threading.get_ident()}"
-        self.abandoned = 0
+        self.endings: Counter[Ending] = Counter()
+        """How attempts ended, as reported to the server."""
         self.problems: Counter[str] = Counter()
         """What adapters could not do, by message."""
-        self._client, self._agent, self._agent_key, self._concurrency = client, agent, agent_key, concurrency
-        self._running: set[asyncio.Task[None]] = set()
-        self._stopping = False
+        self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
+        self._link = Link(client.base_url)
+        self._running: dict[AttemptKey, asyncio.Task[None]] = {}
+        self._lost: set[AttemptKey] = set()
+        self._stopped, self._hurried = asyncio.Event(), asyncio.Event()
+        self._patience = 0.0
+        self._left = Ending.CANCELLED
+
+    @property
+    def running(self) -> int:
+        """Attempts under way."""
+        return len(self._running)
+
+    @property
+    def abandoned(self) -> int:
+        """Attempts that could not be ended."""
+        return self._runner.abandoned
 
     async def run(self) -> None:
-        """Work until the server says that the run is over, or until cancelled; then no attempt is left running."""
-        try:
-            while not self._stopping:
-                await self._lease()
-        finally:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+        """Work until the server says that the run is over, until drained, or until cancelled.
 
-    async def _lease(self) -> None:
+        No attempt is left running. AgentError if the agent cannot be started, ServerError if the server refuses this
+        worker.
+        """
+        loop = asyncio.get_running_loop()
+
+        def told(lost: Collection[AttemptKey], closed: bool) -> None:
+            loop.call_soon_threadsafe(self._told, lost, closed)
+
+        heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, self._link, told)
+        await self._runner.start()
+        heartbeats.start()
+        try:
+            while not self._stopped.is_set():
+                await self._lease(heartbeats)
+            await self._finish()
+        finally:
+            attempts = list(self._running.values())
+            for each in attempts:
+                each.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+            heartbeats.stop()
+            await self._runner.close()
+
+    def drain(self, seconds: float) -> None:
+        """Lease no more and return from `run`: once all attempts have ended, or after so many seconds.
+
+        What is still running then is given back, to be tried again elsewhere. A second call hurries: it is given
+        back at once.
+        """
+        if self._stopped.is_set():
+            self._hurried.set()
+        self._left, self._patience = Ending.LOST, seconds
+        self._stopped.set()
+
+    async def _lease(self, heartbeats: Heartbeats) -> None:
         free = self._concurrency - len(self._running)
         if free == 0:
-            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            await self._unless_stopped(_any_of(self._running.values()))
             return
-        try:
-            reply = await self._client.lease(LeaseRequest(worker=self.name, capacity=free, wait=_LEASE_WAIT))
-        except ServerError as error:
-            logger.warning("%s Trying again.", error)
-            await asyncio.sleep(_RECONNECT)
+        request = LeaseRequest(worker=self.name, capacity=free, wait=_LEASE_WAIT)
+        reply = await self._unless_stopped(self._answered(lambda: self._client.lease(request)))
+        if reply is None:
             return
-        self._stopping = reply.closed
+        if reply.closed:
+            self._stopped.set()
         for lease in reply.leases:
-            task = asyncio.create_task(self._attempt(lease))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            key = AttemptKey(lease.rollout, lease.attempt)
+            heartbeats.hold([key], lease.heartbeat)
+            task = self._running[key] = asyncio.create_task(self._attempt(key, lease))
+            task.add_done_callback(functools.partial(self._ended, key, heartbeats))
 
-    async def _attempt(self, lease: Lease) -> None:
-        key = AttemptKey(lease.rollout, lease.attempt)
+    async def _finish(self) -> None:
+        """Let what runs go on, for as long as `drain` allows."""
+        if self._running and self._patience > 0:
+            everything = asyncio.ensure_future(asyncio.wait(self._running.values()))
+            hurried = asyncio.ensure_future(self._hurried.wait())
+            await asyncio.wait({everything, hurried}, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+            everything.cancel()
+            hurried.cancel()
+
+    def _ended(self, key: AttemptKey, heartbeats: Heartbeats, _: asyncio.Task[None]) -> None:
+        heartbeats.release(key)
+        self._running.pop(key, None)
+        self._lost.discard(key)
+
+    def _told(self, lost: Collection[AttemptKey], closed: bool) -> None:
+        """What a heartbeat was answered."""
+        if closed:
+            self._stopped.set()
+        for key in lost:
+            if (task := self._running.get(key)) is not None and key not in self._lost:
+                self._lost.add(key)
+                task.cancel()
+
+    async def _attempt(self, key: AttemptKey, lease: Lease) -> None:
         recording = Recording()
         try:
-            ending, result, error = await self._execute(lease, recording)
+            ended = await self._executed(lease, recording)
         except asyncio.CancelledError:
-            recording.close()
-            await self._report(key, CloseRequest(ending=Ending.CANCELLED), tries=1)
+            if key not in self._lost:
+                request = _closing(Ended(self._left, error="the worker was stopped"), recording)
+                await self._report(key, request, tries=1)
             raise
-        recording.close()
         self.problems.update(recording.problems)
-        rewards = list(recording.rewards)
-        if isinstance(result, int | float) and not isinstance(result, bool):
-            rewards.append(RewardReport(name="result", value=result))
-        await self._report(
-            key,
-            CloseRequest(ending=ending, result=result, error=error, outcomes=list(recording.outcomes), rewards=rewards),
-        )
+        await self._report(key, _closing(ended, recording))
 
-    async def _report(self, key: AttemptKey, request: CloseRequest, tries: int = _CLOSE_TRIES) -> None:
-        for left in reversed(range(tries)):
+    async def _executed(self, lease: Lease, recording: Recording) -> Ended:
+        work = asyncio.create_task(self._runner.run(lease, self._client.base_url, recording))
+        try:
+            await asyncio.wait({work}, timeout=lease.timeout)
+            if not work.done():
+                error = f"the attempt took longer than {lease.timeout:g} seconds"
+                return Ended(Ending.TIMED_OUT, error=error)
+            return work.result()
+        except Exception as error:
+            logger.exception("An attempt could not be run.")
+            return Ended(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
+        finally:
+            work.cancel()
+            await asyncio.wait({work})
+            recording.close()
+
+    async def _report(self, key: AttemptKey, request: CloseRequest, tries: int | None = None) -> None:
+        """Close the attempt; while the server is away, `tries` times, or until it is back."""
+        self.endings[request.ending] += 1
+        try:
+            await self._answered(lambda: self._client.close_attempt(key, request), tries)
+        except UnreachableError:
+            logger.debug("How %s/%s ended could not be reported.", *key)
+        except ServerError as error:
+            logger.warning("How %s/%s ended could not be reported: %s", *key, error)
+
+    async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
+        """The server's answer, however long it takes to be back."""
+        backoff = Backoff()
+        while True:
             try:
-                await self._client.close_attempt(key, request)
-            except ServerError as error:
-                logger.warning("Could not report %s/%s: %s", *key, error)
-                if left:
-                    await asyncio.sleep(_RECONNECT)
+                answer = await ask()
+            except UnreachableError as error:
+                self._link.failed(error)
+                tries = None if tries is None else tries - 1
+                if tries == 0:
+                    raise
+                if self._moved():
+                    self._stopped.set()
+                    raise
+                await asyncio.sleep(backoff.next())
             else:
-                return
+                self._link.worked()
+                return answer
 
-    async def _execute(self, lease: Lease, recording: Recording) -> tuple[Ending, Json, str | None]:
-        active = ActiveAttempt(lease.rollout, lease.attempt, self._client.base_url, self._agent_key, recording)
-        context = AgentContext(
-            task_id=lease.task_id,
-            split=lease.task_split,
-            rollout=lease.rollout,
-            attempt=lease.attempt,
-            mode=lease.mode,
-            base_url=f"{self._client.base_url}{lease.path}/v1",
-            api_key=self._agent_key,
-        )
-        with running(active):
-            work = asyncio.ensure_future(
-                self._agent.call(lease.task_input, context)
-                if self._agent.is_async
-                else _in_thread(self._agent, lease.task_input, context)
-            )
+    async def _unless_stopped(self, asked: Coroutine[Any, Any, T]) -> T | None:
+        """What was asked for, or None if the worker is to stop before that."""
+        asking, stopping = asyncio.ensure_future(asked), asyncio.ensure_future(self._stopped.wait())
         try:
-            done, _ = await asyncio.wait({work}, timeout=lease.timeout)
-        except asyncio.CancelledError:
-            await self._end(work)
+            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self._stopped.is_set() and not asking.done() else await asking
+        except UnreachableError:
+            if self._stopped.is_set():
+                return None
             raise
-        if not done:
-            await self._end(work)
-            return Ending.TIMED_OUT, None, f"the attempt took longer than {lease.timeout:g} seconds"
-        try:
-            result = work.result()
-        except asyncio.CancelledError:
-            return Ending.CRASHED, None, "the agent cancelled itself"
-        except BaseException as error:
-            return Ending.CRASHED, None, _describe(error)
-        fault = _not_json(result)
-        return (Ending.CRASHED, None, fault) if fault else (Ending.FINISHED, result, None)
-
-    async def _end(self, work: asyncio.Future[Any]) -> None:
-        work.cancel()
-        await asyncio.wait({work}, timeout=_CANCEL_GRACE if self._agent.is_async else 0)
-        if not self._agent.is_async or not work.done():
-            self.abandoned += 1
-            logger.warning("An agent did not end when cancelled and was abandoned (%d so far).", self.abandoned)
+        finally:
+            asking.cancel()
+            stopping.cancel()
 
 
-def _in_thread(agent: Agent, task_input: Json, context: AgentContext) -> asyncio.Future[Any]:
-    """Run a sync agent in a daemon thread of its own, so that one that hangs keeps no other waiting."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error if isinstance(error, Exception) else RuntimeError(_describe(error)))
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = agent.call(task_input, context)
-            if asyncio.iscoroutine(result):
-                result = asyncio.run(result)
-        except BaseException as raised:
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:
-            logger.debug("A thread ended after its worker.")
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True, name="agl-agent").start()
-    return future
+async def _any_of(tasks: Collection[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _describe(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _not_json(result: Any) -> str | None:
-    try:
-        encoded = orjson.dumps(result)
-    except TypeError as error:
-        return f"the agent returned what is not JSON ({error}); return a string, number, list or dict"
-    if isinstance(result, float) and encoded == b"null":
-        return "the agent returned a number that is not finite"
-    return None
+def _closing(ended: Ended, recording: Recording) -> CloseRequest:
+    """The report of an attempt's end; a number as its result is a reward too."""
+    rewards = list(recording.rewards)
+    if isinstance(ended.result, int | float) and not isinstance(ended.result, bool):
+        rewards.append(RewardReport(name="result", value=ended.result))
+    outcomes = list(recording.outcomes)
+    for what, found in (("outcomes", outcomes), ("rewards", rewards)):
+        if len(found) > MAX_REPORTS:
+            logger.warning("An attempt reported %d %s; the first %d are kept.", len(found), what, MAX_REPORTS)
+    return CloseRequest(
+        ending=ended.ending,
+        result=ended.result,
+        error=ended.error,
+        outcomes=outcomes[:MAX_REPORTS],
+        rewards=rewards[:MAX_REPORTS],
+    )
 
 
 class WorkerThread:
     """A worker in a thread and event loop of its own, so that agents that block do not stop the server."""
 
-    def __init__(self, agent: Agent, *, base_url: str, worker_key: str, agent_key: str, concurrency: int) -> None:
-        self._agent, self._base_url, self._worker_key = agent, base_url, worker_key
-        self._agent_key, self._concurrency = agent_key, concurrency
+    def __init__(self, runner: Runner, *, base_url: str, worker_key: str, concurrency: int) -> None:
+        self._runner, self._base_url, self._worker_key, self._concurrency = runner, base_url, worker_key, concurrency
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, daemon=True, name="agl-worker")
         self._task: asyncio.Task[None] | None = None
@@ -213,13 +253,15 @@ class WorkerThread:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             logger.debug("The worker was stopped.")
+        except AglError as error:
+            logger.error("The worker stopped. %s", error)
         finally:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
     async def _run(self) -> None:
         async with LightningClient(self._base_url, self._worker_key) as client:
-            self.worker = Worker(client, self._agent, agent_key=self._agent_key, concurrency=self._concurrency)
+            self.worker = Worker(client, self._runner, concurrency=self._concurrency)
             await self.worker.run()
 
     @property

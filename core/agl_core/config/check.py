@@ -33,9 +33,28 @@ def check(loaded: LoadedConfig) -> None:
         for check_one in (_groups, _time_axis, _outcomes, _engine):
             for problem in check_one(loaded, plan):
                 found.setdefault(problem, []).append(policy)
-    problems = [*_group_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in found.items())]
+    problems = [
+        *_group_sizes(loaded),
+        *_asynchronous(loaded),
+        *(f"{_of(policies, loaded)}{text}" for text, policies in found.items()),
+    ]
     if problems:
         raise CapabilityError("\n  ".join(["The parts of this run do not go together:", *problems]))
+
+
+def cautions(loaded: LoadedConfig) -> Iterator[str]:
+    """What works, but is worth a word before the run starts."""
+    staleness = loaded.config.asynchronous.max_staleness
+    uncorrected = [
+        policy
+        for policy, plan in loaded.policies.items()
+        if getattr(plan.algorithm.options, "importance_threshold", 0) is None
+    ]
+    if staleness and uncorrected:
+        yield (
+            f"caution: {_of(uncorrected, loaded)}[async] max_staleness is {staleness}, but importance_threshold is not "
+            f"set, so what older weights sampled is trained on as if today's had (2 is usual)"
+        )
 
 
 def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
@@ -48,7 +67,7 @@ def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
 
 def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[Chosen]:
     """Everything that takes part in training one policy."""
-    yield from (plan.algorithm, loaded.engine, plan.credit, loaded.store)
+    yield from (plan.algorithm, loaded.engine, plan.credit, loaded.store, loaded.buffer)
     for several in (loaded.tasks, loaded.rewards, loaded.trackers):
         yield from several.values()
 
@@ -63,6 +82,27 @@ def _group_sizes(loaded: LoadedConfig) -> Iterator[str]:
         yield (
             f"[train] min_group_size is {train.min_group_size}, more than group_size {train.group_size}: every "
             f"group would be dropped. Set it to {train.group_size} or less."
+        )
+
+
+def _asynchronous(loaded: LoadedConfig) -> Iterator[str]:
+    settings, train = loaded.config.asynchronous, loaded.config.train
+    if settings.max_staleness and train.deterministic:
+        yield (
+            f"[train] deterministic is on, but with [async] max_staleness {settings.max_staleness} the time that "
+            f"rollouts take decides what is trained on. Set max_staleness to 0, or deterministic to false."
+        )
+    if settings.in_flight is None:
+        return
+    if settings.in_flight < train.groups_per_step:
+        yield (
+            f"[async] in_flight is {settings.in_flight}, but a step needs {train.groups_per_step} groups "
+            f"([train] groups_per_step). Set it to {train.groups_per_step} or more."
+        )
+    elif settings.in_flight > train.groups_per_step and not settings.max_staleness:
+        yield (
+            f"[async] in_flight is {settings.in_flight}, but with max_staleness 0 a step is made of the "
+            f"{train.groups_per_step} groups that were begun after the last one. Set max_staleness to 1 or more."
         )
 
 

@@ -34,6 +34,7 @@ class LoadedConfig:
     """How each policy learns."""
     engine: Chosen
     store: Chosen
+    buffer: Chosen
     tasks: Mapping[str, Chosen]
     """By the name of the set."""
     rewards: Mapping[str, Chosen]
@@ -111,12 +112,14 @@ def _with_plugins(config: RunConfig, folder: Path, plugins: Plugins, report: Rep
     policy_sections, policies = resolver.policies(config.policies, algorithm, credit)
     engine_section, engine = resolver.choice(Kind.ENGINE, ("engine",), config.engine)
     store_section, store = resolver.choice(Kind.STORE, ("store",), config.store)
+    buffer_section, buffer = resolver.choice(Kind.BUFFER, ("buffer",), config.buffer)
     task_sections, tasks = resolver.tasks(config.tasks)
     reward_sections, rewards = resolver.rewards(config.rewards)
     tracker_sections, trackers = resolver.trackers(config.trackers, must_exist="trackers" in config.model_fields_set)
     report.raise_if_any()
     assert engine is not None
     assert store is not None
+    assert buffer is not None
     resolved = config.model_copy(
         update={
             "algorithm": algorithm_section,
@@ -124,9 +127,10 @@ def _with_plugins(config: RunConfig, folder: Path, plugins: Plugins, report: Rep
             "policies": policy_sections,
             "engine": engine_section,
             "store": store_section,
+            "buffer": buffer_section,
             "tasks": task_sections,
             "rewards": reward_sections,
             "trackers": tracker_sections,
         }
     )
-    return LoadedConfig(resolved, folder, plugins, policies, engine, store, tasks, rewards, trackers)
+    return LoadedConfig(resolved, folder, plugins, policies, engine, store, buffer, tasks, rewards, trackers)

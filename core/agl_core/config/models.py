@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from agl_core.config.agents import is_among
 from agl_core.types import Ending, Mode
@@ -44,16 +45,40 @@ class PluginChoice(OpenSection):
 class AgentSection(Section):
     """The agent to train."""
 
-    entry: str = Field(description="The agent as 'module:function'; the module is found beside this file too.")
+    entry: str | None = Field(
+        None, description="The agent as 'module:function'; the module is found beside this file too."
+    )
+    command: str | tuple[str, ...] | None = Field(
+        None,
+        description="Instead of entry: a program that is run for each rollout, with its task in AGL_TASK (JSON); what "
+        "it prints last is the result.",
+    )
     attach: bool = Field(True, description="Attach every installed adapter to the frameworks the agent imports.")
 
     @field_validator("entry")
     @classmethod
-    def _has_function(cls, value: str) -> str:
-        module, _, function = value.partition(":")
+    def _has_function(cls, value: str | None) -> str | None:
+        module, _, function = (value or "a:b").partition(":")
         if not module or not function:
             raise ValueError("must be 'module:function', for instance 'my_agent:solve'")
         return value
+
+    @field_validator("command")
+    @classmethod
+    def _has_words(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        try:
+            words = shlex.split(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"cannot be split into words ({error}); write it as a list of words") from error
+        if words is not None and not (words and words[0]):
+            raise ValueError("must name a program, for instance 'python agent.py'")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.entry is None) == (self.command is None):
+            raise ValueError("needs either entry = 'module:function' or command = 'a program to run', and not both")
+        return self
 
 
 class TaskSection(OpenSection):
@@ -164,6 +189,24 @@ class TrainSection(Section):
         return {**_ENDINGS, **value}
 
 
+class AsyncSection(Section):
+    """Training that does not wait for its slowest rollouts (docs/asynchronous.md)."""
+
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="How many updates old the weights may be that answered an episode's oldest call; older episodes "
+        "are dropped. 0: each step waits for all its rollouts; 4 is usual with slow agents.",
+    )
+    in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Groups under way at most, complete ones that wait for an update included; absent: "
+        "groups_per_step · (max_staleness + 1).",
+    )
+
+
 class EvalSection(Section):
     """Evaluation with the same agent, workers, gateway and store as training."""
 
@@ -182,11 +225,51 @@ class EvalSection(Section):
 class WorkerSection(Section):
     """The workers that run the agent."""
 
-    concurrency: int = Field(32, ge=1, description="Rollouts run at the same time.")
+    concurrency: int = Field(32, ge=1, description="Rollouts run at the same time, by each worker.")
+    embedded: bool = Field(
+        True, description="Run a worker in the trainer's own process; false: leave all rollouts to `agl worker`."
+    )
+    isolation: Literal["auto", "process", "none"] = Field(
+        "auto",
+        description="process: each attempt in a process of its own, which is ended with all that it started when its "
+        "time is up; none: async agents in the worker's event loop, sync ones in threads; auto: only sync agents get "
+        "processes.",
+    )
+    memory_mib: int | None = Field(
+        None, ge=64, description="MiB of memory that an attempt's process, or any that it starts, may ask for (Linux)."
+    )
     timeout: float = Field(120.0, gt=0, description="Seconds an attempt may take.")
     attempts: int = Field(
         2, ge=1, description="Tries per rollout; only what was lost or ended badly before any LLM call is tried again."
     )
+
+
+class ServerSection(Section):
+    """The Lightning Server: where agents and workers reach the run, and when a worker counts as gone."""
+
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="The address to listen on. One that other machines can reach needs a worker key of your choice in "
+        "AGL_WORKER_KEY; what crosses the network is not encrypted.",
+    )
+    port: int = Field(0, ge=0, le=65535, description="The port to listen on; 0 takes a free one.")
+    otlp_port: int | None = Field(
+        None, ge=0, le=65535, description="A port for OpenTelemetry spans over gRPC; absent: over HTTP only."
+    )
+    heartbeat: float = Field(5.0, gt=0, description="Seconds between the heartbeats of a worker.")
+    lease: float = Field(
+        20.0, gt=0, description="Seconds without a heartbeat after which a worker's attempts are lost, and tried again."
+    )
+
+    @model_validator(mode="after")
+    def _outlives_a_heartbeat(self) -> Self:
+        if self.lease < 2 * self.heartbeat:
+            raise ValueError(
+                f"lease is {self.lease:g} seconds, but a heartbeat comes every {self.heartbeat:g}: make lease at "
+                f"least twice heartbeat, so that one late heartbeat costs nothing"
+            )
+        return self
 
 
 class RewardSection(OpenSection):
@@ -204,6 +287,8 @@ class RewardSection(OpenSection):
 class RunConfig(Section):
     """A whole run."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     config_version: Literal[1] = Field(description="The version of this format.")
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's folder below `runs`.")
     runs: Path = Field(Path("runs"), description="Where run folders go, relative to the working directory.")
@@ -219,8 +304,13 @@ class RunConfig(Section):
     policies: dict[str, PolicySection] = Field(description="The models to train, by name; 'default' if there is one.")
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
+    asynchronous: AsyncSection = Field(AsyncSection(), alias="async")
+    buffer: PluginChoice = Field(
+        PluginChoice(name="fifo"), description="Which of the complete groups an update is made of."
+    )
     eval: EvalSection = EvalSection()
     workers: WorkerSection = WorkerSection()
+    server: ServerSection = ServerSection()
     rewards: dict[str, RewardSection] = Field(
         default_factory=dict, description="Reward rules; none: what the agent itself reports."
     )

@@ -165,7 +165,7 @@ def names_at(model: type[BaseModel], place: Place) -> list[str]:
 
     >>> from agl_core.config.models import RunConfig
     >>> names_at(RunConfig, ("agent",))
-    ['entry', 'attach']
+    ['entry', 'command', 'attach']
     """
     return [
         field.alias or name

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from agl_core.server.faults import ApiError
+from agl_core.server.lifecycle import ATTEMPT, AttemptState, step
 from agl_core.server.retries import RetryBook
 from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout
 from agl_core.wire import CloseReply, CloseRequest
@@ -26,14 +27,16 @@ class ActiveAttempt:
     rollout: Rollout
     record: Attempt
     deadline: float
-    """Event loop time after which it counts as lost."""
+    """Event loop time after which it counts as lost, whatever its worker says."""
+    expires: float | None = None
+    """Event loop time after which it counts as lost unless a heartbeat comes; None: its worker sends none."""
+    state: AttemptState = AttemptState.OPEN
     started_calls: int = 0
     completed_calls: int = 0
     """Calls that were recorded while it was open."""
     context_overflows: int = 0
     last_failure: str | None = None
     """What the last request that failed was told."""
-    closed: bool = False
     retries: RetryBook = field(default_factory=RetryBook)
     committing: set[asyncio.Task[object]] = field(default_factory=set)
     """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
@@ -49,6 +52,20 @@ class ActiveAttempt:
     def mode(self) -> Mode:
         return self.rollout.mode
 
+    @property
+    def closed(self) -> bool:
+        """Whether its calls no longer count."""
+        return self.state is not AttemptState.OPEN
+
+    @property
+    def due(self) -> float:
+        """Event loop time after which it counts as lost."""
+        return self.deadline if self.expires is None else min(self.expires, self.deadline)
+
+    def move(self, to: AttemptState) -> None:
+        """Go on to the next state; ServerError if the lifecycle has no such way."""
+        self.state = step(ATTEMPT, f"attempt {self.record.rollout}/{self.record.attempt}", self.state, to)
+
     def next_sequence(self) -> int:
         """The start sequence of the call that begins now."""
         self.started_calls += 1
@@ -58,6 +75,16 @@ class ActiveAttempt:
         """A request of the agent got an error instead of a reply."""
         self.last_failure = error.message
         self.context_overflows += error.is_context_overflow
+
+
+def attempt_key(rollout: str, number: str) -> AttemptKey | None:
+    """The attempt that a path or a header names; None if it cannot be one.
+
+    >>> attempt_key("r", "0"), attempt_key("r", "-1")
+    (AttemptKey(rollout='r', attempt=0), None)
+    """
+    is_number = number.isascii() and number.isdecimal() and len(number) < 10
+    return AttemptKey(rollout, int(number)) if rollout and is_number else None
 
 
 def judge(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str | None]:

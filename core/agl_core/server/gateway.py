@@ -18,27 +18,26 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agl_core.capture import unpack_variables
 from agl_core.config.agents import is_among
 from agl_core.config.models import SamplingSection
 from agl_core.errors import nearest
 from agl_core.protocols import Upstream
-from agl_core.server.attempts import ActiveAttempt
+from agl_core.server.attempts import ActiveAttempt, attempt_key
 from agl_core.server.dialect import Dialect, ModelRequest
 from agl_core.server.echoes import ReplyMemories
 from agl_core.server.faults import ApiError, attempt_closed
-from agl_core.server.keys import check_key
+from agl_core.server.keys import Keys
 from agl_core.server.queue import RolloutQueue
 from agl_core.server.reply import Reply, read_reply
 from agl_core.server.retries import Exchange
 from agl_core.server.sampling import DISTORTING, call_seed, effective_sampling
 from agl_core.server.upstream import UpstreamClient
 from agl_core.store.interface import Store
-from agl_core.types import AttemptKey, Call, Json, Sampling
-from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT
+from agl_core.types import Call, Json, Sampling
+from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
 
 logger = logging.getLogger(__name__)
-
-_KEY_HINT = "Use the key that agl gives the agent (OPENAI_API_KEY, ANTHROPIC_API_KEY, context.api_key)."
 
 
 @dataclass(slots=True)
@@ -71,15 +70,15 @@ class Gateway:
         upstream: Upstream,
         client: UpstreamClient,
         *,
-        sampling: SamplingSection,
+        sampling: SamplingSection | None,
         seed: int,
         versions: Mapping[str, int],
-        key: str,
+        keys: Keys,
         agents: Mapping[str, Sequence[str]],
     ) -> None:
         self.counters = Counters()
         self._queue, self._store, self._upstream, self._client = queue, store, upstream, client
-        self._sampling, self._seed, self._versions, self._key = sampling, seed, versions, key
+        self._sampling, self._seed, self._versions, self._keys = sampling, seed, versions, keys
         self._agents = agents
         self._memories = ReplyMemories()
         self._tasks: set[asyncio.Task[Reply]] = set()
@@ -90,14 +89,17 @@ class Gateway:
         return sorted(self._upstream.models)
 
     def check_key(self, request: Request) -> None:
-        """ApiError 401 unless the request carries the agents' key."""
-        check_key(request, self._key, hint=_KEY_HINT)
+        """ApiError 401 unless the request carries the key of an attempt: of the one it names, if it names one."""
+        place = request.path_params
+        if "rollout" in place:
+            self._keys.check_agent(request, attempt_key(place["rollout"], place["attempt"]))
+        else:
+            self._keys.holder(request, self._queue.held())
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
         """One model call, from the agent's request to the agent's reply."""
         attempt: ActiveAttempt | None = None
         try:
-            self.check_key(request)
             attempt = self._attempt_of(request)
             raw = await request.body()
             memory = self._memories.of(attempt)
@@ -108,7 +110,7 @@ class Gateway:
         except ApiError as refused:
             error = refused
         except Exception:
-            logger.exception("The gateway failed in %s %s", request.method, request.url.path)
+            logger.exception("The gateway failed in %s %r", request.method, request.url.path)
             error = ApiError(
                 500, "agl's gateway failed; the server's log says why.", type="server_error", code="gateway_failed"
             )
@@ -123,20 +125,22 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _attempt_of(self, request: Request) -> ActiveAttempt:
-        """Whose call it is, by path prefix or by header."""
+        """Whose call it is, by path prefix or by header; what is wrong with it is told to those with the key only."""
         place, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
         if "rollout" in place:
             rollout, number = place["rollout"], place["attempt"]
-            if header is not None and header != f"{rollout}/{number}":
-                raise ApiError(
-                    400,
-                    f"The path says rollout {rollout}, attempt {number}, but the header {HEADER_ROLLOUT} says "
-                    f"{header!r}. Send one of them, or the same in both.",
-                    code="rollout_mismatch",
-                )
-        elif header is not None:
-            rollout, _, number = header.rpartition("/")
         else:
+            rollout, _, number = (header or "").rpartition("/")
+        key = attempt_key(rollout, number)
+        self._keys.check_agent(request, key)
+        if "rollout" in place and header not in (None, f"{rollout}/{number}"):
+            raise ApiError(
+                400,
+                f"The path says rollout {rollout}, attempt {number}, but the header {HEADER_ROLLOUT} says "
+                f"{header!r}. Send one of them, or the same in both.",
+                code="rollout_mismatch",
+            )
+        if "rollout" not in place and header is None:
             raise ApiError(
                 400,
                 f"agl cannot tell which rollout this call belongs to. Use the base URL that the agent was given "
@@ -144,8 +148,7 @@ class Gateway:
                 f"{HEADER_ROLLOUT}: ROLLOUT/ATTEMPT.",
                 code="rollout_missing",
             )
-        is_number = number.isdecimal() and len(number) < 10
-        attempt = self._queue.attempt(AttemptKey(rollout, int(number))) if is_number else None
+        attempt = None if key is None else self._queue.attempt(key)
         if attempt is None:
             raise ApiError(
                 404,
@@ -168,9 +171,7 @@ class Gateway:
         else:
             self.counters.retried += 1
         if exchange.task is None or exchange.failed:
-            exchange.task = asyncio.create_task(
-                self._call(attempt, exchange, dialect, asked, _agent(headers), headers.get(HEADER_PARENT_SPAN))
-            )
+            exchange.task = asyncio.create_task(self._call(attempt, exchange, dialect, asked, headers))
             self._tasks.add(exchange.task)
             exchange.task.add_done_callback(self._forget)
         try:
@@ -191,11 +192,12 @@ class Gateway:
         exchange: Exchange,
         dialect: Dialect,
         asked: ModelRequest,
-        agent: str | None,
-        parent_span: str | None,
+        stamps: Headers,
     ) -> Reply:
         started = time.time()
+        agent = _agent(stamps)
         policy = self._policy(asked.model, agent)
+        version = self._versions.get(policy)  # Of an upstream that does not tell: the one that it began with.
         seed = call_seed(self._seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
         effective = effective_sampling(attempt.rollout, asked.requested, self._sampling, seed)
         try:
@@ -213,14 +215,15 @@ class Gateway:
             attempt=attempt.record.attempt,
             sequence=exchange.sequence,
             policy=policy,
-            version=self._versions.get(policy) if reply.version is None else reply.version,
+            version=version if reply.version is None else reply.version,
             request=asked.recorded,
             choices=reply.choices,
             started=started,
             ended=time.time(),
             api=dialect.api,
             agent=agent,
-            parent_span=parent_span,
+            parent_span=stamps.get(HEADER_PARENT_SPAN),
+            state=unpack_variables(stamps.get(HEADER_STATE)),
             prompt_ids=reply.prompt_ids,
             requested=asked.requested,
             effective=effective,
@@ -278,10 +281,13 @@ class Gateway:
     ) -> dict[str, Json]:
         body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
         body["model"] = self._upstream.models[policy]
-        body["temperature"] = effective.temperature
-        body["top_p"] = effective.top_p
-        body["max_tokens"] = effective.max_tokens
-        body["seed"] = effective.seed
+        sampling = {
+            "temperature": effective.temperature,
+            "top_p": effective.top_p,
+            "max_tokens": effective.max_tokens,
+            "seed": effective.seed,
+        }
+        body.update({name: value for name, value in sampling.items() if value is not None})
         if self._upstream.returns_ids:
             body["return_token_ids"] = True
             body["logprobs"] = True

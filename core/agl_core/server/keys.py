@@ -1,23 +1,139 @@
-"""API keys: agents and workers each have their own."""
+"""API keys: what workers and agents may do, and nothing else.
+
+worker    lease, heartbeat, close
+agent     the calls and spans of one attempt; made from the server's secret, so that none has to be kept
+embedded  the calls and spans of every attempt. It stands in the environment of the run's own process only, where
+          an agent may have made its LLM client before it had an attempt; workers apart never get it
+"""
 
 from __future__ import annotations
 
+import base64
 import hmac
+import ipaddress
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from pydantic import ValidationError
 from starlette.requests import Request
 
+from agl_core.errors import ServerError
 from agl_core.server.faults import ApiError
+from agl_core.types import AttemptKey
+from agl_core.wire import WORKER_KEY, ServerFile
+
+_AGENT_HINT = (
+    "Use the key that agl gives the agent (OPENAI_API_KEY, ANTHROPIC_API_KEY, context.api_key); an attempt's own key "
+    "is good for that attempt only."
+)
+_WORKER_HINT = "These routes take the worker key, not an agent's key."
 
 
-def check_key(request: Request, key: str, *, hint: str) -> None:
-    """Compare the request's key with `key`, in constant time; `hint` says where the right one comes from.
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one server. They are compared in constant time, and neither logged nor stored with the run.
 
-    It is the bearer token or, as many of Anthropic's clients send it, `x-api-key`; where both are sent, one is enough.
+    `worker` is the workers' key, `secret` what the agents' keys are made of; `chosen` says that the user set the
+    workers' key.
     """
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    sent = [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
-    if not any(hmac.compare_digest(each.encode(), key.encode()) for each in sent):
-        found = "is not the right one" if token or any(sent) else "is missing"
-        raise ApiError(
-            401, f"The API key (Authorization: Bearer …, or x-api-key) {found}. {hint}", code="invalid_api_key"
+
+    worker: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    chosen: bool = False
+
+    @classmethod
+    def of_run(cls, file: Path) -> Keys:
+        """The keys of a run: the workers' from AGL_WORKER_KEY, the others as `file` has them, else new ones."""
+        fresh, before = cls(), _read(file)
+        chosen = os.environ.get(WORKER_KEY, "").strip()
+        if not chosen.isascii():
+            raise ServerError(f"{WORKER_KEY} has characters that no HTTP header can carry: use ASCII only.")
+        return cls(
+            worker=chosen or (before and before.worker_key) or fresh.worker,
+            secret=before.agent_secret if before else fresh.secret,
+            chosen=bool(chosen),
         )
+
+    def write(self, file: Path, base_url: str) -> None:
+        """Keep them in `file`, for its owner's eyes only; a key that the user chose is not written down."""
+        content = ServerFile(
+            base_url=base_url, worker_key=None if self.chosen else self.worker, agent_secret=self.secret
+        )
+        new = file.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(content.model_dump_json())
+        new.replace(file)
+
+    @property
+    def embedded(self) -> str:
+        return self._made_of("embedded")
+
+    def of_attempt(self, attempt: AttemptKey) -> str:
+        """The agent's key of one attempt."""
+        return self._made_of(f"{attempt.rollout}/{attempt.attempt}")
+
+    def check_host(self, host: str) -> None:
+        """ServerError if others can reach `host`, and nobody chose the key that they would need."""
+        if not self.chosen and not _is_loopback(host):
+            raise ServerError(
+                f"The Lightning Server does not listen on {host}, where other machines can reach it, without a key of "
+                f"your choice. Set {WORKER_KEY} here and for the workers (`openssl rand -hex 24` makes one), or use "
+                f"host 127.0.0.1."
+            )
+
+    def check_worker(self, request: Request) -> None:
+        """ApiError 401 unless the request carries the workers' key."""
+        if not _carries(request, self.worker):
+            raise _refusal(request, _WORKER_HINT)
+
+    def check_agent(self, request: Request, attempt: AttemptKey | None) -> None:
+        """ApiError 401 unless the request carries the key of this attempt, or the embedded one."""
+        own = attempt is not None and _carries(request, self.of_attempt(attempt))
+        if not own and not _carries(request, self.embedded):
+            raise _refusal(request, _AGENT_HINT)
+
+    def holder(self, request: Request, attempts: Iterable[AttemptKey]) -> AttemptKey | None:
+        """Which of these attempts the request's key is for; None if it is the embedded one. ApiError 401 otherwise."""
+        if _carries(request, self.embedded):
+            return None
+        for attempt in attempts:
+            if _carries(request, self.of_attempt(attempt)):
+                return attempt
+        raise _refusal(request, _AGENT_HINT)
+
+    def _made_of(self, name: str) -> str:
+        digest = hmac.digest(self.secret.encode(), name.encode(), "sha256")
+        return f"agl-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
+
+
+def _sent(request: Request) -> list[str]:
+    """The bearer token and, as many of Anthropic's clients send it, `x-api-key`; one of them is enough."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+
+
+def _carries(request: Request, key: str) -> bool:
+    return any(hmac.compare_digest(each.encode(), key.encode()) for each in _sent(request))
+
+
+def _refusal(request: Request, hint: str) -> ApiError:
+    found = "is not the right one" if request.headers.get("authorization") or any(_sent(request)) else "is missing"
+    return ApiError(401, f"The API key (Authorization: Bearer …, or x-api-key) {found}. {hint}", code="invalid_api_key")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(file: Path) -> ServerFile | None:
+    try:
+        return ServerFile.model_validate_json(file.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None

@@ -1,8 +1,10 @@
 """The rollout queue: every rollout's way from queued over running to done, durable at each step.
 
 queued ──lease──▶ running ──close_attempt──▶ done ──next_done──▶ trainer
-   ▲                 │
-   └── tried again ──┘
+   ▲               │   ▲
+   └─ tried again ─┘   └ heartbeat
+
+`lifecycle` is the table of all ways there are.
 """
 
 from __future__ import annotations
@@ -10,21 +12,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agl_core.errors import ServerError
 from agl_core.server.attempts import ActiveAttempt, is_tried_again, judge
-from agl_core.store.interface import Record, Store
-from agl_core.types import Attempt, AttemptKey, Ending, Outcome, Reward, Rollout, RolloutState
-from agl_core.wire import CloseReply, CloseRequest, Lease, LeaseReply, LeaseRequest, rollout_path
+from agl_core.server.faults import ApiError
+from agl_core.server.keys import Keys
+from agl_core.server.leases import Leases
+from agl_core.server.lifecycle import AttemptState, moved
+from agl_core.server.reports import reported, reported_late
+from agl_core.store.interface import Store
+from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
+from agl_core.wire import CloseReply, CloseRequest, HeartbeatReply, HeartbeatRequest, LeaseReply, LeaseRequest
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 10_000
-"""Closed attempts kept in memory, to tell a late call from a wrong address."""
+"""Closed attempts kept in memory, to tell a late call from a wrong address, and rollouts that are done."""
 
 _SHORTEST_WATCH = 0.1
 
@@ -39,22 +46,35 @@ class _Life:
 
 
 class RolloutQueue:
-    """The life cycle of rollouts. What a method did is in the store before it returns.
+    """The lifecycle of rollouts. What a method did is in the store before it returns.
 
-    `timeout` is how many seconds a worker gives an attempt, `attempts` how often a rollout is tried, `grace` how
-    many seconds after its timeout an attempt that nobody closed counts as lost (see `watch`). `hook` is
-    `Plugins.hook`. All methods belong to one event loop.
+    `attempts` says how often a rollout is tried; `timeout`, `grace`, `heartbeat` and `lease` how long workers may
+    keep an attempt, in seconds, as `Leases` has it. `hook` is `Plugins.hook`; `keys` make
+    the agents' keys. All methods belong to one event loop.
     """
 
-    def __init__(self, store: Store, *, timeout: float, attempts: int, hook: Any, grace: float = 30.0) -> None:
-        self._store, self._hook = store, hook
-        self._timeout, self._budget, self._grace = timeout, attempts, grace
+    def __init__(
+        self,
+        store: Store,
+        *,
+        timeout: float,
+        attempts: int,
+        hook: Any,
+        keys: Keys,
+        grace: float = 30.0,
+        heartbeat: float = 5.0,
+        lease: float = 20.0,
+    ) -> None:
+        self._store, self._hook, self._budget = store, hook, attempts
+        self._leases = Leases(timeout=timeout, grace=grace, heartbeat=heartbeat, lease=lease, keys=keys)
         self._lives: dict[str, _Life] = {}
         self._queued: OrderedDict[str, _Life] = OrderedDict()
         self._attempts: dict[AttemptKey, ActiveAttempt] = {}
         self._running: dict[AttemptKey, ActiveAttempt] = {}
         self._ended: deque[AttemptKey] = deque()
+        self._finished: OrderedDict[str, Rollout] = OrderedDict()
         self._done: asyncio.Queue[Rollout] = asyncio.Queue()
+        self._enqueuing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._waiting = 0
         self._closed = False
@@ -75,21 +95,45 @@ class RolloutQueue:
         return self._waiting
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add rollouts at the end, all or none. ServerError if one is already there or the queue is closed."""
+        """Add rollouts at the end, all or none; those that were added before, just as they are, are left alone.
+
+        ServerError if another rollout has the id of one of them, or if the queue is closed.
+        """
         if self._closed:
             raise ServerError("The rollout queue is closed: the run is over. Start a new run to add rollouts.")
-        counts = Counter(rollout.id for rollout in rollouts)
-        if twice := [id for id, count in counts.items() if count > 1 or id in self._lives]:
-            raise ServerError(f"Rollouts are already in the queue: {', '.join(sorted(twice))}. Give each a new id.")
-        lives = {each.id: _Life(replace(each, state=RolloutState.QUEUED)) for each in rollouts}
-        self._lives.update(lives)
-        try:
-            await self._store.put(*(life.rollout for life in lives.values()))
-        except BaseException:
-            for id in lives:
-                del self._lives[id]
-            raise
-        self._queued.update(lives)
+        async with self._enqueuing:
+            new: dict[str, Rollout] = {}
+            for each in map(_as_created, rollouts):
+                known = new.get(each.id) or self._known(each.id)
+                if known is not None and known != each:
+                    raise ServerError(
+                        f"The rollout {each.id} is already in the queue, for another task or step. Give each a new id."
+                    )
+                if known is None:
+                    new[each.id] = each
+            if not new:
+                return
+            await self._store.put(*new.values())
+            lives = {id: _Life(rollout) for id, rollout in new.items()}
+            self._lives.update(lives)
+            self._queued.update(lives)
+            self._changed.set()
+
+    async def restore(self, run: str) -> None:
+        """Take up what an earlier server of this run left in the store; to be called before the first lease.
+
+        Queued rollouts are queued again, in their order. Attempts stay with their workers, and are lost unless a
+        heartbeat comes before the lease expires.
+        """
+        for rollout in await self._store.rollouts(run=run, state=RolloutState.QUEUED):
+            started = await self._store.attempts(rollout.id)
+            self._lives[rollout.id] = self._queued[rollout.id] = _Life(rollout, len(started))
+        for rollout in await self._store.rollouts(run=run, state=RolloutState.RUNNING):
+            started = await self._store.attempts(rollout.id)
+            self._lives[rollout.id] = _Life(rollout, len(started))
+            await self._hold_again(rollout, started[-1])
+        for rollout in await self._store.rollouts(run=run, state=RolloutState.DONE):
+            self._remember_done(rollout)
         self._changed.set()
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
@@ -115,29 +159,34 @@ class RolloutQueue:
         held = [each for each in started if not each.closed]  # some may have been cancelled meanwhile
         for each in held:
             self._fire(self._hook.rollout_started, rollout=each.rollout, attempt=each.record.attempt)
-        return LeaseReply(leases=[self._lease(each) for each in held], closed=False)
+        return LeaseReply(leases=[self._leases.lent(each) for each in held], closed=False)
 
     def attempt(self, key: AttemptKey) -> ActiveAttempt | None:
         """The attempt, running or ended; None if it was never started here, or ended long ago."""
         return self._attempts.get(key)
 
+    def held(self) -> list[AttemptKey]:
+        """The attempts that workers hold, oldest first."""
+        return list(self._running)
+
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        """A worker lives: extend the leases of the attempts that it names."""
+        lost = self._leases.beat(request, self._attempts, self._running.values())
+        return HeartbeatReply(lost=lost, closed=self._closed)
+
     async def close_attempt(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
         """End an attempt: its calls no longer count, and its rollout is done or tried again.
 
-        The same report sent again gets the same answer. ServerError if there is no such attempt.
+        The same report sent again gets the same answer. What a worker reports of an attempt that was lost and tried
+        again is recorded, and does not count. ApiError 404 if there is no such attempt.
         """
         active = self._attempts.get(key)
         if active is None:
-            return await self._closed_before(key)
-        if active.closing is None:
-            active.closed, active.reported = True, request.ending
-            active.closing = asyncio.create_task(self._close(active, request))
-        try:
-            reply = await asyncio.shield(active.closing)
-        except Exception:
-            active.closing = None
-            raise
-        return reply if request.ending is active.reported else CloseReply(counted=False)
+            return await self._closed_before(key, request)
+        reply = await self._end(active, request)
+        if active.state is AttemptState.SUPERSEDED and request.ending is not active.reported:
+            active.record = await self._record_late(active.record, request)
+        return reply
 
     async def next_done(self) -> Rollout:
         """Take the next rollout that is done; waits for it. Its calls, outcomes and rewards are in the store."""
@@ -151,8 +200,8 @@ class RolloutQueue:
         """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
         wanted = set(ids)
         await self._cancel_queued(wanted)
-        held = [key for key in self._running if key.rollout in wanted]
-        await asyncio.gather(*(self.close_attempt(key, CloseRequest(ending=Ending.CANCELLED)) for key in held))
+        held = [each for each in self._running.values() if each.key.rollout in wanted]
+        await asyncio.gather(*(self._end(each, CloseRequest(ending=Ending.CANCELLED)) for each in held))
         await self._cancel_queued(wanted)  # those whose attempt was just being closed to be tried again
 
     def close(self) -> None:
@@ -164,27 +213,26 @@ class RolloutQueue:
         """Close as lost, until cancelled, every attempt that is overdue: its worker is gone."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(max(_SHORTEST_WATCH, self._next_deadline() - loop.time()))
-            for each in [each for each in self._open() if each.deadline <= loop.time()]:
-                error = (
-                    f"The worker {each.record.worker} did not report within {self._timeout + self._grace:g} seconds."
-                )
-                try:
-                    await self.close_attempt(each.key, CloseRequest(ending=Ending.LOST, error=error))
-                except Exception:
-                    logger.exception("Could not record that attempt %s/%s was lost.", *each.key)
+            await asyncio.sleep(max(_SHORTEST_WATCH, self._leases.next_look(self._open()) - loop.time()))
+            for each in self._open():
+                if error := self._leases.why_lost(each):
+                    try:
+                        await self._end(each, CloseRequest(ending=Ending.LOST, error=error))
+                    except Exception:
+                        logger.exception("Could not record that attempt %s/%s was lost.", *each.key)
 
     async def _cancel_queued(self, wanted: set[str]) -> None:
         lives = [self._queued.pop(id) for id in list(self._queued) if id in wanted]
-        rollouts = [replace(life.rollout, state=RolloutState.DONE, ending=Ending.CANCELLED) for life in lives]
+        rollouts = [moved(life.rollout, RolloutState.DONE, ending=Ending.CANCELLED) for life in lives]
         if rollouts:
-            await self._store.put(*rollouts)
+            try:
+                await self._store.put(*rollouts)
+            except BaseException:
+                for life in reversed(lives):
+                    self._queue_first(life)
+                raise
         for rollout in rollouts:
             self._finish(rollout)
-
-    def _next_deadline(self) -> float:
-        new = asyncio.get_running_loop().time() + self._timeout + self._grace
-        return min((each.deadline for each in self._open()), default=new)
 
     def _open(self) -> list[ActiveAttempt]:
         """Attempts that nobody closed, or whose end could not be written."""
@@ -201,36 +249,46 @@ class RolloutQueue:
                 return
 
     def _start(self, life: _Life, worker: str) -> ActiveAttempt:
-        life.rollout = replace(life.rollout, state=RolloutState.RUNNING)
+        life.rollout = moved(life.rollout, RolloutState.RUNNING)
         record = Attempt(life.rollout.id, life.attempts, worker, started=time.time())
         life.attempts += 1
-        deadline = asyncio.get_running_loop().time() + self._timeout + self._grace
-        active = ActiveAttempt(life.rollout, record, deadline)
-        self._attempts[record.key] = self._running[record.key] = active
+        return self._hold(self._leases.start(life.rollout, record))
+
+    async def _hold_again(self, rollout: Rollout, record: Attempt) -> None:
+        """Let the worker keep an attempt that it got from an earlier server."""
+        calls = await self._store.calls([record.key])
+        active = self._hold(self._leases.hold_again(rollout, record))
+        active.started_calls = max((call.sequence + 1 for call in calls), default=0)
+        active.completed_calls = sum(not call.late for call in calls)
+
+    def _hold(self, active: ActiveAttempt) -> ActiveAttempt:
+        self._attempts[active.key] = self._running[active.key] = active
         return active
 
     def _give_back(self, started: Sequence[ActiveAttempt]) -> None:
         for each in reversed(started):
             if each.closed:
                 continue
+            each.move(AttemptState.WITHDRAWN)
             life = self._lives[each.rollout.id]
             life.attempts -= 1
-            life.rollout = replace(life.rollout, state=RolloutState.QUEUED)
+            life.rollout = moved(life.rollout, RolloutState.QUEUED)
             del self._attempts[each.key], self._running[each.key]
             self._queue_first(life)
 
-    def _lease(self, active: ActiveAttempt) -> Lease:
-        task = active.rollout.task
-        return Lease(
-            rollout=active.rollout.id,
-            attempt=active.record.attempt,
-            task_id=task.id,
-            task_input=task.input,
-            task_split=task.split,
-            mode=active.mode,
-            timeout=self._timeout,
-            path=rollout_path(*active.key),
-        )
+    async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
+        """End an attempt, unless it has ended; the first request decides how."""
+        if active.closing is None:
+            if not active.closed:
+                active.move(AttemptState.CLOSING)
+            active.reported = request.ending
+            active.closing = asyncio.create_task(self._close(active, request))
+        try:
+            reply = await asyncio.shield(active.closing)
+        except Exception:
+            active.closing = None
+            raise
+        return reply if request.ending is active.reported else CloseReply(counted=False)
 
     async def _close(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
         if active.committing:
@@ -239,10 +297,11 @@ class RolloutQueue:
         record = replace(active.record, ended=time.time(), ending=ending, result=request.result, error=error)
         again = is_tried_again(active, ending, self._budget)
         if again:
-            rollout = replace(active.rollout, state=RolloutState.QUEUED)
+            rollout = moved(active.rollout, RolloutState.QUEUED)
         else:
-            rollout = replace(active.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=record.attempt)
-        await self._store.put(*_reports(active.key, request), record, rollout)
+            rollout = moved(active.rollout, RolloutState.DONE, ending=ending, counted=record.attempt)
+        await self._store.put(*reported(active.key, request), record, rollout)
+        active.move(AttemptState.SUPERSEDED if again else AttemptState.COUNTED)
         active.record = record
         active.retries.clear()
         del self._running[active.key]
@@ -257,16 +316,32 @@ class RolloutQueue:
             self._finish(rollout)
         return CloseReply(counted=not again)
 
-    async def _closed_before(self, key: AttemptKey) -> CloseReply:
+    async def _closed_before(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
         """The answer for an attempt that is not in memory: one that ended long ago, or before a restart."""
         ended = [each for each in await self._store.attempts(key.rollout) if each.key == key and each.ending]
         if not ended:
-            raise ServerError(
+            raise ApiError(
+                404,
                 f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
-                f"from this server can be closed; check the server's address and the ids."
+                f"from this server can be closed; check the server's address and the ids.",
+                code="attempt_unknown",
             )
         rollout = await self._store.rollout(key.rollout)
-        return CloseReply(counted=rollout.counted_attempt == key.attempt)
+        counted = rollout.counted_attempt == key.attempt
+        if not counted:
+            await self._record_late(ended[0], request)
+        return CloseReply(counted=counted)
+
+    async def _record_late(self, record: Attempt, request: CloseRequest) -> Attempt:
+        late = reported_late(record, request)
+        if late is not record:
+            await self._store.put(*reported(record.key, request), late)
+        return late
+
+    def _known(self, id: str) -> Rollout | None:
+        life = self._lives.get(id)
+        rollout = life.rollout if life else self._finished.get(id)
+        return rollout and _as_created(rollout)
 
     def _queue_first(self, life: _Life) -> None:
         self._queued[life.rollout.id] = life
@@ -274,7 +349,13 @@ class RolloutQueue:
 
     def _finish(self, rollout: Rollout) -> None:
         del self._lives[rollout.id]
+        self._remember_done(rollout)
         self._done.put_nowait(rollout)
+
+    def _remember_done(self, rollout: Rollout) -> None:
+        self._finished[rollout.id] = rollout
+        if len(self._finished) > _REMEMBERED:
+            self._finished.popitem(last=False)
 
     def _remember(self, key: AttemptKey) -> None:
         self._ended.append(key)
@@ -288,11 +369,5 @@ class RolloutQueue:
             logger.exception("A plugin's hook failed; the run goes on without it.")
 
 
-def _reports(key: AttemptKey, request: CloseRequest) -> list[Record]:
-    """What the agent's side tells of the attempt, as records; rewards of one name add up."""
-    outcomes = [Outcome(rollout=key.rollout, attempt=key.attempt, **each.model_dump()) for each in request.outcomes]
-    totals: dict[str, float] = {}
-    for reward in request.rewards:
-        totals[reward.name] = totals.get(reward.name, 0.0) + reward.value
-    rewards = [Reward(*key, name=name, value=total, source="agent") for name, total in totals.items()]
-    return [*outcomes, *rewards]
+def _as_created(rollout: Rollout) -> Rollout:
+    return replace(rollout, state=RolloutState.QUEUED, ending=None, counted_attempt=None)

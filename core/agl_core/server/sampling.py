@@ -28,8 +28,13 @@ DISTORTING = frozenset(
 the recorded log-probabilities would not be those of the policy, and importance weights would be wrong."""
 
 
-def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection, seed: int) -> Sampling:
-    """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits."""
+def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:
+    """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits.
+
+    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl.
+    """
+    if settings is None:
+        return requested
     temperature = {
         Mode.TRAIN: settings.temperature,
         Mode.EVAL_SAMPLED: settings.eval_temperature,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import secrets
+import errno
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 import uvicorn
@@ -28,6 +28,8 @@ from agl_core.server.completions import Completions
 from agl_core.server.dialect import Dialect
 from agl_core.server.faults import ApiError
 from agl_core.server.gateway import Counters, Gateway
+from agl_core.server.keys import Keys
+from agl_core.server.limits import RequestLimits
 from agl_core.server.management import Management
 from agl_core.server.messages import Messages
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
@@ -35,6 +37,9 @@ from agl_core.server.queue import RolloutQueue
 from agl_core.server.responses import Responses
 from agl_core.server.upstream import UpstreamClient
 from agl_core.store.interface import Store
+
+if TYPE_CHECKING:
+    from agl_core.server.otlp.over_grpc import GrpcTraces
 
 _GRACEFUL = 5
 """Seconds that requests in flight get at the end."""
@@ -53,9 +58,13 @@ _Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 class LightningServer:
     """Serves agents and workers from the event loop that starts it.
 
-    Agents reach `base_url` + the attempt's path + /v1 with `agent_key`, workers `base_url`/agl/v1 with
-    `worker_key`. `timeout` is how many seconds an attempt may take, and so a call at most; `attempts` how often a
-    rollout is tried; `hook` is `Plugins.hook`; `agents` says which agents a policy answers. Port 0 takes a free one.
+    Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
+    `worker_key`; `agent_key` is good for every attempt, and meant for the environment of the server's own process
+    only. `timeout` is how many seconds an attempt may take, and so a call at most; `attempts` how often a
+    rollout is tried; `heartbeat` and `lease` how workers keep what they hold (`Leases`); `hook` is `Plugins.hook`;
+    `agents` says which agents a policy answers. Port 0 takes a free one; without `otlp_port` spans come over HTTP
+    only. ServerError if `host` can be reached by others and nobody chose `keys`.
+    Without `sampling`, replies are sampled as the agents ask.
 
     >>> async def example(store, upstream, plugins):
     ...     async with LightningServer(
@@ -70,7 +79,7 @@ class LightningServer:
         store: Store,
         upstream: Upstream,
         *,
-        sampling: SamplingSection,
+        sampling: SamplingSection | None,
         seed: int,
         timeout: float,
         attempts: int,
@@ -78,13 +87,20 @@ class LightningServer:
         agents: Mapping[str, Sequence[str]] = MappingProxyType({}),
         host: str = "127.0.0.1",
         port: int = 0,
+        otlp_port: int | None = None,
+        heartbeat: float = 5.0,
+        lease: float = 20.0,
+        keys: Keys | None = None,
     ) -> None:
-        self.queue = RolloutQueue(store, timeout=timeout, attempts=attempts, hook=hook)
+        keys = keys or Keys()
+        keys.check_host(host)
+        self.queue = RolloutQueue(
+            store, timeout=timeout, attempts=attempts, hook=hook, keys=keys, heartbeat=heartbeat, lease=lease
+        )
         self.versions: dict[str, int] = {}
         """The version of each policy, for upstreams whose replies do not tell it; the trainer keeps it."""
-        self.agent_key = secrets.token_urlsafe(24)
-        self.worker_key = secrets.token_urlsafe(24)
-        self._host, self._port = host, port
+        self.agent_key, self.worker_key = keys.embedded, keys.worker
+        self.keys, self._host, self._port, self._otlp_port = keys, host, port, otlp_port
         self._client = UpstreamClient(upstream, timeout)
         self._gateway = Gateway(
             self.queue,
@@ -94,19 +110,25 @@ class LightningServer:
             sampling=sampling,
             seed=seed,
             versions=self.versions,
-            key=self.agent_key,
+            keys=keys,
             agents=agents,
         )
         self._intake = SpanIntake(self.queue, store)
-        self._traces = TraceService(self.queue, self._intake, key=self.agent_key)
+        self._traces = TraceService(self.queue, self._intake, keys=keys)
+        self._grpc: GrpcTraces | None = None
         self._http: _Uvicorn | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def base_url(self) -> str:
         """Where the server listens, without a path; known once it has started."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
-        return f"http://{host}:{self._port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    @property
+    def otlp_port(self) -> int | None:
+        """Where spans come in over gRPC; known once the server has started."""
+        return self._grpc.port if self._grpc else None
 
     @property
     def counters(self) -> Counters:
@@ -114,12 +136,12 @@ class LightningServer:
         return self._gateway.counters
 
     async def start(self) -> None:
-        """Listen; ServerError if the port is taken."""
+        """Listen; ServerError if a port is taken."""
         listener = _bind(self._host, self._port)
         self._port = listener.getsockname()[1]
         await self._client.__aenter__()
         config = uvicorn.Config(
-            self._app(),
+            RequestLimits(self._app()),
             lifespan="off",
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE,
@@ -137,6 +159,8 @@ class LightningServer:
         if serving.done():
             await self.stop()
             raise ServerError(f"The Lightning Server did not start at {self.base_url}; its log says why.")
+        if self._otlp_port is not None:
+            await self._start_grpc(self._otlp_port)
 
     async def stop(self) -> None:
         """End leases and calls in flight, and close the port; calling it again changes nothing."""
@@ -146,10 +170,22 @@ class LightningServer:
         serving, watching = self._tasks
         self.queue.close()
         watching.cancel()
+        if self._grpc is not None:
+            await self._grpc.stop()
         await self._gateway.stop()
         http.should_exit = True
         await asyncio.gather(serving, watching, return_exceptions=True)
         await self._client.__aexit__(None, None, None)
+
+    async def _start_grpc(self, port: int) -> None:
+        from agl_core.server.otlp.over_grpc import GrpcTraces
+
+        self._grpc = GrpcTraces(self._traces, host=self._host, port=port)
+        try:
+            await self._grpc.start()
+        except ServerError:
+            await self.stop()
+            raise
 
     async def __aenter__(self) -> LightningServer:
         await self.start()
@@ -166,7 +202,7 @@ class LightningServer:
 
     def _app(self) -> Starlette:
         gateway = self._gateway
-        management = Management(self.queue, key=self.worker_key, counters=self._counted)
+        management = Management(self.queue, keys=self.keys, counters=self._counted)
         started = int(time.time())
 
         def endpoint(dialect: Dialect) -> _Endpoint:
@@ -205,9 +241,7 @@ class LightningServer:
                     for prefix in (_PREFIX, "")
                 ),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
-                Route("/agl/v1/leases", management.lease, methods=["POST"]),
-                Route("/agl/v1/rollouts/{rollout}/attempts/{attempt:int}/close", management.close, methods=["POST"]),
-                Route("/agl/v1/health", management.health),
+                *management.routes,
             ],
             exception_handlers={404: unknown, 405: unknown},
         )
@@ -238,8 +272,13 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ServerError(
-            f"The Lightning Server cannot listen on {host}:{port} ({error.strerror}). Another program, perhaps "
-            f"another run, has that port: use port 0 for a free one, or stop the other program."
+            f"The Lightning Server cannot listen on {host}:{port} ({error.strerror}). "
+            + (
+                "Another program, perhaps another run, has that port: use port 0 for a free one, or stop the other "
+                "program."
+                if error.errno == errno.EADDRINUSE
+                else "Use an address of this machine, 127.0.0.1 for instance."
+            )
         ) from error
     listener.setblocking(False)
     return listener

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from stack import Stack, make_rollout, running_stack
 
-from agl_core.client import Agent, WorkerThread
+from agl_core.client import Agent, InProcess, Runner, WorkerThread
 from agl_core.types import Attempt, Json, Rollout, Task
 
 
@@ -29,7 +29,10 @@ class Workplace:
         self, function: Callable[..., Any], inputs: list[Json], *, concurrency: int = 8, **kinds: bool
     ) -> dict[int, tuple[Rollout, Attempt]]:
         """One rollout per input, all to the end; by the input's place."""
-        worker = self.start(function, concurrency=concurrency, **kinds)
+        return await self.finish(self.start(function, concurrency=concurrency, **kinds), inputs)
+
+    async def finish(self, worker: WorkerThread, inputs: list[Json]) -> dict[int, tuple[Rollout, Attempt]]:
+        """One rollout per input, all to the end by this worker, which is stopped then."""
         rollouts = [make_rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(inputs)]
         await self.stack.server.queue.enqueue(rollouts)
         done = [await self.stack.server.queue.next_done() for _ in rollouts]
@@ -43,11 +46,14 @@ class Workplace:
     def start(
         self, function: Callable[..., Any], *, concurrency: int = 8, is_async: bool = True, wants_context: bool = True
     ) -> WorkerThread:
+        agent = Agent("test:agent", function, wants_context=wants_context, is_async=is_async)
+        return self.start_runner(InProcess(agent), concurrency=concurrency)
+
+    def start_runner(self, runner: Runner, *, concurrency: int = 8) -> WorkerThread:
         worker = WorkerThread(
-            Agent("test:agent", function, wants_context=wants_context, is_async=is_async),
+            runner,
             base_url=self.stack.server.base_url,
             worker_key=self.stack.server.worker_key,
-            agent_key=self.stack.server.agent_key,
             concurrency=concurrency,
         )
         worker.start()

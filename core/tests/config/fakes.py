@@ -100,6 +100,11 @@ def per_step(episodes: Any) -> Any:
 
 
 @agl_core.hookimpl
+def register_buffers(register: Register) -> None:
+    register("hoarding", built)
+
+
+@agl_core.hookimpl
 def register_stores(register: Register) -> None:
     register("forgetting", built)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agl_core.config import LoadedConfig, check
+from agl_core.config.check import cautions
 from agl_core.errors import CapabilityError
 from agl_core.types import CreditKind
 
@@ -27,6 +28,9 @@ Load = Callable[..., LoadedConfig]
         ("credit.name=either", "algorithm.name=judging", "engine.name=rich"),
         ("credit.name=mixing",),
         ("rewards.tools.rule=tool_counting",),
+        ("async.max_staleness=4",),
+        ("async.max_staleness=1", "async.in_flight=17"),
+        ("async.in_flight=16", "train.deterministic=true"),
     ],
 )
 def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overrides: tuple[str, ...]) -> None:
@@ -39,6 +43,12 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
         (("train.group_size=1",), ("compares several rollouts", "group_size is 1", "Set it to 2 or more")),
         (("train.min_group_size=1",), ("min_group_size is 1", "nothing to compare")),
         (("train.group_size=2", "train.min_group_size=3"), ("min_group_size is 3, more than group_size 2",)),
+        (
+            ("async.max_staleness=1", "train.deterministic=true"),
+            ("deterministic is on", "Set max_staleness to 0, or deterministic to false"),
+        ),
+        (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
+        (("async.in_flight=17",), ("in_flight is 17", "Set max_staleness to 1 or more")),
         (("credit.name=per_step",), ("takes returns", "the time axis has no owner", "stepwise, whole)")),
         (
             ("algorithm.name=judging", "engine.name=rich"),
@@ -131,3 +141,16 @@ def test_the_algorithm_decides_what_the_values_are(
     run = loaded(minimal, f"algorithm.name={algorithm}", f"credit.name={credit}")
 
     assert run.policies["default"].credit_kind is kind
+
+
+def test_training_on_what_older_weights_sampled_without_correction_is_worth_a_word(
+    loaded: Load, minimal: dict[str, Any]
+) -> None:
+    minimal["policies"]["default"]["algorithm"] = {"name": "grpo"}
+    assert list(cautions(loaded(minimal))) == []
+    assert list(cautions(loaded(minimal, "async.max_staleness=2", "policies.default.algorithm.name=easy"))) == []
+    stale = "async.max_staleness=2"
+    [said] = cautions(loaded(minimal, stale))
+    assert "max_staleness is 2" in said
+    assert "importance_threshold is not set" in said
+    assert list(cautions(loaded(minimal, stale, "policies.default.algorithm.grpo.importance_threshold=2.0"))) == []

@@ -18,6 +18,7 @@ CHANGED: dict[str, Any] = {
     "seed": 3,
     "folder": "inside",
     "agent.entry": "other:run",
+    "agent.command": "python agent.py --fast",
     "agent.attach": False,
     "tasks.held-out.source": "counting",
     "policies.second.model.path": "weights",
@@ -51,10 +52,21 @@ CHANGED: dict[str, Any] = {
     "train.keep_checkpoints": 9,
     "train.deterministic": True,
     "train.endings.crashed": -0.5,
+    "async.max_staleness": 3,
+    "async.in_flight": 40,
+    "buffer.name": "hoarding",
     "eval.every": 4,
     "eval.tasks": 11,
     "eval.modes": ["eval-sampled"],
+    "server.host": "localhost",
+    "server.port": 8123,
+    "server.otlp_port": 4317,
+    "server.heartbeat": 2.5,
+    "server.lease": 30.0,
     "workers.concurrency": 3,
+    "workers.embedded": False,
+    "workers.isolation": "process",
+    "workers.memory_mib": 512,
     "workers.timeout": 1.5,
     "workers.attempts": 1,
     "rewards.short.rule": "brevity",
@@ -79,8 +91,8 @@ WITHOUT_A_SECOND_VALUE = {"config_version"}
 
 def keys_of(model: type[BaseModel]) -> Iterator[str]:
     """Every key of a model, dotted; `*` where a table's names are free."""
-    for name, field in model.model_fields.items():
-        inner = list(_models(field.annotation))
+    for field_name, field in model.model_fields.items():
+        name, inner = field.alias or field_name, list(_models(field.annotation))
         if inner:
             star = "" if _is_model(field.annotation) else ".*"
             yield from (f"{name}{star}.{key}" for each in inner for key in keys_of(each))
@@ -166,6 +178,8 @@ def _put(config: dict[str, Any], dotted: str, value: Any) -> None:
     if dotted == "policies.second.model.path":
         config["policies"]["second"] = {"model": {"path": value}}
         return
+    if dotted == "agent.command":
+        del config["agent"]["entry"]
     for parent in parents:
         config = config.setdefault(parent, {})
     config[last] = value

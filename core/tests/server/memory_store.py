@@ -56,7 +56,12 @@ class MemoryStore:
         group: str | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
-        return [each for each in self._rollouts.values() if state in (None, each.state)][:limit]
+        wanted = [("run", run), ("step", step), ("mode", mode), ("state", state), ("group", group)]
+        return [
+            each
+            for each in self._rollouts.values()
+            if all(value in (None, getattr(each, name)) for name, value in wanted)
+        ][:limit]
 
     async def rollout(self, prefix: str) -> Rollout:
         return self._rollouts[prefix]

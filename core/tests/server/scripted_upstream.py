@@ -101,6 +101,7 @@ class ScriptedUpstream:
     def __init__(self) -> None:
         self.received: list[Received] = []
         self.returns_ids = True
+        self.models = ["served"]
         self.agl: dict[str, Any] | None = None
         self.headers: dict[str, str] = {}
         self.url = ""
@@ -114,6 +115,7 @@ class ScriptedUpstream:
     async def __aenter__(self) -> ScriptedUpstream:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -124,6 +126,9 @@ class ScriptedUpstream:
     async def __aexit__(self, *_: object) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
@@ -175,9 +180,10 @@ class ScriptedUpstream:
         text, finish_reason, tool_calls = step.text, "stop", None
         if isinstance(step, CallTools):
             finish_reason = "tool_calls"
+            seed = body.get("seed", len(self.received))
             tool_calls = [
                 {
-                    "id": f"call_{zlib.crc32(json.dumps([body['seed'], index, place]).encode()):08x}",
+                    "id": f"call_{zlib.crc32(json.dumps([seed, index, place]).encode()):08x}",
                     "type": "function",
                     "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
                 }
@@ -189,8 +195,9 @@ class ScriptedUpstream:
             text = text.split(stop)[0] if text else text
         sampled = text or json.dumps([call["function"] for call in tool_calls or ()])
         ids = [*sampled.encode(), END_TOKEN]
-        if len(ids) > body["max_tokens"]:
-            ids, finish_reason = ids[: body["max_tokens"]], "length"
+        limit = body.get("max_tokens") or len(ids)
+        if len(ids) > limit:
+            ids, finish_reason = ids[:limit], "length"
             text = bytes(ids).decode("utf-8", "ignore") if tool_calls is None else text
         return {
             "index": index,

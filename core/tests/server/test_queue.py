@@ -10,6 +10,7 @@ from stack import Hooks, make_rollout
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server import RolloutQueue
+from agl_core.server.keys import Keys
 from agl_core.types import Attempt, AttemptKey, Ending, OutcomeStatus, Rollout, RolloutState
 from agl_core.wire import CloseRequest, LeaseReply, LeaseRequest, OutcomeReport, RewardReport
 
@@ -29,7 +30,7 @@ def hooks() -> Hooks:
 
 @pytest.fixture
 def queue(store: MemoryStore, hooks: Hooks) -> RolloutQueue:
-    return RolloutQueue(store, timeout=30, attempts=2, hook=hooks)
+    return RolloutQueue(store, timeout=30, attempts=2, hook=hooks, keys=Keys())
 
 
 async def lease(queue: RolloutQueue, capacity: int = 1, wait: float = 0) -> LeaseReply:
@@ -111,10 +112,34 @@ async def test_closing_wakes_a_waiting_lease(queue: RolloutQueue) -> None:
     assert (await waiting).closed
 
 
-async def test_a_rollout_is_taken_in_once(queue: RolloutQueue) -> None:
+async def test_adding_a_rollout_again_changes_nothing(queue: RolloutQueue, store: MemoryStore) -> None:
+    """Waiting, running or done: whoever did not hear that it was taken in may say it again."""
+    await queue.enqueue([make_rollout("a"), make_rollout("a")])
+    await queue.enqueue([make_rollout("b"), make_rollout("a")])
+    assert queue.queued == 2
+    key = await leased(queue, calls=1)
     await queue.enqueue([make_rollout("a")])
-    with pytest.raises(ServerError, match="already in the queue: a"):
-        await queue.enqueue([make_rollout("b"), make_rollout("a")])
+    assert (queue.queued, queue.running) == (1, 1)
+    await queue.close_attempt(key, FINISHED)
+    await queue.enqueue([make_rollout("a")])
+    assert (queue.queued, queue.running) == (1, 0)
+    assert (await store.rollout("a")).state is RolloutState.DONE
+
+
+async def test_adding_it_again_while_it_is_being_added_waits_for_that(queue: RolloutQueue, store: MemoryStore) -> None:
+    store.writable.clear()
+    adding = [asyncio.ensure_future(queue.enqueue([make_rollout("a")])) for _ in range(2)]
+    await store.write_waits.wait()
+    assert not any(each.done() for each in adding)
+    store.writable.set()
+    await asyncio.gather(*adding)
+    assert len(store.written) == queue.queued == 1
+
+
+async def test_another_rollout_of_the_same_id_is_refused(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    with pytest.raises(ServerError, match="a is already in the queue"):
+        await queue.enqueue([make_rollout("b"), make_rollout("a", step=1)])
     assert queue.queued == 1
 
 
@@ -191,13 +216,23 @@ async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQ
     assert (await queue.next_done()).ending is Ending.CRASHED
 
 
+async def test_a_worker_that_changes_its_mind_is_not_heard(queue: RolloutQueue, store: MemoryStore) -> None:
+    """Also where its first report had the rollout tried again: only what the server took away can be reported late."""
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue)
+    await queue.close_attempt(key, CRASHED)
+    written = list(store.written)
+    assert not (await queue.close_attempt(key, FINISHED)).counted
+    assert store.written == written
+
+
 async def test_an_attempt_that_ended_before_a_restart_is_answered_from_the_store(
     queue: RolloutQueue, store: MemoryStore
 ) -> None:
     await queue.enqueue([make_rollout("a")])
     key = await leased(queue, calls=1)
     await queue.close_attempt(key, FINISHED)
-    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks())
+    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
     assert (await restarted.close_attempt(key, FINISHED)).counted
     with pytest.raises(ServerError, match="no attempt 3 of rollout a"):
         await restarted.close_attempt(AttemptKey("a", 3), FINISHED)
@@ -276,6 +311,15 @@ async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, stor
     assert (await lease(queue, capacity=9)).leases[0].rollout == "c"
 
 
+async def test_a_cancellation_that_cannot_be_written_loses_nothing(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make_rollout(id) for id in "abc"])
+    store.failing = True
+    with pytest.raises(StoreError):
+        await queue.cancel(["a", "b"])
+    store.failing = False
+    assert [each.rollout for each in (await lease(queue, capacity=9)).leases] == ["a", "b", "c"]
+
+
 async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
     queue: RolloutQueue, store: MemoryStore
 ) -> None:
@@ -293,7 +337,7 @@ async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
 
 
 async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hooks: Hooks) -> None:
-    queue = RolloutQueue(store, timeout=0.01, attempts=2, hook=hooks, grace=0)
+    queue = RolloutQueue(store, timeout=0.01, attempts=2, hook=hooks, grace=0, keys=Keys())
     await queue.enqueue([make_rollout("a")])
     watching = asyncio.ensure_future(queue.watch())
     for _ in range(2):
@@ -305,7 +349,7 @@ async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hoo
 
 
 async def test_an_end_that_could_not_be_written_is_not_forgotten(store: MemoryStore, hooks: Hooks) -> None:
-    queue = RolloutQueue(store, timeout=0.01, attempts=1, hook=hooks, grace=0)
+    queue = RolloutQueue(store, timeout=0.01, attempts=1, hook=hooks, grace=0, keys=Keys())
     await queue.enqueue([make_rollout("a")])
     key = await leased(queue, calls=1)
     store.failing = True

@@ -46,7 +46,7 @@ def traces_route(path: str, service: TraceService) -> Route:
         except StoreError as failed:
             error = ApiError(503, f"The spans could not be stored: {failed}")
         except Exception:
-            logger.exception("The OTLP intake failed in POST %s", request.url.path)
+            logger.exception("The OTLP intake failed in POST %r", request.url.path)
             error = ApiError(500, "agl's OTLP intake failed; the server's log says why.")
         status = Status(code=_CODES.get(error.status, Code.INTERNAL), message=error.message)
         headers = {"Retry-After": _RETRY_AFTER} if error.status == 503 else None

@@ -14,8 +14,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from starlette.requests import Request
 
 from agl_core.capture.spans import Span
+from agl_core.server.attempts import attempt_key
 from agl_core.server.faults import ApiError
-from agl_core.server.keys import check_key
+from agl_core.server.keys import Keys
 from agl_core.server.otlp.decoding import attributes_of, spans_of
 from agl_core.server.otlp.intake import SpanIntake
 from agl_core.server.queue import RolloutQueue
@@ -28,30 +29,35 @@ _NO_ROLLOUT = (
     f"nothing says which rollout they are of: export below the agent's own base URL, or send the header "
     f"{HEADER_ROLLOUT} or the resource attribute {RESOURCE_ROLLOUT}, each ROLLOUT/ATTEMPT"
 )
-_KEY_HINT = "Set OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY', with the key that agl gives the agent."
 
 
 class TraceService:
-    """Takes exports. Which attempt spans belong to is said by the path, by a header, or by their resource."""
+    """Takes exports. Which attempt spans belong to is said by the path, by a header, by the key, or by their resource.
 
-    def __init__(self, queue: RolloutQueue, intake: SpanIntake, *, key: str) -> None:
-        self._queue, self._intake, self._key = queue, intake, key
+    Clients send the key as `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
+    """
+
+    def __init__(self, queue: RolloutQueue, intake: SpanIntake, *, keys: Keys) -> None:
+        self._queue, self._intake, self._keys = queue, intake, keys
 
     def check(self, request: Request) -> AttemptKey | None:
-        """The attempt that the request names, if it does. ApiError 401, 400 or 404."""
-        check_key(request, self._key, hint=_KEY_HINT)
+        """The attempt that the request names, else the one that its key is for; None if it is for every attempt.
+
+        ApiError 401, 400 or 404.
+        """
         place, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
         path = f"{place['rollout']}/{place['attempt']}" if "rollout" in place else None
+        told = path or header
+        if told is None:
+            return self._keys.holder(request, self._queue.held())
+        key = _told_key(told)
+        self._keys.check_agent(request, key)
         if None not in (path, header) and path != header:
             raise ApiError(
                 400,
                 f"The path says {path}, but the header {HEADER_ROLLOUT} says {header!r}. Send one of them.",
                 code="rollout_mismatch",
             )
-        told = path or header
-        if told is None:
-            return None
-        key = _attempt_key(told)
         if key is None or self._queue.attempt(key) is None:
             raise ApiError(404, f"There is no attempt {told!r} on this server.", code="rollout_unknown")
         return key
@@ -81,7 +87,7 @@ def _by_attempt(
     refused: Counter[str] = Counter()
     for resource in request.resource_spans:
         told = attributes_of(resource.resource.attributes).get(RESOURCE_ROLLOUT)
-        key = attempt or _attempt_key(str(told))
+        key = attempt or _told_key(str(told))
         for span in spans_of(resource):
             if span is None:
                 refused["their trace or span id is not valid"] += 1
@@ -100,6 +106,6 @@ def _reply(refused: Counter[str]) -> ExportTraceServiceResponse:
     return ExportTraceServiceResponse(partial_success=partial)
 
 
-def _attempt_key(told: str) -> AttemptKey | None:
+def _told_key(told: str) -> AttemptKey | None:
     rollout, _, number = told.rpartition("/")
-    return AttemptKey(rollout, int(number)) if rollout and number.isdecimal() and len(number) < 10 else None
+    return attempt_key(rollout, number)

@@ -1,0 +1,163 @@
+"""`agl worker`: run rollouts for a training run, from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agl_core.cli.train import Set
+from agl_core.types import Ending
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agl_core.client import Server, Worker
+    from agl_core.config.load import LoadedConfig
+
+Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option("--server", metavar="URL", help="Where `agl train` listens, if not here.", show_default=False),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Rollouts run at the same time; by default workers.concurrency of the file.", show_default=False
+    ),
+]
+Drain = Annotated[float, typer.Option(min=0, help="Seconds that rollouts get to end after SIGTERM or Ctrl-C.")]
+
+_CONFIG_FILE = "config.toml"
+_LOOK_AGAIN = 0.5
+_REFRESH = 0.5
+_LINES = 10.0
+"""Seconds between lines where there is no terminal."""
+
+
+def work(
+    target: Target,
+    server: ServerUrl = None,
+    concurrency: Concurrency = None,
+    drain: Drain = 30.0,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Run rollouts for `agl train TARGET`, until that run is over. There may be any number of workers.
+
+    On the machine of `agl train`, the server and its key are found in the run's folder. Anywhere else, name the
+    server with --server and set AGL_WORKER_KEY to the same value as for `agl train`. The configuration, the agent and
+    what that needs have to be on each machine.
+
+    A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
+    first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back at once.
+    """
+    from rich.console import Console
+
+    from agl_core.client import find_server
+    from agl_core.config.load import load
+
+    folder = target if target.is_dir() else None
+    loaded = load(target if folder is None else folder / _CONFIG_FILE, set_)
+    console = Console(stderr=True)
+    has_moved = asyncio.run(
+        _work(loaded, lambda: find_server(loaded.config, folder, server), concurrency, drain, console)
+    )
+    if has_moved:
+        console.print("the server has moved: starting anew", highlight=False)
+        os.execv(sys.executable, sys.orig_argv)
+
+
+async def _work(
+    loaded: LoadedConfig,
+    find: Callable[[], Server | None],
+    concurrency: int | None,
+    drain: float,
+    console: Console,
+) -> bool:
+    """Work for the server that is found; whether it is elsewhere by now."""
+    from agl_core.capture import attach, installed_adapters
+    from agl_core.client import LightningClient, Worker, agent_environment, choose_runner, client_variables
+
+    workers = loaded.config.workers
+    server = await _found(find, console)
+    elsewhere = False
+
+    def moved() -> bool:
+        nonlocal elsewhere
+        elsewhere = find() not in (None, server)
+        return elsewhere
+
+    with agent_environment(client_variables(server.base_url)):
+        if loaded.config.agent.attach:
+            attach(installed_adapters(loaded.plugins))
+        runner = choose_runner(loaded, server.base_url)
+        async with LightningClient(server.base_url, server.key) as client:
+            worker = Worker(client, runner, concurrency=concurrency or workers.concurrency, moved=moved)
+            console.print(f"working for {server.base_url}", highlight=False)
+            showing = asyncio.create_task(_show(worker, console))
+            with _draining(worker, drain, console):
+                try:
+                    await worker.run()
+                finally:
+                    showing.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await showing
+            console.print(_counts(worker), highlight=False)
+    return elsewhere
+
+
+async def _found(find: Callable[[], Server | None], console: Console) -> Server:
+    """The server, as soon as there is one."""
+    server = find()
+    if server is None:
+        console.print("waiting for `agl train` to start the run", highlight=False)
+    while server is None:
+        await asyncio.sleep(_LOOK_AGAIN)
+        server = find()
+    return server
+
+
+@contextmanager
+def _draining(worker: Worker, seconds: float, console: Console) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM the worker is drained, on a second one at once."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def drain() -> None:
+        console.print(f"ending: {worker.running} rollouts get {seconds:g} s; again: at once", highlight=False)
+        worker.drain(seconds)
+
+    for each in signals:
+        loop.add_signal_handler(each, drain)
+    try:
+        yield
+    finally:
+        for each in signals:
+            loop.remove_signal_handler(each)
+
+
+async def _show(worker: Worker, console: Console) -> None:
+    """A status line on a terminal; elsewhere a line now and then, if there is news."""
+    if console.is_terminal:
+        with console.status("") as status:
+            while True:
+                status.update(_counts(worker))
+                await asyncio.sleep(_REFRESH)
+    told = ""
+    while True:
+        await asyncio.sleep(_LINES)
+        if (counts := _counts(worker)) != told:
+            console.print(counts, highlight=False)
+            told = counts
+
+
+def _counts(worker: Worker) -> str:
+    done = worker.endings[Ending.FINISHED]
+    return f"attempts: {worker.running} running, {done} done, {worker.endings.total() - done} failed"

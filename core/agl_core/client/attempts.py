@@ -1,0 +1,124 @@
+"""One attempt on the worker's side: what an agent gets, how it ended, and what runs it."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from agl_core.capture import ActiveAttempt, Recording
+from agl_core.client.agent import AgentContext
+from agl_core.types import Ending, Json
+from agl_core.wire import Lease
+
+PLACEHOLDER_KEY = "agl"
+"""What a client made outside any attempt gets as its key; each of its requests is stamped with its attempt's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an attempt ended, as the worker saw it."""
+
+    ending: Ending
+    result: Json = None
+    error: str | None = None
+
+
+class Runner(Protocol):
+    """Runs attempts of one agent, in one way. All methods belong to the worker's event loop."""
+
+    abandoned: int
+    """Attempts that could not be ended; whatever they do later does not count."""
+
+    async def start(self) -> None:
+        """Get ready for the first attempt."""
+
+    async def run(self, lease: Lease, base_url: str, recording: Recording) -> Ended:
+        """Run one attempt to its end. When this is cancelled, nothing of the attempt is left running."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what `start` took; no attempt is running any more."""
+
+
+def finished(result: Any) -> Ended:
+    """The end of an agent that returned `result`: a crash if that is not JSON."""
+    try:
+        encoded = orjson.dumps(result)
+    except TypeError as error:
+        reason = f"the agent returned what is not JSON ({error}); return a string, number, list or dict"
+        return Ended(Ending.CRASHED, error=reason)
+    if isinstance(result, float) and encoded == b"null":
+        return Ended(Ending.CRASHED, error="the agent returned a number that is not finite")
+    return Ended(Ending.FINISHED, orjson.loads(encoded))
+
+
+def crashed(error: BaseException) -> Ended:
+    """The end of an agent that raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
+    return Ended(Ending.CRASHED, error=f"{type(error).__name__}: {error}{where}")
+
+
+def active_attempt(lease: Lease, base_url: str, recording: Recording) -> ActiveAttempt:
+    """What the context of this attempt's code carries."""
+    return ActiveAttempt(lease.rollout, lease.attempt, base_url, lease.key, recording)
+
+
+def agent_context(lease: Lease, base_url: str) -> AgentContext:
+    """What the agent gets if it asks for its context."""
+    return AgentContext(
+        task_id=lease.task_id,
+        split=lease.task_split,
+        rollout=lease.rollout,
+        attempt=lease.attempt,
+        mode=lease.mode,
+        base_url=f"{base_url}{lease.path}/v1",
+        api_key=lease.key,
+    )
+
+
+def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str]:
+    """The variables that send an unmodified agent's LLM client to `base_url`, the server's or an attempt's own.
+
+    >>> client_variables("http://127.0.0.1:8000")["OPENAI_BASE_URL"]
+    'http://127.0.0.1:8000/v1'
+    """
+    return {
+        "OPENAI_BASE_URL": f"{base_url}/v1",
+        "OPENAI_API_BASE": f"{base_url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_AUTH_TOKEN": key,
+    }
+
+
+def attempt_variables(lease: Lease, base_url: str) -> dict[str, str]:
+    """The environment of a process that runs this attempt and no other."""
+    return {
+        **client_variables(f"{base_url}{lease.path}", lease.key),
+        "AGL_TASK": orjson.dumps(lease.task_input).decode(),
+        "AGL_ROLLOUT": lease.rollout,
+        "AGL_ATTEMPT": str(lease.attempt),
+    }
+
+
+@contextmanager
+def agent_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment with these variables; as it was, afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

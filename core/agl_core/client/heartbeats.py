@@ -1,0 +1,86 @@
+"""Heartbeats: what tells the server that a worker still runs its attempts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+
+import httpx
+
+from agl_core.client.api import answered, authorized, unreachable
+from agl_core.client.link import Link
+from agl_core.errors import ServerError
+from agl_core.types import AttemptKey
+from agl_core.wire import AttemptRef, HeartbeatReply, HeartbeatRequest
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = 10.0
+
+
+class Heartbeats:
+    """Sends heartbeats for the attempts that are held, from a thread and an HTTP client of its own.
+
+    An agent that blocks the worker's event loop therefore loses no lease. `told` is called in that thread with the
+    attempts that no longer count, and whether the run is over.
+    """
+
+    def __init__(
+        self, base_url: str, key: str, worker: str, link: Link, told: Callable[[Collection[AttemptKey], bool], None]
+    ) -> None:
+        self._base_url, self._key, self._worker, self._link, self._told = base_url, key, worker, link, told
+        self._lock = threading.Lock()
+        self._held: set[AttemptKey] = set()
+        self._due = threading.Event()
+        self._stopped = False
+        self._interval: float | None = None
+        self._thread = threading.Thread(target=self._send_forever, daemon=True, name="agl-heartbeats")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send no more; does not wait for one under way."""
+        self._stopped = True
+        self._due.set()
+
+    def hold(self, keys: Collection[AttemptKey], interval: float) -> None:
+        """Send for these too, the first time at once, then every `interval` seconds."""
+        with self._lock:
+            self._held.update(keys)
+        self._interval = interval
+        self._due.set()
+
+    def release(self, key: AttemptKey) -> None:
+        """The attempt has ended."""
+        with self._lock:
+            self._held.discard(key)
+
+    def _send_forever(self) -> None:
+        with httpx.Client(
+            base_url=self._base_url, headers=authorized(self._key), timeout=_TIMEOUT, trust_env=False
+        ) as http:
+            while not self._stopped:
+                self._due.wait(self._interval)
+                self._due.clear()
+                with self._lock:
+                    held = frozenset(self._held)
+                if held and not self._stopped:
+                    self._send(http, held)
+
+    def _send(self, http: httpx.Client, held: frozenset[AttemptKey]) -> None:
+        refs = [AttemptRef(rollout=key.rollout, attempt=key.attempt) for key in sorted(held)]
+        body = HeartbeatRequest(worker=self._worker, attempts=refs).model_dump_json()
+        try:
+            try:
+                response = http.post("/agl/v1/heartbeats", content=body, headers={"Content-Type": "application/json"})
+            except httpx.HTTPError as error:
+                raise unreachable(self._base_url, error) from error
+            reply = answered(response, HeartbeatReply)
+        except ServerError as error:
+            self._link.failed(error)
+            return
+        self._link.worked()
+        if reply.lost or reply.closed:
+            self._told([AttemptKey(each.rollout, each.attempt) for each in reply.lost], reply.closed)

@@ -1,0 +1,61 @@
+"""What a request may be at most, before anybody looks at what it says."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agl_core.server.chat import openai_error
+from agl_core.server.faults import ApiError
+
+MAX_BODY = 8 << 20
+"""Bytes."""
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 64 << 10
+_OWN_LIMIT = "/v1/traces"
+
+
+class RequestLimits:
+    """Refuses requests with too many headers, and bodies that are too large where they are read.
+
+    A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
+    of one that says beforehand how large it is. Exports of spans have a limit of their own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            error = ApiError(
+                431,
+                f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES >> 10} KiB of them.",
+                code="headers_too_large",
+            )
+            await openai_error(error)(scope, receive, send)
+        elif scope["path"].endswith(_OWN_LIMIT):
+            await self._app(scope, receive, send)
+        else:
+            await self._app(scope, _limited(headers, receive), send)
+
+
+def _limited(headers: list[tuple[bytes, bytes]], receive: Receive) -> Receive:
+    declared = dict(headers).get(b"content-length", b"")
+    announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
+    arrived = 0
+
+    async def read() -> Message:
+        nonlocal arrived
+        if announced > MAX_BODY:
+            raise _too_large()
+        message = await receive()
+        arrived += len(message.get("body", b""))
+        if arrived > MAX_BODY:
+            raise _too_large()
+        return message
+
+    return read
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"The request body is larger than {MAX_BODY >> 20} MiB.", code="body_too_large")

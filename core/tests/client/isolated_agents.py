@@ -1,0 +1,103 @@
+"""Agents of every temper, for processes of their own; each task says what to do after one LLM call."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy.random
+
+from agl_core.capture import outcome_report, record_outcome, reward
+from agl_core.client import AgentContext
+
+CLIENT = httpx.Client(
+    base_url=os.environ.get("OPENAI_BASE_URL", ""), headers={"Authorization": "Bearer anything"}, timeout=30
+)
+"""Made at import, before any attempt."""
+
+STATE: list[int] = []
+
+
+def ask() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    CLIENT.post("/chat/completions", json=body).raise_for_status()
+
+
+def solve(task: Any, context: AgentContext) -> Any:
+    ask()
+    return globals()[task.pop("does")](**task)
+
+
+async def solve_async(task: Any) -> Any:
+    import openai
+
+    async with openai.AsyncOpenAI() as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": task["does"]}])
+    return os.getpid()
+
+
+def tell() -> Any:
+    STATE.append(1)
+    return {"pid": os.getpid(), "seen": len(STATE), "random": [random.random(), float(numpy.random.random())]}
+
+
+def tell_environment() -> Any:
+    return {name: os.environ.get(name) for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "AGL_TASK", "AGL_ROLLOUT")}
+
+
+def report() -> float:
+    reward(0.5, name="style")
+    record_outcome(outcome_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
+    return 0.25
+
+
+def report_and_die() -> None:
+    report()
+    os._exit(3)
+
+
+def fail() -> None:
+    raise KeyError("city")
+
+
+def leave() -> None:
+    sys.exit("I am leaving")
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def return_nonsense() -> object:
+    return object()
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def allocate(mib: int) -> int:
+    return len(bytearray(mib * 2**20))
+
+
+def start_family(file: str, then: str) -> str:
+    """Processes that ignore SIGTERM: a child, one in a session of its own, and an orphan; their pids go to a file."""
+    deaf = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    note = f"open({file!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(3600)"
+    for fork in ("", "os.setsid(); ", "os.fork() and os._exit(0); os.setsid(); "):
+        subprocess.Popen([sys.executable, "-c", deaf + fork + note])
+    while not Path(file).exists() or len(Path(file).read_text().splitlines()) < 3:
+        time.sleep(0.01)
+    if then == "ignore SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if then != "return":
+        time.sleep(3600)
+    return "done"

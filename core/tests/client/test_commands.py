@@ -1,0 +1,106 @@
+"""Agents that are commands: what they find in their environment, and what their output and status mean."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.client import CommandPerAttempt
+from agl_core.errors import AgentError
+from agl_core.types import Ending
+
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 2.0, "attempts": 1}], indirect=True)
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+def ask():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+
+task = json.loads(os.environ["AGL_TASK"])
+ask()
+"""
+
+
+async def run(place: Any, tmp_path: Path, code: str, task: Any = None) -> Any:
+    """What becomes of a program that makes a call without agl and then does this: (rollout, attempt)."""
+    (tmp_path / "program.py").write_text(PROGRAM + code)
+    runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path)
+    return (await place.finish(place.start_runner(runner), [task]))[0]
+
+
+@pytest.mark.parametrize(
+    ("printed", "result"),
+    [
+        ("'thinking'\n'{\"answer\": [5]}'\n''", {"answer": [5]}),
+        ("'0.5'", 0.5),
+        ("'The answer\\nis five.'", "The answer\nis five."),
+        ("'NaN'", "NaN"),
+        ("''", None),
+        ("'ä' * 100_000 + '\\n7'", 7),
+    ],
+)
+async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path, printed: str, result: Any) -> None:
+    code = "".join(f"print({line})\n" for line in printed.split("\n"))
+    rollout, attempt = await run(workplace, tmp_path, code)
+    assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
+    rewards = await workplace.stack.store.rewards([attempt.key])
+    assert [each.value for each in rewards] == ([result] if isinstance(result, float | int) else [])
+    assert len(await workplace.stack.store.calls([attempt.key])) == 1
+
+
+async def test_its_environment_names_the_attempt_to_every_client(workplace: Any, tmp_path: Path) -> None:
+    names = [
+        "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+        "ANTHROPIC_AUTH_TOKEN", "AGL_TASK", "AGL_ROLLOUT", "AGL_ATTEMPT",
+    ]  # fmt: skip
+    code = f"print(json.dumps([os.environ[each] for each in {names}] + [os.getcwd()]))"
+    _, attempt = await run(workplace, tmp_path, code, {"question": "wie groß?"})
+    url, key = workplace.stack.url(attempt.key), workplace.stack.server.keys.of_attempt(attempt.key)
+    *environment, task, rollout, number, folder = attempt.result
+    assert environment == [url, url, key, url.removesuffix("/v1"), key, key]
+    assert (task, rollout, number) == ('{"question":"wie groß?"}', "w0", "0")
+    assert folder == str(tmp_path)
+
+
+async def test_another_status_than_0_is_a_crash_with_the_end_of_its_stderr(workplace: Any, tmp_path: Path) -> None:
+    code = "print('noise ' * 10_000, file=sys.stderr)\nprint('7')\nraise ValueError('no such city')"
+    rollout, attempt = await run(workplace, tmp_path, code)
+    assert rollout.ending is Ending.CRASHED
+    assert attempt.error.startswith("the command exited with status 1; the end of its stderr: ")
+    assert attempt.error.endswith("ValueError: no such city")
+    assert len(attempt.error) < 2200
+
+
+async def test_one_that_is_killed_is_a_crash(workplace: Any, tmp_path: Path) -> None:
+    rollout, attempt = await run(workplace, tmp_path, "os.kill(os.getpid(), 9)")
+    assert (rollout.ending, attempt.error) == (Ending.CRASHED, "the command was ended by SIGKILL")
+
+
+@QUICK
+async def test_one_that_hangs_is_ended_and_its_children_with_it(workplace: Any, tmp_path: Path) -> None:
+    code = "import subprocess\nsubprocess.run(['sleep', '3600'])"
+    rollout, _ = await run(workplace, tmp_path, code)
+    assert rollout.ending is Ending.TIMED_OUT
+
+
+async def test_what_it_leaves_in_the_background_does_not_keep_it_from_ending(workplace: Any, tmp_path: Path) -> None:
+    code = "import subprocess\nsubprocess.Popen(['sleep', '3600'], start_new_session=True)\nprint(1)"
+    rollout, attempt = await run(workplace, tmp_path, code)
+    assert (rollout.ending, attempt.result) == (Ending.FINISHED, 1)
+
+
+async def test_a_task_that_no_environment_can_hold_is_a_crash_that_says_so(workplace: Any, tmp_path: Path) -> None:
+    _, attempt = await run(workplace, tmp_path, "print(1)", "x" * 200_000)
+    assert "the command could not be run" in attempt.error
+
+
+async def test_a_program_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(AgentError, match="no program 'pythno'"):
+        await CommandPerAttempt(["pythno", "agent.py"], tmp_path).start()

@@ -1,0 +1,240 @@
+"""A worker keeps what it leased while it lives, lets go of what is lost, waits for its server, and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from stack import make_rollout, until
+
+from agl_core.capture import reward
+from agl_core.client import Agent, AgentContext, InProcess, LightningClient, Worker
+from agl_core.errors import ServerError
+from agl_core.types import Ending
+from agl_core.wire import MAX_REPORTS
+
+
+async def ask(context: AgentContext, text: str) -> str:
+    """One LLM call through the attempt's own base URL."""
+    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+    return str(reply.choices[0].message.content)
+
+
+LEASED = pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 1.0, "attempts": 3}], indirect=True)
+
+
+@LEASED
+async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> int:
+        await ask(context, "hi")
+        time.sleep(3)  # noqa: ASYNC251
+        return context.attempt
+
+    ended = await workplace.run(agent, [0, 1])
+    assert [(ended[i][0].ending, ended[i][1].result) for i in (0, 1)] == [(Ending.FINISHED, 0)] * 2
+
+
+@LEASED
+async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None:
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        await ask(context, "hi")
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+        return "never"
+
+    worker = workplace.start(agent)
+    await workplace.stack.server.queue.enqueue([make_rollout("w0")])
+    assert await asyncio.to_thread(started.wait, 20)
+    await workplace.stack.server.queue.cancel(["w0"])
+    assert await asyncio.to_thread(cancelled.wait, 20)
+    await until(lambda: worker.worker.running == 0)
+    assert worker.alive
+
+
+class Road:
+    """The way to a server, which can be closed and opened again, as when the server is killed and restarted."""
+
+    def __init__(self, base_url: str) -> None:
+        self._port = int(base_url.rpartition(":")[2])
+        self._listening: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def open(self) -> None:
+        self._listening = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
+        self.port = self._listening.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        assert self._listening is not None
+        self._listening.close()
+        for each in self._open:
+            each.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._open |= {writer, back}
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await source.read(2**16):
+                    sink.write(data)
+            sink.close()
+
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+
+@contextlib.asynccontextmanager
+async def working(place: Any, agent: Any, **options: Any) -> AsyncIterator[tuple[Worker, Road, asyncio.Task[None]]]:
+    """A worker of this loop, on a road that can be closed."""
+    server = place.stack.server
+    road = Road(server.base_url)
+    await road.open()
+    async with LightningClient(road.url, options.pop("key", server.worker_key)) as client:
+        runner = InProcess(Agent("test:agent", agent, wants_context=True, is_async=True))
+        worker = Worker(client, runner, concurrency=4, **options)
+        task = asyncio.create_task(worker.run())
+        try:
+            yield worker, road, task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            road.close()
+
+
+async def test_a_server_that_goes_and_comes_back_is_waited_for(
+    workplace: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        answer = await ask(context, "hi")
+        asked.set()
+        await go_on.wait()
+        return answer
+
+    queue = workplace.stack.server.queue
+    with caplog.at_level(logging.WARNING, "agl_core.client"):
+        async with working(workplace, agent) as (worker, road, task):
+            await queue.enqueue([make_rollout("w0")])
+            await asked.wait()
+            road.close()
+            await until(lambda: "cannot be reached" in caplog.text)
+            go_on.set()
+            await until(lambda: worker.endings.total() == 1)
+            assert (worker.running, queue.running, task.done()) == (1, 1, False)
+            await road.open()
+            assert (await queue.next_done()).ending is Ending.FINISHED
+            await until(lambda: "is back" in caplog.text)
+    said = [record.message for record in caplog.records if record.name == "agl_core.client.link"]
+    assert len(said) == 2, said
+
+
+async def test_a_server_that_has_moved_is_left(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        return await ask(context, "hi")
+
+    async with working(workplace, agent, moved=lambda: True) as (_, road, task):
+        await until(lambda: workplace.stack.server.queue.waiting)
+        road.close()
+        await asyncio.wait_for(task, 20)
+
+
+async def test_a_server_that_refuses_the_key_is_an_error(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        return await ask(context, "hi")
+
+    async with working(workplace, agent, key="wrong") as (_, _, task):
+        with pytest.raises(ServerError, match="401"):
+            await asyncio.wait_for(task, 20)
+
+
+async def test_a_worker_ends_when_the_run_is_over(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        return await ask(context, "hi")
+
+    async with working(workplace, agent) as (_, _, task):
+        await until(lambda: workplace.stack.server.queue.waiting)
+        workplace.stack.server.queue.close()
+        await asyncio.wait_for(task, 20)
+
+
+async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(workplace: Any) -> None:
+    begun: list[str] = []
+    release = asyncio.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        answer = await ask(context, "hi")
+        begun.append(context.rollout)
+        if context.rollout == "w0":
+            await release.wait()
+        if (context.rollout, context.attempt) == ("w1", 0):
+            await asyncio.sleep(3600)
+        return answer
+
+    queue = workplace.stack.server.queue
+    async with working(workplace, agent) as (worker, _, task):
+        await queue.enqueue([make_rollout("w0"), make_rollout("w1")])
+        await until(lambda: len(begun) == 2)
+        worker.drain(3600)
+        await until(lambda: not queue.waiting)
+        await queue.enqueue([make_rollout("w2")])
+        release.set()
+        assert (await queue.next_done()).id == "w0"
+        assert not task.done()
+        worker.drain(3600)  # the second signal
+        await asyncio.wait_for(task, 20)
+    assert begun == ["w0", "w1"]
+    [attempt] = await workplace.stack.store.attempts("w1")
+    assert attempt.ending is Ending.LOST
+    async with working(workplace, agent):
+        done = [await queue.next_done() for _ in range(2)]
+    assert {(each.id, each.ending, each.counted_attempt) for each in done} == {
+        ("w1", Ending.FINISHED, 1),
+        ("w2", Ending.FINISHED, 0),
+    }
+
+
+async def test_a_drained_worker_waits_no_longer_than_told(workplace: Any) -> None:
+    begun = asyncio.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> None:
+        await ask(context, "hi")
+        begun.set()
+        await asyncio.sleep(3600)
+
+    async with working(workplace, agent) as (worker, _, task):
+        await workplace.stack.server.queue.enqueue([make_rollout("w0")])
+        await begun.wait()
+        worker.drain(0.2)
+        await asyncio.wait_for(task, 20)
+    [attempt] = await workplace.stack.store.attempts("w0")
+    assert attempt.ending is Ending.LOST
+
+
+async def test_more_reports_than_the_server_takes_do_not_lose_the_attempt(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        for _ in range(MAX_REPORTS + 1):
+            reward(1.0, name="many")
+        return await ask(context, "hi")
+
+    rollout, attempt = (await workplace.run(agent, [0]))[0]
+    assert rollout.ending is Ending.FINISHED
+    (total,) = await workplace.stack.store.rewards([attempt.key])
+    assert total.value == MAX_REPORTS

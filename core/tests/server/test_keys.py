@@ -1,0 +1,261 @@
+"""Who may do what: the workers' key, each attempt's own key, and where the server may listen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
+from opentelemetry.trace import Tracer
+from otlp_intake import exported
+from stack import Stack, make_rollout, running_stack
+
+from agl_core.client.api import LightningClient
+from agl_core.errors import ServerError
+from agl_core.server import Keys
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire import HEADER_ROLLOUT, CloseRequest, LeaseRequest
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+CALLS = {
+    "chat/completions": GOOD,
+    "completions": {"model": "default", "prompt": "hello"},
+    "responses": {"model": "default", "input": "hello"},
+    "messages": {"model": "default", "max_tokens": 9, "messages": HELLO},
+}
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        yield client
+
+
+def test_an_attempts_key_is_made_of_the_secret() -> None:
+    """The value is openssl's: printf r/0 | openssl dgst -sha256 -hmac secret -binary | base64, made URL-safe."""
+    keys = Keys(worker="w", secret="secret")
+    assert keys.of_attempt(AttemptKey("r", 0)) == "agl-R7NNDnyCI7gK7D6Usqf0aqJV48BcSL5tXHFDTZwPpBg"
+    several = {keys.of_attempt(AttemptKey(*each)) for each in (("r", 0), ("r", 1), ("s", 0), ("embedded", 0))}
+    assert len(several | {keys.embedded, Keys(secret="another").of_attempt(AttemptKey("r", 0))}) == 6
+
+
+async def test_a_lease_brings_the_key_of_its_attempt(stack: Stack) -> None:
+    await stack.server.queue.enqueue([make_rollout(id) for id in "ab"])
+    async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
+        a, b = (await client.lease(LeaseRequest(worker="w", capacity=2))).leases
+    assert a.key != b.key
+    reply = await stack.client(AttemptKey("a", 0), api_key=a.key).chat.completions.create(**GOOD)
+    assert [call.id for call in await stack.calls(AttemptKey("a", 0))] == [reply.id]
+    assert a.key not in repr(a)
+
+
+async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http: httpx.AsyncClient) -> None:
+    own, other = await stack.lease(), await stack.lease()
+    key = stack.server.keys.of_attempt(own)
+    for scheme in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
+        for path, body in CALLS.items():
+            for url, headers in (
+                (stack.url(other), {}),
+                (stack.url(), {HEADER_ROLLOUT: f"{other.rollout}/{other.attempt}"}),
+                (stack.url(AttemptKey(own.rollout, 1)), {}),
+                (stack.url(AttemptKey("nobody", 0)), {}),
+                (stack.url(), {}),
+            ):
+                refused = await http.post(f"{url}/{path}", json=body, headers={**scheme, **headers})
+                assert refused.status_code == 401, (url, headers)
+                assert "API key" in refused.text
+            for url, headers in (
+                (stack.url(own), {}),
+                (stack.url(), {HEADER_ROLLOUT: f"{own.rollout}/{own.attempt}"}),
+            ):
+                taken = await http.post(f"{url}/{path}", json=body, headers={**scheme, **headers})
+                assert taken.status_code == 200, taken.text
+    mixed = {"Authorization": f"Bearer {key}", HEADER_ROLLOUT: f"{other.rollout}/{other.attempt}"}
+    assert (await http.post(f"{stack.url(own)}/chat/completions", json=GOOD, headers=mixed)).status_code == 400
+    assert await stack.calls(other) == []
+    assert len(await stack.calls(own)) == 16
+
+
+async def test_which_models_there_are_is_told_to_agents_only(stack: Stack, http: httpx.AsyncClient) -> None:
+    own, other = await stack.lease(), await stack.lease()
+    for key, url, status in (
+        (stack.server.keys.of_attempt(own), stack.url(own), 200),
+        (stack.server.keys.of_attempt(own), stack.url(), 200),
+        (stack.server.keys.of_attempt(own), stack.url(other), 401),
+        (stack.server.keys.of_attempt(AttemptKey("nobody", 0)), stack.url(), 401),
+        (stack.server.agent_key, stack.url(), 200),
+        (stack.server.worker_key, stack.url(), 401),
+    ):
+        response = await http.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
+        assert response.status_code == status, (key, url)
+
+
+async def test_an_agents_key_opens_no_route_of_the_workers(stack: Stack, http: httpx.AsyncClient) -> None:
+    own = await stack.lease()
+    for key in (stack.server.keys.of_attempt(own), stack.server.agent_key, "agl-wrong"):
+        for path, body in (
+            ("leases", {"worker": "w", "capacity": 1}),
+            ("heartbeats", {"worker": "w", "attempts": []}),
+            (f"rollouts/{own.rollout}/attempts/{own.attempt}/close", {"ending": "finished"}),
+        ):
+            response = await http.post(
+                f"{stack.server.base_url}/agl/v1/{path}", json=body, headers={"Authorization": f"Bearer {key}"}
+            )
+            assert response.status_code == 401
+    active = stack.server.queue.attempt(own)
+    assert active is not None
+    assert not active.closed
+
+
+def tool(tracer: Tracer) -> None:
+    tracer.start_span("execute_tool look_up", attributes={"gen_ai.operation.name": "execute_tool"}).end()
+
+
+async def test_spans_come_in_for_the_keys_own_attempt_only(http: httpx.AsyncClient) -> None:
+    """Over both transports. Without a path or a header the key says whose they are, whatever their resource says."""
+    async with running_stack(otlp_port=0) as stack:
+        own, other = await stack.lease(), await stack.lease()
+        key = {"authorization": f"Bearer {stack.server.keys.of_attempt(own)}"}
+        kind = {"content-type": "application/x-protobuf"}
+        others = {"agl.rollout": f"{other.rollout}/0"}
+
+        async def over_http(url: str, **headers: str) -> int:
+            body = exported(tool, **others).SerializeToString()
+            return (await http.post(f"{url}/traces", content=body, headers={**key, **kind, **headers})).status_code
+
+        assert await over_http(stack.url(other)) == 401
+        assert await over_http(stack.url(), **{HEADER_ROLLOUT: f"{other.rollout}/0"}) == 401
+        assert await over_http(stack.url(), authorization="Bearer agl-wrong") == 401
+        assert await over_http(stack.url()) == 200
+        assert len(await stack.store.outcomes([own])) == 1
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.server.otlp_port}") as channel:
+            export = TraceServiceStub(channel).Export
+            metadata = [*key.items(), (HEADER_ROLLOUT, f"{other.rollout}/0")]
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await export(exported(tool, **others), metadata=metadata)
+            assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            await export(exported(tool, **others), metadata=list(key.items()))
+        assert len(await stack.store.outcomes([own])) == 2
+        assert await stack.store.outcomes([other]) == []
+
+
+async def test_the_port_for_spans_is_freed_and_may_be_taken() -> None:
+    async with running_stack(otlp_port=0) as stack:
+        port = stack.server.otlp_port
+        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with running_stack(otlp_port=port):
+                pass
+    async with running_stack(otlp_port=port) as stack:
+        assert stack.server.otlp_port == port
+    async with running_stack() as stack:
+        assert stack.server.otlp_port is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.invalid"])
+async def test_it_does_not_listen_elsewhere_without_a_key_of_your_choice(host: str) -> None:
+    with pytest.raises(ServerError, match=rf"{host}.*AGL_WORKER_KEY"):
+        async with running_stack(host=host):
+            pass
+
+
+async def test_with_a_key_of_your_choice_it_listens_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, http: httpx.AsyncClient
+) -> None:
+    monkeypatch.setenv("AGL_WORKER_KEY", "chosen")
+    async with running_stack(host="0.0.0.0", keys=Keys.of_run(tmp_path / "server.json")) as stack:
+        assert stack.server.base_url.startswith("http://127.0.0.1:")
+        url = f"{stack.server.base_url}/agl/v1/health"
+        assert (await http.get(url, headers={"Authorization": "Bearer chosen"})).status_code == 200
+        assert (await http.get(url, headers={"Authorization": "Bearer chosem"})).status_code == 401
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+async def test_it_listens_on_any_loopback_address(host: str) -> None:
+    async with running_stack(host=host) as stack:
+        await stack.client(await stack.lease()).chat.completions.create(**GOOD)
+
+
+async def test_an_address_of_another_machine_says_so() -> None:
+    with pytest.raises(ServerError, match="an address of this machine"):
+        async with running_stack(host="192.0.2.7", keys=Keys(chosen=True)):
+            pass
+
+
+def test_keys_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGL_WORKER_KEY", raising=False)
+    file = tmp_path / "server.json"
+    first = Keys.of_run(file)
+    first.write(file, "http://127.0.0.1:1")
+    again = Keys.of_run(file)
+    assert (again.worker, again.secret, again.chosen) == (first.worker, first.secret, False)
+    again.write(file, "http://127.0.0.1:2")
+    content = json.loads(file.read_text())
+    assert content == {"base_url": "http://127.0.0.1:2", "worker_key": first.worker, "agent_secret": first.secret}
+    assert Keys.of_run(tmp_path / "another.json").worker != first.worker
+    file.write_text("{")
+    assert Keys.of_run(file).secret != first.secret
+
+
+def test_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.json"
+    file.write_text("{}")
+    file.chmod(0o666)
+    before = os.umask(0)
+    try:
+        Keys().write(file, "http://127.0.0.1:1")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["server.json"]
+
+
+def test_a_key_of_your_choice_comes_first_and_is_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server.json"
+    made = Keys()
+    made.write(file, "http://127.0.0.1:1")
+    monkeypatch.setenv("AGL_WORKER_KEY", "  chosen-by-me\n")
+    chosen = Keys.of_run(file)
+    assert (chosen.worker, chosen.secret, chosen.chosen) == ("chosen-by-me", made.secret, True)
+    chosen.write(file, "http://127.0.0.1:1")
+    assert "chosen-by-me" not in file.read_text()
+    monkeypatch.setenv("AGL_WORKER_KEY", "schlüssel")
+    with pytest.raises(ServerError, match="ASCII"):
+        Keys.of_run(file)
+    monkeypatch.setenv("AGL_WORKER_KEY", " ")
+    assert not Keys.of_run(file).chosen
+
+
+async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    path = tmp_path / "store.sqlite"
+    async with SqliteStore(path) as store, running_stack(store=store) as stack:
+        keys = stack.server.keys
+        await stack.server.queue.enqueue([make_rollout("a")])
+        async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
+            (lease,) = (await client.lease(LeaseRequest(worker="w", capacity=1))).leases
+            key = AttemptKey("a", 0)
+            await stack.client(key, api_key=lease.key).chat.completions.create(**GOOD)
+            with pytest.raises(openai.AuthenticationError):
+                await stack.client(AttemptKey("b", 0), api_key=lease.key).chat.completions.create(**GOOD)
+            await client.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+        secrets = [keys.worker, keys.secret, keys.embedded, lease.key]
+        stored = await asyncio.to_thread(lambda: b"".join(each.read_bytes() for each in tmp_path.iterdir()))
+    assert b"hello" in stored
+    assert [each for each in secrets if each.encode() in stored] == []
+    assert [each for each in secrets if each in caplog.text or each in repr(keys)] == []
+    assert [each for each in secrets if any(each in json.dumps(dict(r.body)) for r in stack.upstream.received)] == []
+    assert [each for each in secrets if any(each in str(r.headers) for r in stack.upstream.received)] == []

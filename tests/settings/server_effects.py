@@ -1,0 +1,79 @@
+"""Effects of where the Lightning Server listens, and of how long workers keep what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from settings_bench import Bench, Effect, Given
+from stack import make_rollout
+
+from agl_core.training.progress import Silent
+from agl_core.training.run import new_run_dir
+from agl_core.training.session import Session, open_session
+from agl_core.wire import SERVER_FILE, LeaseRequest
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+PORT = _free_port()
+
+
+def serving(look: Callable[[Session, str], Awaitable[Any]]) -> Callable[[Bench, Given], Awaitable[Any]]:
+    """Look at a run's server while it serves; the URL is the one that workers are told in the run's folder."""
+
+    async def observe(bench: Bench, given: Given) -> Any:
+        loaded = bench.load(given)
+        run_dir = new_run_dir(loaded)
+        async with (
+            loaded.store.build(run_dir) as store,
+            open_session(loaded, run_dir, 0, store, Silent(), None) as session,
+        ):
+            told = json.loads((run_dir / SERVER_FILE).read_text())
+            assert told["worker_key"] == session.server.worker_key
+            return await look(session, told["base_url"])
+
+    return observe
+
+
+async def host(session: Session, url: str) -> str | None:
+    return urlsplit(url).hostname
+
+
+async def has_the_port(session: Session, url: str) -> bool:
+    return urlsplit(url).port == PORT
+
+
+async def takes_spans_over_grpc(session: Session, url: str) -> bool:
+    """Whether anything listens there, besides the server itself."""
+    if session.server.otlp_port is None:
+        return False
+    _, writer = await asyncio.open_connection("127.0.0.1", session.server.otlp_port)
+    writer.close()
+    return True
+
+
+async def terms(session: Session, url: str) -> tuple[float, float]:
+    """What a lease says of heartbeats."""
+    await session.server.queue.enqueue([make_rollout("a")])
+    (lease,) = (await session.server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+    return lease.heartbeat, lease.expires
+
+
+APART: Given = {"workers.embedded": False}
+
+EFFECTS: Mapping[str, Effect] = {
+    "server.host": Effect(serving(host), {"server.host": "127.0.0.2"}, APART),
+    "server.port": Effect(serving(has_the_port), {"server.port": PORT}, APART),
+    "server.otlp_port": Effect(serving(takes_spans_over_grpc), {"server.otlp_port": 0}, APART),
+    "server.heartbeat": Effect(serving(terms), {"server.heartbeat": 2.0}, APART),
+    "server.lease": Effect(serving(terms), {"server.lease": 60.0}, APART),
+}
