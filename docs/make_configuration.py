@@ -31,9 +31,9 @@ comments.
 PLUGINS_HEAD = """
 ## Settings of plugins
 
-`[algorithm]`, `[credit]`, `[engine]` and `[store]` choose a plugin by `name`; its settings stand in a table of that
-name below (`[algorithm.grpo]`), so that tables of several plugins can stay and one line switches. Task sources and
-reward rules have their settings beside `source` and `rule`. `agl plugins` lists what is installed here.
+`[algorithm]`, `[credit]`, `[buffer]`, `[engine]` and `[store]` choose a plugin by `name`; its settings stand in a
+table of that name below (`[algorithm.grpo]`), so that tables of several plugins can stay and one line switches. Task
+sources and reward rules have their settings beside `source` and `rule`. `agl plugins` lists what is installed here.
 """
 
 
@@ -67,7 +67,7 @@ def escaped(text: str) -> str:
 def table(model: type[BaseModel]) -> list[str]:
     """One row per key."""
     rows = [
-        f"| `{name}` | {default_of(field)} | {escaped(field.description or '')} |"
+        f"| `{field.alias or name}` | {default_of(field)} | {escaped(field.description or '')} |"
         for name, field in model.model_fields.items()
         if not any(issubclass(found, Section) for found in models_in(field.annotation)) or field.description
     ]
@@ -80,7 +80,8 @@ def sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[Base
     for name, field in model.model_fields.items():
         many = "dict[" in str(field.annotation)
         for found in models_in(field.annotation):
-            below = f"{path}.{name}" if path else name
+            key = field.alias or name
+            below = f"{path}.{key}" if path else key
             yield from sections(found, f"{below}.NAME" if many else below)
 
 
@@ -89,7 +90,7 @@ def render() -> str:
     lines = [HEAD]
     for path, model in sections(RunConfig, ""):
         rows = table(model)
-        if rows and path not in ("credit", "algorithm", "engine", "store"):
+        if rows and path not in ("credit", "algorithm", "buffer", "engine", "store"):
             lines += [f"## `[{path}]`" if path else "## At the top of the file", "", (model.__doc__ or "").strip(), ""]
             lines += rows
     lines.append(PLUGINS_HEAD)

@@ -6,8 +6,24 @@ from agl_core.hooks import hookimpl
 from agl_core.learning.credit import discounted, identical, immediate, stepwise
 from agl_core.plugins import Register
 
-__all__ = ["discounted", "identical", "immediate", "register_stores", "register_task_sources", "stepwise"]
+__all__ = [
+    "discounted",
+    "identical",
+    "immediate",
+    "register_buffers",
+    "register_stores",
+    "register_task_sources",
+    "stepwise",
+]
 # Credit rules are made by a decorator: being here is all it takes, as in a user's own file.
+
+
+@hookimpl
+def register_buffers(register: Register) -> None:
+    """The order of completion."""
+    from agl_core.training.buffers import fifo
+
+    register("fifo", fifo)
 
 
 @hookimpl

@@ -56,6 +56,11 @@ def register_credit_rules(register: Register) -> None:
 
 
 @hookspec
+def register_buffers(register: Register) -> None:
+    """Bring an experience buffer: `build(options) -> Buffer`."""
+
+
+@hookspec
 def register_stores(register: Register) -> None:
     """Bring a store: `build(options, folder, read_only=False) -> Store`; folder is the run's."""
 

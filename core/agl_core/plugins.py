@@ -29,6 +29,7 @@ class Kind(StrEnum):
     ENGINE = "engine"
     REWARD = "reward"
     CREDIT = "credit"
+    BUFFER = "buffer"
     STORE = "store"
     TASK_SOURCE = "task source"
     TRACKER = "tracker"
@@ -99,6 +100,7 @@ _REGISTER_HOOKS = {
     Kind.ENGINE: "register_engines",
     Kind.REWARD: "register_rewards",
     Kind.CREDIT: "register_credit_rules",
+    Kind.BUFFER: "register_buffers",
     Kind.STORE: "register_stores",
     Kind.TASK_SOURCE: "register_task_sources",
     Kind.TRACKER: "register_trackers",

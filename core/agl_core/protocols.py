@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -40,6 +40,26 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Buffer(Protocol):
+    """Where complete groups wait for an update, and which of them it gets.
+
+    A run that is resumed begins with an empty one: the groups that were pending are rolled out again.
+    """
+
+    @property
+    def pending(self) -> Collection[str]:
+        """The names of the groups that it holds, has never given out, and may still give out.
+
+        They count as in flight: while there are as many as the run may have, no new group is begun.
+        """
+
+    def add(self, group: Sequence[Episode]) -> None:
+        """All rollouts of a group are done; its episodes are judged, in the order of the members."""
+
+    def draw(self, count: int) -> list[Sequence[Episode]] | None:
+        """`count` groups for one update, or None as long as it has too few; asked again after every `add`."""
 
 
 class Adapter(Protocol):

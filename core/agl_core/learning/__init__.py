@@ -3,6 +3,7 @@
 from agl_core.learning.batch import PolicyCredit, Prepared, prepare
 from agl_core.learning.credit import credit_group, episode_return, identical
 from agl_core.learning.rewards import ScoringRule, score
+from agl_core.learning.staleness import staleness, without_stale
 from agl_core.learning.transitions import build_episode
 
 __all__ = [
@@ -15,4 +16,6 @@ __all__ = [
     "identical",
     "prepare",
     "score",
+    "staleness",
+    "without_stale",
 ]

@@ -150,4 +150,5 @@ def _transition(
         prefix_broken=call.prefix_broken,
         outcomes=outcomes,
         parent_span=call.parent_span,
+        state=call.state,
     )

@@ -24,6 +24,10 @@ class RunState:
     step: int = 0
     seconds: float = 0.0
     """Time spent, earlier incarnations included."""
+    groups_begun: int = 0
+    """Groups of training rollouts."""
+    groups_unfinished: list[int] = field(default_factory=list)
+    """Which of them, counted from 0, no step trained on: they are begun again."""
     llm_calls: int = 0
     kept: int = 0
     """Transitions trained on."""

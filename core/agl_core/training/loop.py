@@ -1,29 +1,30 @@
-"""The training loop: sample tasks, run groups of rollouts, reward, credit, update, evaluate, checkpoint."""
+"""The training loop: run groups of rollouts, reward, credit, update, evaluate, checkpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
 from agl_core.config import PolicyPlan, RunConfig
-from agl_core.learning import PolicyCredit, Prepared, prepare
+from agl_core.learning import PolicyCredit, Prepared, prepare, without_stale
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import Engine, Progress, TaskSource, UpdateResult
+from agl_core.protocols import Buffer, Engine, Progress, TaskSource, UpdateResult
 from agl_core.store.interface import Store
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.collect import Collected, Collector
+from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluator
-from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, update_metrics
-from agl_core.training.plan import plan_groups, train_indices
+from agl_core.training.experience import Drawn, Experience
+from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, staleness_metrics, update_metrics
+from agl_core.training.plan import plan_train_group
 from agl_core.training.progress import Observer, Phase
-from agl_core.types import Mode, Use
+from agl_core.types import Rollout, Use
 
 Result = TypeVar("Result")
 
@@ -56,6 +57,7 @@ class Trainer:
     engine: Engine
     store: Store
     collector: Collector
+    buffer: Buffer
     evaluator: Evaluator
     checkpoints: Checkpoints
     log: MetricsLog
@@ -68,9 +70,20 @@ class Trainer:
     """The step of the latest checkpoint."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _credit: Mapping[str, PolicyCredit] = field(init=False)
+    _experience: Experience = field(init=False)
 
     def __post_init__(self) -> None:
         self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.policies.items()}
+        settings, per_step = self.config.asynchronous, self.config.train.groups_per_step
+        self._experience = Experience(
+            self.collector,
+            self.buffer,
+            self._plan,
+            per_update=per_step,
+            in_flight=settings.in_flight or per_step * (settings.max_staleness + 1),
+            begun=self.state.groups_begun,
+            unfinished=self.state.groups_unfinished,
+        )
 
     async def train(self) -> None:
         """Train from where `state` is to the last step."""
@@ -79,57 +92,62 @@ class Trainer:
         self._resumed = time.monotonic() - self.state.seconds
         if not self.state.evaluations:
             await self._evaluate()
-        while self.state.step < last:
-            step = self.state.step + 1
-            started, tokens = time.monotonic(), await self._tokens()
-            collected = await self._rollouts(step)
-            await uninterrupted(self._learn(step, collected, started, tokens))
-            if step % self.config.eval.every == 0 or step == last:
-                await self._evaluate()
-            if step % settings.checkpoint_every == 0 or step == last:
-                await uninterrupted(self.checkpoint())
+        try:
+            while self.state.step < last:
+                step = self.state.step + 1
+                started, tokens = time.monotonic(), await self._tokens()
+                with self.observer.phase("rollouts", step) as phase:
+                    drawn = await self._experience.draw(last - self.state.step, phase)
+                await uninterrupted(self._learn(step, drawn, started, tokens))
+                if step % self.config.eval.every == 0 or step == last:
+                    await self._evaluate()
+                if step % settings.checkpoint_every == 0 or step == last:
+                    await uninterrupted(self.checkpoint())
+        finally:
+            await self._experience.cancel()
 
-    async def _rollouts(self, step: int) -> Collected:
+    def _plan(self, position: int) -> list[Rollout]:
         settings = self.config.train
-        groups = plan_groups(
+        return plan_train_group(
             self.tasks,
-            train_indices(self.tasks, step, settings.groups_per_step, self.config.seed),
+            position,
+            groups_per_step=settings.groups_per_step,
+            size=settings.group_size,
+            seed=self.config.seed,
             run=self.run,
             incarnation=self.incarnation,
-            step=step,
-            mode=Mode.TRAIN,
-            split="train",
-            size=settings.group_size,
         )
-        with self.observer.phase("rollouts", step) as phase:
-            return await self.collector.collect(groups, phase)
 
-    async def _learn(self, step: int, collected: Collected, started: float, tokens: Mapping[str, float]) -> None:
+    async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record; once the weights move, the record has to follow."""
         settings = self.config.train
-        smallest = min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
+        ages = staleness_metrics(drawn.episodes, self.versions)
         prepared = prepare(
-            collected.groups,
+            without_stale(drawn.groups, self.versions, self.config.asynchronous.max_staleness),
             self._credit,
             agents=settings.agents,
-            min_group_size=smallest,
+            min_group_size=min(settings.min_group_size, settings.group_size),  # Groups may be made smaller than that.
             step=step,
         )
         rolled_out = time.monotonic()
         results = await self._update(step, prepared)
         updated = time.monotonic()
         uses = await self._store_uses(step, prepared, results)
+        await self._store_step(step, drawn.rollouts)
         drops = Counter(use.dropped for use in uses if use.dropped)
-        found = episode_metrics(collected.episodes)
+        found = episode_metrics(drawn.episodes)
         stats = await self.engine.stats()
         metrics = {
             **found,
+            **ages,
             **update_metrics({name: each.metrics for name, each in results.items()}, several=len(self.policies) > 1),
             **{f"tokens/{key}": value - tokens[key] for key, value in (await self._tokens()).items()},
             **drop_metrics(use.dropped for use in uses),
             **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
             "transitions/kept": float(len(uses) - drops.total()),
             "transitions/dropped": float(drops.total()),
+            "groups/in_flight": float(drawn.in_flight),
+            "groups/carried_over": float(drawn.carried_over),
             "seconds/rollouts": rolled_out - started,
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
@@ -137,7 +155,8 @@ class Trainer:
         self.log.write(step, "train", metrics)
         state = self.state
         state.step = step
-        state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in collected.episodes)
+        state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
+        state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in drawn.episodes)
         state.kept += len(uses) - drops.total()
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
@@ -178,6 +197,12 @@ class Trainer:
         uses += prepared.dropped
         await self.store.put(*uses)
         return uses
+
+    async def _store_step(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A rollout is recorded with the step that trained on it, which may not be the one it was planned for."""
+        moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
+        if moved:
+            await self.store.put(*moved)
 
     async def _tokens(self) -> dict[str, float]:
         """The engine's counters of tokens prefilled, reused and decoded, since it started."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from agl_core.learning import staleness
 from agl_core.protocols import Tracker
 from agl_core.types import Episode, FinishReason
 
@@ -49,6 +50,12 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     endings = Counter(e.ending.value for e in episodes)
     metrics |= {f"ending/{name}": float(count) for name, count in endings.items()}
     return {key: value for key, value in metrics.items() if math.isfinite(value)}
+
+
+def staleness_metrics(episodes: Sequence[Episode], versions: Mapping[str, int]) -> dict[str, float]:
+    """How old the episodes are, in updates: the oldest transition of each; `versions` are the trainer's."""
+    ages = [staleness(episode, versions) for episode in episodes if episode.transitions]
+    return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))} if ages else {}
 
 
 def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: bool) -> dict[str, float]:

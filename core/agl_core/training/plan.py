@@ -1,4 +1,4 @@
-"""Which rollouts a step or an evaluation makes. A function of (seed, step) alone, so that a resumed run repeats it."""
+"""Which rollouts training and evaluation make: a function of seed and place alone, so that a resumed run repeats it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import random
 from collections.abc import Iterable
 
 from agl_core.protocols import TaskSource
-from agl_core.types import Mode, Rollout
+from agl_core.types import Mode, Rollout, Task
 
-_SHORT = {Mode.TRAIN: "", Mode.EVAL_GREEDY: "-greedy", Mode.EVAL_SAMPLED: "-sampled"}
+_SHORT = {Mode.EVAL_GREEDY: "-greedy", Mode.EVAL_SAMPLED: "-sampled"}
 
 
-def train_indices(source: TaskSource, step: int, groups: int, seed: int) -> list[int]:
-    """The tasks of a training step (1, 2, …): endless sources go on; finite ones are shuffled anew each epoch."""
-    positions = range((step - 1) * groups, step * groups)
+def train_index(source: TaskSource, position: int, seed: int) -> int:
+    """The task at a position (0, 1, …) of training: endless sources go on; finite ones are shuffled each epoch."""
     if source.size is None:
-        return list(positions)
-    return [_shuffled(source.size, position // source.size, seed)[position % source.size] for position in positions]
+        return position
+    return _shuffled(source.size, position // source.size, seed)[position % source.size]
 
 
 def _shuffled(size: int, epoch: int, seed: int) -> list[int]:
@@ -25,36 +24,52 @@ def _shuffled(size: int, epoch: int, seed: int) -> list[int]:
     return order
 
 
+def plan_train_group(
+    source: TaskSource, position: int, *, groups_per_step: int, size: int, seed: int, run: str, incarnation: int
+) -> list[Rollout]:
+    """The group at a position (0, 1, …) of training, made for the step that trains on it if none is late."""
+    step, number = divmod(position, groups_per_step)
+    return _group(
+        source.task(train_index(source, position, seed)),
+        f"s{step + 1}-g{number}",
+        run=run,
+        incarnation=incarnation,
+        step=step + 1,
+        mode=Mode.TRAIN,
+        size=size,
+    )
+
+
 def plan_groups(
-    source: TaskSource,
-    indices: Iterable[int],
-    *,
-    run: str,
-    incarnation: int,
-    step: int,
-    mode: Mode,
-    split: str,
-    size: int = 1,
+    source: TaskSource, indices: Iterable[int], *, run: str, incarnation: int, step: int, mode: Mode, split: str
 ) -> list[list[Rollout]]:
-    """One group of `size` rollouts for each task."""
-    suffix = f"-r{incarnation}" if incarnation else ""
-    groups = []
-    for number, index in enumerate(indices):
-        task = source.task(index)
-        group = f"s{step}{'' if mode.trains else f'-{split}'}{_SHORT[mode]}-g{number}{suffix}"
-        groups.append(
-            [
-                Rollout(
-                    id=f"{group}-m{member}",
-                    run=run,
-                    incarnation=incarnation,
-                    group=group,
-                    task=task,
-                    mode=mode,
-                    step=step,
-                    member=member,
-                )
-                for member in range(size)
-            ]
+    """Evaluation's rollouts, one for each task: groups of one."""
+    return [
+        _group(
+            source.task(index),
+            f"s{step}-{split}{_SHORT[mode]}-g{number}",
+            run=run,
+            incarnation=incarnation,
+            step=step,
+            mode=mode,
+            size=1,
         )
-    return groups
+        for number, index in enumerate(indices)
+    ]
+
+
+def _group(task: Task, name: str, *, run: str, incarnation: int, step: int, mode: Mode, size: int) -> list[Rollout]:
+    group = f"{name}-r{incarnation}" if incarnation else name
+    return [
+        Rollout(
+            id=f"{group}-m{member}",
+            run=run,
+            incarnation=incarnation,
+            group=group,
+            task=task,
+            mode=mode,
+            step=step,
+            member=member,
+        )
+        for member in range(size)
+    ]

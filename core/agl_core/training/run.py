@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, dump
 from agl_core.errors import CheckpointError
 from agl_core.store.interface import Store
@@ -54,11 +55,13 @@ async def train(loaded: LoadedConfig, run_dir: Path, observer: Observer, *, resu
             incarnation,
         )
         log.forget_after(state.step if weights else -1)
+        for caution in cautions(loaded):
+            observer.say(caution)
         try:
             async with open_session(loaded, run_dir, incarnation, store, observer, weights) as session:
                 trainer = _trainer(loaded, run_dir, session, incarnation, checkpoints, log, observer, state)
                 interrupted = await _until_done(trainer, observer)
-                worker = session.worker.worker
+                worker = session.worker and session.worker.worker
                 return Summary(
                     run_dir=run_dir,
                     seed=config.seed,
@@ -119,6 +122,7 @@ def _trainer(
         engine=session.engine,
         store=session.store,
         collector=session.collector,
+        buffer=loaded.buffer.build(),
         evaluator=session.evaluator,
         checkpoints=checkpoints,
         log=log,

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_core.capture import attach
-from agl_core.client import WorkerThread, load_agent
+from agl_core.capture import attach, installed_adapters
+from agl_core.client import WorkerThread, agent_environment, choose_runner, client_variables
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import EngineError
-from agl_core.plugins import Kind
-from agl_core.protocols import Adapter, Engine, EngineContext, PolicySpec, TaskSource
-from agl_core.server import LightningServer
+from agl_core.protocols import Engine, EngineContext, PolicySpec, TaskSource
+from agl_core.server import Keys, LightningServer
 from agl_core.store.interface import Store
 from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.progress import Observer
 from agl_core.training.recorded import scoring_rules
+from agl_core.wire import SERVER_FILE
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Session:
     store: Store
     engine: Engine
     server: LightningServer
-    worker: WorkerThread
+    worker: WorkerThread | None
+    """None: the rollouts are left to workers elsewhere."""
     collector: Collector
     evaluator: Evaluator
     tasks: Mapping[str, TaskSource]
@@ -44,6 +45,8 @@ async def open_session(
     config = loaded.config
     tasks = {name: chosen.build(loaded.folder, config.seed) for name, chosen in loaded.tasks.items()}
     async with AsyncExitStack() as stack:
+        keys = Keys.of_run(run_dir / SERVER_FILE)
+        keys.check_host(config.server.host)
         observer.say("starting the engine")
         engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
         stack.push_async_callback(engine.stop)
@@ -59,21 +62,17 @@ async def open_session(
             attempts=config.workers.attempts,
             hook=loaded.plugins.hook,
             agents={name: policy.agents for name, policy in config.policies.items()},
+            keys=keys,
+            **config.server.model_dump(),
         )
         await stack.enter_async_context(server)
+        keys.write(run_dir / SERVER_FILE, server.base_url)
         server.versions.update(await engine.versions())
-        stack.enter_context(agent_environment(server.base_url, server.agent_key))
-        if config.agent.attach:
-            attach(adapters(loaded))
-        worker = WorkerThread(
-            await asyncio.to_thread(load_agent, config.agent.entry, loaded.folder),
-            base_url=server.base_url,
-            worker_key=server.worker_key,
-            agent_key=server.agent_key,
-            concurrency=config.workers.concurrency,
-        )
-        worker.start()
-        stack.push_async_callback(worker.stop)
+        worker = None
+        if config.workers.embedded:
+            worker = await start_worker(loaded, server, stack)
+        else:
+            observer.say(f"leaving the rollouts to workers, which join with: agl worker {run_dir}")
         collector = Collector(
             store, server.queue, scoring_rules(loaded), config.train.endings, loaded.plugins.hook, health_check(worker)
         )
@@ -104,40 +103,27 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
     )
 
 
-def adapters(loaded: LoadedConfig) -> list[Adapter]:
-    """Every installed adapter; each attaches when its framework is imported."""
-    found = loaded.plugins.components(Kind.ADAPTER).values()
-    return [component.build(component.options()) for component in found]
+async def start_worker(loaded: LoadedConfig, server: LightningServer, stack: AsyncExitStack) -> WorkerThread:
+    """A worker in this process, until the stack is closed; so long, clients that agents make find the server."""
+    stack.enter_context(agent_environment(client_variables(server.base_url, server.agent_key)))
+    if loaded.config.agent.attach:
+        attach(installed_adapters(loaded.plugins))
+    worker = WorkerThread(
+        await asyncio.to_thread(choose_runner, loaded, server.base_url),
+        base_url=server.base_url,
+        worker_key=server.worker_key,
+        concurrency=loaded.config.workers.concurrency,
+    )
+    worker.start()
+    stack.push_async_callback(worker.stop)
+    return worker
 
 
-@contextmanager
-def agent_environment(base_url: str, key: str) -> Iterator[None]:
-    """The variables that send an unmodified agent's LLM client to the gateway; restored afterwards."""
-    wanted = {
-        "OPENAI_BASE_URL": f"{base_url}/v1",
-        "OPENAI_API_BASE": f"{base_url}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": base_url,
-        "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_AUTH_TOKEN": key,
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def health_check(worker: WorkerThread) -> Callable[[], None]:
-    """Raises once the worker is gone, so that the trainer does not wait for rollouts that nobody runs."""
+def health_check(worker: WorkerThread | None) -> Callable[[], None]:
+    """Raises once our own worker is gone, so that the trainer does not wait for rollouts that nobody runs."""
 
     def check() -> None:
-        if not worker.alive:
+        if worker is not None and not worker.alive:
             raise EngineError("The worker stopped unexpectedly; see the log above. The run can be resumed.")
 
     return check

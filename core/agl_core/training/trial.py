@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from agl_core.config.load import LoadedConfig
@@ -28,7 +28,7 @@ from agl_core.types import (
 Value: TypeAlias = float | str | None
 """A reward or credited value; the reason where it was dropped instead; None where there is none."""
 
-_JUDGED = frozenset({DropReason.GROUP_TOO_SMALL, DropReason.NO_TRANSITION})
+_JUDGED = frozenset({DropReason.GROUP_TOO_SMALL, DropReason.NO_TRANSITION, DropReason.STALE})
 """Reasons for which an episode is left out although rules judged it."""
 
 
@@ -122,8 +122,14 @@ async def try_rewards(store: Store, loaded: LoadedConfig, rollouts: Sequence[Rol
         groups.append(done)
         if len(done) < len(members):
             incomplete[name] = len(members) - len(done)
-    episodes, failures = await _judged(store, loaded, [r for group in groups for r in group])
-    credits = credited(loaded, [[episodes[member.id] for member in group] for group in groups])
+    everyone = [r for group in groups for r in group]
+    episodes, failures = await _judged(store, loaded, everyone)
+    in_training = episodes | {
+        id: replace(episodes[id], dropped=DropReason.STALE)
+        for id in await _stale(store, everyone)
+        if episodes[id].dropped is None
+    }
+    credits = credited(loaded, [[in_training[member.id] for member in group] for group in groups])
     recorded = await _recorded(store, rollouts)
     changes = tuple(_compared(r, episodes[r.id], credits, *recorded[r.id]) for r in rollouts)
     return Trial(changes, failures, incomplete)
@@ -159,6 +165,12 @@ async def _judged(
         judged[episode.rollout], errors = await score(episode, rules, loaded.config.train.endings)
         failures += [f"{error.__notes__[-1]} {type(error).__name__}: {error}" for error in errors]
     return judged, tuple(failures)
+
+
+async def _stale(store: Store, rollouts: Sequence[Rollout]) -> set[str]:
+    """Those that training left out for their age, which no other reward would change."""
+    keys = [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
+    return {use.rollout for use in await store.uses(keys) if use.dropped == DropReason.STALE}
 
 
 async def _recorded(

@@ -43,6 +43,8 @@ class Transition:
     rewards: tuple[Reward, ...] = ()
     """Intermediate rewards, with provenance."""
     parent_span: str | None = None
+    state: Mapping[str, Json] | None = None
+    """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if nobody told them."""
 
     @property
     def has_ids(self) -> bool:

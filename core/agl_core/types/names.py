@@ -90,3 +90,5 @@ class DropReason(StrEnum):
     """A reward rule raised."""
     TOO_LONG = "too_long"
     """Longer than the engine can train on."""
+    STALE = "stale"
+    """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""

@@ -163,6 +163,8 @@ class Call:
     """Who made the call, as an adapter told; None if no adapter did."""
     parent_span: str | None = None
     """The span that enclosed the call, for tools without call ids."""
+    state: Mapping[str, Json] | None = None
+    """The agent's semantic variables when it made the call; None if nobody told them."""
     prompt_ids: Tokens | None = None
     """[P] int32; None if the upstream returned none."""
     requested: Sampling = Sampling()

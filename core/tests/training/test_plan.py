@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.training.plan import plan_groups, train_indices
-from agl_core.types import Mode, Task
+from agl_core.training.plan import plan_groups, plan_train_group, train_index
+from agl_core.types import Mode, Rollout, Task
 
 
 @dataclass
@@ -19,42 +19,53 @@ class Numbers:
         return Task(f"t{index}", index)
 
 
-@given(size=st.integers(1, 30), groups=st.integers(1, 10), seed=st.integers(0, 5))
-def test_each_epoch_of_a_finite_source_visits_every_task_once(size: int, groups: int, seed: int) -> None:
+@given(size=st.integers(1, 30), epochs=st.integers(1, 10), seed=st.integers(0, 5))
+def test_each_epoch_of_a_finite_source_visits_every_task_once(size: int, epochs: int, seed: int) -> None:
     source = Numbers(size)
-    visited = [i for step in range(1, size + 1) for i in train_indices(source, step, groups, seed)]
-    for epoch in range(groups):
+    visited = [train_index(source, position, seed) for position in range(size * epochs)]
+    for epoch in range(epochs):
         assert sorted(visited[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
 def test_an_endless_source_never_repeats() -> None:
-    visited = [i for step in range(1, 6) for i in train_indices(Numbers(None), step, 4, 0)]
-    assert visited == list(range(20))
+    assert [train_index(Numbers(None), position, 0) for position in range(20)] == list(range(20))
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
     source = Numbers(20)
-    first, second = (train_indices(source, step, 20, 0) for step in (1, 2))
+    first, second = ([train_index(source, epoch * 20 + i, 0) for i in range(20)] for epoch in (0, 1))
     assert first != second
-    assert train_indices(source, 1, 20, 1) != first
+    assert [train_index(source, i, 1) for i in range(20)] != first
+
+
+def train_group(position: int, incarnation: int = 0) -> list[Rollout]:
+    return plan_train_group(
+        Numbers(None), position, groups_per_step=3, size=2, seed=0, run="x", incarnation=incarnation
+    )
+
+
+def test_a_position_of_training_has_a_step_and_a_place_in_it() -> None:
+    planned = [(group[0].group, {each.step for each in group}) for group in map(train_group, range(5))]
+    assert planned == [("s1-g0", {1}), ("s1-g1", {1}), ("s1-g2", {1}), ("s2-g0", {2}), ("s2-g1", {2})]
+    assert [each.id for each in train_group(3, incarnation=2)] == ["s2-g0-r2-m0", "s2-g0-r2-m1"]
 
 
 def test_members_of_a_group_share_the_task_and_all_ids_are_unique() -> None:
-    planned = [
-        rollout
+    evaluated = [
+        group
         for step in (0, 1)
         for incarnation in (0, 1)
-        for mode in Mode
-        for split in ("train", "eval")
+        for mode in (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
+        for split in ("eval", "other")
         for group in plan_groups(
-            Numbers(None), [4, 4], run="x", incarnation=incarnation, step=step, mode=mode, split=split, size=3
+            Numbers(None), [4, 4], run="x", incarnation=incarnation, step=step, mode=mode, split=split
         )
-        for rollout in group
     ]
-    trained = [r for r in planned if not (r.mode.trains and r.id.count("eval"))]
-    by_id = {r.id for r in trained if not r.mode.trains}
-    assert len(by_id) == len([r for r in trained if not r.mode.trains])
+    trained = [train_group(position, incarnation) for position in range(6) for incarnation in (0, 1)]
+    planned = [rollout for group in (*evaluated, *trained) for rollout in group]
+    assert len({rollout.id for rollout in planned}) == len(planned) == 32 + 24
     groups: dict[str, set[str]] = {}
     for rollout in planned:
         groups.setdefault(rollout.group, set()).add(rollout.task.id)
     assert all(len(tasks) == 1 for tasks in groups.values())
+    assert len(groups) == len(evaluated) + len(trained)

@@ -1,0 +1,135 @@
+"""What training learns from: groups of rollouts that are begun ahead, and the first that are complete.
+
+    planned ──▶ queued, running ──▶ complete, in the buffer ──▶ drawn for an update
+               └──────────── at most `in_flight` groups ────┘
+
+With as many in flight as an update takes, each step waits for exactly those that it began: the synchronous loop. With
+more, the others run on while the weights are updated, and carry over to later steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from agl_core.protocols import Buffer
+from agl_core.training.collect import Collected, Collector, Judged, reward_note, tell_of_failed_rules
+from agl_core.training.progress import Phase
+from agl_core.types import Episode, Rollout
+
+
+@dataclass(frozen=True)
+class Drawn(Collected):
+    """The groups of one update."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    """Those of the groups that no earlier update had."""
+    carried_over: int = 0
+    """Groups of the update that were under way before its step began."""
+    in_flight: int = 0
+    """Groups that go on while the update is made."""
+
+
+class Experience:
+    """Keeps groups in flight and hands them over. `plan` makes the group at a position (0, 1, …) of training.
+
+    `begun` and `unfinished` say where to go on: how many groups were begun, and the positions of those among them
+    that no update has had; these are begun again, first.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        buffer: Buffer,
+        plan: Callable[[int], list[Rollout]],
+        *,
+        per_update: int,
+        in_flight: int,
+        begun: int = 0,
+        unfinished: Iterable[int] = (),
+    ) -> None:
+        self._collector, self._buffer, self._plan = collector, buffer, plan
+        self._per_update, self._in_flight = per_update, in_flight
+        self.begun = begun
+        self._again = sorted(unfinished)
+        self._position: dict[str, int] = {}
+        self._running: dict[str, dict[str, Judged | None]] = {}
+        """By group, what is known of its rollouts, in the order of the members."""
+        self._complete: dict[str, list[Judged]] = {}
+        """By group, those in the buffer that were not drawn yet."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The positions of the groups that were begun and that no update has had."""
+        return sorted([*self._again, *(self._position[name] for name in self._under_way())])
+
+    async def draw(self, updates_left: int, phase: Phase) -> Drawn:
+        """The groups of the next update, in the order of their plan; waits until enough are complete.
+
+        No more groups are begun than `updates_left` (this one included) can use.
+        """
+        before = set(self._under_way())
+        most = min(self._in_flight, updates_left * self._per_update)
+        arrived: list[Episode] = []
+        await self._begin(most)
+        while (groups := self._buffer.draw(self._per_update)) is None:
+            arrived += await self._receive()
+            phase.advance(self._share_complete(), reward_note(arrived))
+            await self._begin(most)
+        drawn = self._drawn(groups, before)
+        tell_of_failed_rules(drawn)
+        return drawn
+
+    async def cancel(self) -> None:
+        """End what is running; it stays unfinished."""
+        running = {id for rollouts in self._running.values() for id, judged in rollouts.items() if judged is None}
+        if running:
+            await self._collector.cancel(running)
+
+    def _under_way(self) -> list[str]:
+        return [*self._running, *self._buffer.pending]
+
+    async def _begin(self, most: int) -> None:
+        """Begin groups until `most` are under way."""
+        rollouts: list[Rollout] = []
+        for _ in range(most - len(self._under_way())):
+            position = self._again.pop(0) if self._again else self.begun
+            self.begun = max(self.begun, position + 1)
+            group = self._plan(position)
+            self._position[group[0].group] = position
+            self._running[group[0].group] = dict.fromkeys(rollout.id for rollout in group)
+            rollouts += group
+        if rollouts:
+            await self._collector.enqueue(rollouts)
+
+    async def _receive(self) -> list[Episode]:
+        """Wait for rollouts; groups of which they were the last go into the buffer."""
+        waiting = {id for rollouts in self._running.values() for id, judged in rollouts.items() if judged is None}
+        found = await self._collector.finished(waiting)
+        for each in found:
+            self._running[each.rollout.group][each.rollout.id] = each
+        for name, rollouts in list(self._running.items()):
+            done = [judged for judged in rollouts.values() if judged is not None]
+            if len(done) == len(rollouts):
+                del self._running[name]
+                self._complete[name] = done
+                self._buffer.add([judged.episode for judged in done])
+        return [each.episode for each in found]
+
+    def _drawn(self, groups: Sequence[Sequence[Episode]], before: set[str]) -> Drawn:
+        names = dict.fromkeys(group[0].group for group in groups)
+        first_time = [judged for name in names for judged in self._complete.pop(name, ())]
+        self._complete = {name: self._complete[name] for name in self._buffer.pending}
+        return Drawn(
+            groups=sorted(map(list, groups), key=lambda group: self._position[group[0].group]),
+            reward_errors=[error for judged in first_time for error in judged.reward_errors],
+            rollouts=[judged.rollout for judged in first_time],
+            carried_over=len(before & names.keys()),
+            in_flight=len(self._under_way()),
+        )
+
+    def _share_complete(self) -> float:
+        """How much is done of the groups that are nearest to completion, as many as an update takes."""
+        shares = [sum(judged is not None for judged in each.values()) / len(each) for each in self._running.values()]
+        nearest = sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]
+        return sum(nearest) / self._per_update

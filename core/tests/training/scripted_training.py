@@ -1,0 +1,237 @@
+"""A training loop whose rollouts end when a test says so, and whose engine counts versions and keeps batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from memory_store import MemoryStore
+from pydantic import BaseModel
+
+from agl_core.config import PolicyPlan, RunConfig
+from agl_core.config.resolve import Chosen
+from agl_core.learning import identical
+from agl_core.plugins import Component, Kind, Need, NoOptions, Plugins
+from agl_core.protocols import Buffer, Progress, UpdateResult
+from agl_core.training.buffers import Fifo
+from agl_core.training.checkpoints import Checkpoints, RunState
+from agl_core.training.collect import Judged
+from agl_core.training.loop import Trainer
+from agl_core.training.progress import Silent
+from agl_core.types import (
+    Batch,
+    DropReason,
+    Ending,
+    Episode,
+    FinishReason,
+    Mode,
+    Rollout,
+    Task,
+    Transition,
+    TransitionKey,
+    Use,
+)
+
+
+class Numbers:
+    """Tasks without end."""
+
+    size = None
+
+    def task(self, index: int) -> Task:
+        return Task(f"t{index}", index)
+
+
+class StuckError(Exception):
+    """Somebody waits for rollouts of which none will ever end."""
+
+
+def episode(
+    rollout: str = "r", versions: Sequence[int | None] = (0,), *, terminal: float = 1.0, policy: str = "default",
+    group: str = "g", member: int = 0, dropped: DropReason | None = None,
+) -> Episode:  # fmt: skip
+    """One call by each of these versions."""
+    return Episode(
+        rollout=rollout,
+        attempt=0,
+        group=group,
+        member=member,
+        task=Task("t", 0),
+        mode=Mode.TRAIN,
+        ending=Ending.FINISHED,
+        transitions=tuple(transition(rollout, turn, version, policy) for turn, version in enumerate(versions)),
+        terminal=terminal,
+        dropped=dropped,
+    )
+
+
+def transition(rollout: str, turn: int, version: int | None, policy: str = "default") -> Transition:
+    return Transition(
+        key=TransitionKey(rollout, 0, f"{rollout}-c{turn}", 0),
+        agent="solver",
+        turn=turn,
+        agent_turn=turn,
+        policy=policy,
+        version=version,
+        messages=(),
+        response={},
+        finish_reason=FinishReason.STOP,
+        temperature=1.0,
+        prompt_ids=np.arange(2, dtype=np.int32),
+        response_ids=np.arange(3, dtype=np.int32),
+        logprobs=np.full(3, -0.5, np.float32),
+    )
+
+
+@dataclass
+class ScriptedCollector:
+    """Rollouts make one call when they are begun and one when they end; those that `held` says do not end yet.
+
+    Several that could end do so one by one, in the order that `first` gives them.
+    """
+
+    versions: Mapping[str, int]
+    held: Callable[[Rollout], bool] = lambda rollout: False
+    first: Callable[[Rollout], Any] = lambda rollout: 0
+    reward: Callable[[Rollout], float] = lambda rollout: float(rollout.member)
+    out: dict[str, tuple[Rollout, int]] = field(default_factory=dict)
+    """With the version that answered the first call."""
+    begun: list[str] = field(default_factory=list)
+    cancelled: set[str] = field(default_factory=set)
+    most_groups: int = 0
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self.begun.append(rollout.id)
+            self.out[rollout.id] = rollout, self.versions["default"]
+        self.most_groups = max(self.most_groups, len({rollout.group for rollout, _ in self.out.values()}))
+
+    async def finished(self, ids: Collection[str]) -> list[Judged]:
+        ready = [rollout for rollout, _ in self.out.values() if rollout.id in ids and not self.held(rollout)]
+        if not ready:
+            raise StuckError
+        rollout = min(ready, key=self.first)
+        _, began = self.out.pop(rollout.id)
+        made = episode(
+            rollout.id,
+            (began, self.versions["default"]),
+            terminal=self.reward(rollout),
+            group=rollout.group,
+            member=rollout.member,
+        )
+        return [Judged(rollout, made, [])]
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        self.cancelled |= set(ids)
+
+
+class CountingEngine:
+    """An update keeps the batch and makes the next version."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.version = 0
+
+    async def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
+    ) -> UpdateResult:
+        self.batches.append(batch)
+        self.version += 1
+        zeros = np.zeros(len(batch))
+        return UpdateResult(self.version, {}, zeros, zeros, (None,) * len(batch))
+
+    async def stats(self) -> Mapping[str, float]:
+        return {}
+
+    async def save(self, folder: Path) -> None: ...
+
+
+@dataclass
+class Log:
+    """Metrics in memory."""
+
+    lines: list[Mapping[str, float]] = field(default_factory=list)
+
+    def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
+        self.lines.append({"step": step, **metrics})
+
+
+class NoEvaluation:
+    async def evaluate(self, step: int) -> tuple[list[Any], dict[str, float], int]:
+        return [], {}, 0
+
+
+@dataclass
+class Bench:
+    """A trainer, and everything around it that a test looks at."""
+
+    trainer: Trainer
+    collector: ScriptedCollector
+    engine: CountingEngine
+    store: MemoryStore
+    log: Log
+
+    @property
+    def trained(self) -> list[list[str]]:
+        """By update, the rollouts of its batch, in their order."""
+        return [list(dict.fromkeys(key.rollout for key in batch.keys)) for batch in self.engine.batches]
+
+    @property
+    def stale(self) -> set[str]:
+        """The rollouts that were dropped for their age."""
+        return {use.rollout for use in self.store.written if isinstance(use, Use) and use.dropped is DropReason.STALE}
+
+    def metric(self, key: str) -> list[float]:
+        """By step."""
+        return [line[key] for line in self.log.lines]
+
+
+def chosen(kind: Kind, build: Callable[..., Any], provides: Need) -> Chosen:
+    options: type[BaseModel] = NoOptions
+    return Chosen(
+        Component(kind, "scripted", build, options, lambda _: frozenset(), frozenset({provides}), "", ""), options()
+    )
+
+
+def make_bench(
+    folder: Path, state: RunState | None = None, incarnation: int = 0, buffer: Buffer | None = None, **settings: Any
+) -> Bench:
+    """`settings` are those of [train], but for `max_staleness` and `in_flight`."""
+    asynchronous = {key: settings.pop(key) for key in ("max_staleness", "in_flight") if key in settings}
+    train = {"steps": 4, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1, **settings}
+    config = RunConfig.model_validate(
+        {
+            "config_version": 1,
+            "agent": {"entry": "an_agent:solve"},
+            "tasks": {"train": {"source": "numbers"}},
+            "policies": {"default": {"model": {"path": "."}}},
+            "train": train,
+            "async": asynchronous,
+        }
+    )
+    credit = chosen(Kind.CREDIT, lambda options: identical, Need.RETURNS)
+    algorithm = chosen(Kind.ALGORITHM, lambda options: None, Need.RETURNS)
+    engine, store, log = CountingEngine(), MemoryStore(), Log()
+    engine.version = (state or RunState()).step
+    versions = {"default": engine.version}
+    collector = ScriptedCollector(versions)
+    parts: dict[str, Any] = {"engine": engine, "collector": collector, "evaluator": NoEvaluation(), "log": log}
+    trainer = Trainer(
+        config=config,
+        policies={"default": PolicyPlan(algorithm, credit)},
+        run="run",
+        incarnation=incarnation,
+        tasks=Numbers(),
+        store=store,
+        buffer=buffer or Fifo(),
+        checkpoints=Checkpoints(folder, keep=100),
+        observer=Silent(),
+        hook=Plugins().hook,
+        versions=versions,
+        state=replace(state) if state else RunState(),
+        **parts,
+    )
+    return Bench(trainer, collector, engine, store, log)

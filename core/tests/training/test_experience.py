@@ -1,0 +1,189 @@
+"""Which groups an update gets, in which order, and what becomes of those that are late or were cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_training import Bench, StuckError, episode, make_bench
+
+from agl_core.plugins import Kind, Plugins
+from agl_core.training.buffers import Fifo
+from agl_core.training.checkpoints import read_state
+from agl_core.types import Rollout
+
+
+def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:
+    """The rollouts of each step, as a loop that waits for every step trains on them."""
+    return [
+        [f"s{step + 1}-g{group}-m{member}" for group in range(groups) for member in range(size)]
+        for step in range(steps)
+    ]
+
+
+def shuffling(bench: Bench, seed: int) -> None:
+    """Let rollouts end in any order, the same for the same seed."""
+    bench.collector.first = lambda rollout: random.Random(f"{seed}:{rollout.id}").random()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), steps=st.integers(1, 4), groups=st.integers(1, 3))
+def test_without_staleness_each_step_trains_on_what_it_began_in_the_order_of_the_plan(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, steps: int, groups: int
+) -> None:
+    bench = make_bench(tmp_path_factory.mktemp("run"), steps=steps, groups_per_step=groups, checkpoint_every=100)
+    shuffling(bench, seed)
+
+    asyncio.run(bench.trainer.train())
+
+    assert bench.trained == planned(steps, groups)
+    assert [set(batch.version_N.tolist()) for batch in bench.engine.batches] == [{step} for step in range(steps)]
+    assert bench.collector.begun == [id for step in planned(steps, groups) for id in step]
+    assert bench.collector.most_groups == groups
+    assert bench.metric("staleness/max") == bench.metric("groups/in_flight") == [0.0] * steps
+    assert bench.metric("groups/carried_over") == [0.0] * steps
+
+
+async def test_without_staleness_a_step_waits_for_its_slowest_rollout(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    bench.collector.held = lambda rollout: rollout.id == "s2-g1-m0"
+
+    with pytest.raises(StuckError):
+        await bench.trainer.train()
+
+    assert bench.trained == planned(1, 2)
+    assert bench.collector.cancelled == {"s2-g1-m0"}
+
+
+async def test_a_slow_rollout_holds_up_nobody_and_carries_over(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path, max_staleness=2)
+    bench.collector.held = lambda rollout: rollout.id == "s1-g0-m1" and bench.engine.version < 2
+
+    await bench.trainer.train()
+
+    assert bench.trained == [
+        ["s1-g1-m0", "s1-g1-m1", "s2-g0-m0", "s2-g0-m1"],
+        ["s2-g1-m0", "s2-g1-m1", "s3-g0-m0", "s3-g0-m1"],
+        ["s1-g0-m0", "s1-g0-m1", "s3-g1-m0", "s3-g1-m1"],
+        ["s4-g0-m0", "s4-g0-m1", "s4-g1-m0", "s4-g1-m1"],
+    ]
+    assert bench.stale == set()
+    assert bench.metric("staleness/max") == [0, 1, 2, 2]
+    assert bench.metric("groups/carried_over") == [0, 2, 2, 2]
+    assert bench.metric("groups/in_flight") == [4, 4, 2, 0]
+
+
+async def test_what_is_too_old_is_dropped_and_counted_and_recorded_with_its_step(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path, max_staleness=1)
+    bench.collector.held = lambda rollout: rollout.id == "s1-g0-m1" and bench.engine.version < 3
+
+    await bench.trainer.train()
+
+    # The first call of each was answered by version 0 and the last update begins with version 3.
+    assert bench.stale == {"s1-g0-m0", "s1-g0-m1"}
+    assert {id for step in bench.trained for id in step} == {id for s in planned(4, 2) for id in s} - bench.stale
+    assert bench.log.lines[-1]["episodes_dropped/stale"] == 2
+    assert bench.log.lines[-1]["dropped/stale"] == bench.trainer.state.dropped["stale"] == 4
+    assert {(await bench.store.rollout(id)).step for id in bench.stale} == {4}
+    assert bench.log.lines[-1]["reward/mean"] == 0.5, "what was dropped for its age was judged all the same"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    steps=st.integers(1, 5),
+    groups=st.integers(1, 3),
+    staleness=st.integers(0, 4),
+    beyond=st.integers(0, 4),
+)
+def test_every_group_is_drawn_once_and_never_more_are_in_flight_than_may_be(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, steps: int, groups: int, staleness: int, beyond: int
+) -> None:
+    in_flight = groups + (beyond if staleness else 0)
+    bench = make_bench(
+        tmp_path_factory.mktemp("run"),
+        steps=steps,
+        groups_per_step=groups,
+        max_staleness=staleness,
+        in_flight=in_flight,
+        checkpoint_every=100,
+    )
+    shuffling(bench, seed)
+
+    asyncio.run(bench.trainer.train())
+
+    trained = [id for step in bench.trained for id in step]
+    assert sorted([*trained, *bench.stale]) == sorted(id for step in planned(steps, groups) for id in step)
+    assert sorted(bench.collector.begun) == sorted(set(bench.collector.begun))
+    assert bench.collector.most_groups == min(in_flight, steps * groups)
+    assert max(bench.metric("staleness/max"), default=0) <= steps
+    assert bench.trainer.state.groups_unfinished == []
+
+
+async def test_the_default_room_is_enough_for_groups_as_old_as_may_be(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path, steps=8, max_staleness=3)
+
+    await bench.trainer.train()
+
+    assert bench.collector.most_groups == 4 * 2
+    assert bench.metric("staleness/max") == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert bench.stale == set()
+
+
+async def test_a_resumed_run_begins_again_what_was_in_flight_and_nothing_else(tmp_path: Path) -> None:
+    def slow(rollout: Rollout) -> bool:
+        return rollout.group.startswith(("s1-g0", "s3-g1"))
+
+    killed = make_bench(tmp_path, steps=6, max_staleness=3)
+    killed.collector.held = slow
+    with pytest.raises(StuckError):
+        await killed.trainer.train()
+    saved = read_state(killed.trainer.checkpoints.latest())
+    assert saved.groups_unfinished[:2] == [0, 5]
+    assert len(killed.collector.cancelled) == 4
+
+    resumed = make_bench(tmp_path, saved, incarnation=1, steps=6, max_staleness=3)
+    await resumed.trainer.train()
+
+    done = [id for bench in (killed, resumed) for step in bench.trained for id in step]
+    assert sorted(id.replace("-r1", "") for id in done) == sorted(id for step in planned(6, 2) for id in step)
+    assert resumed.collector.begun[:4] == ["s1-g0-r1-m0", "s1-g0-r1-m1", "s3-g1-r1-m0", "s3-g1-r1-m1"]
+    assert resumed.trainer.state.step == 6
+
+
+@given(actions=st.lists(st.one_of(st.none(), st.integers(1, 4)), max_size=40))
+def test_fifo_gives_every_group_once_in_the_order_of_completion(actions: list[int | None]) -> None:
+    buffer, added, drawn = Fifo(), 0, []
+    for count in actions:
+        if count is None:
+            buffer.add([episode(group=f"g{added}")])
+            added += 1
+            continue
+        room = added - len(drawn)
+        groups = buffer.draw(count)
+        assert (groups is None) == (room < count)
+        drawn += [group[0].group for group in groups or ()]
+        assert buffer.pending == [f"g{number}" for number in range(len(drawn), added)]
+    assert drawn == [f"g{number}" for number in range(len(drawn))]
+
+
+def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) -> None:
+    """The example of docs/asynchronous.md."""
+    page = (Path(__file__).parents[3] / "docs" / "asynchronous.md").read_text()
+    plugin = ModuleType("unequal")
+    exec(page.split("```python\n")[1].split("```")[0], vars(plugin))
+    plugins = Plugins()
+    plugins.register(plugin, "the page")
+    buffer = plugins.component(Kind.BUFFER, "unequal", "[buffer] name").build(None)
+
+    bench = make_bench(tmp_path, buffer=buffer, max_staleness=1)
+    bench.collector.reward = lambda rollout: 0.0 if rollout.group.endswith("g1") else float(rollout.member)
+    asyncio.run(bench.trainer.train())
+
+    groups = [sorted({id.rsplit("-", 1)[0] for id in step}) for step in bench.trained]
+    assert groups == [[f"s{step}-g0", f"s{step + 1}-g0"] for step in (1, 3, 5, 7)]

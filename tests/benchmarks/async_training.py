@@ -1,0 +1,176 @@
+"""What asynchronous training gains where some rollouts are slow: two runs of the calc example, one after the other.
+
+    python tests/benchmarks/async_training.py
+
+trains the calc example from the same weights on as many rollouts twice: once with `async.max_staleness = 0`, once with
+4. Its tool sleeps before it answers: log-normal, the slowest hundredth at least ten times as long as the median. Both
+runs have the same workers, and the engine has one thread, so that CPU seconds by wall-clock second say how busy it was.
+Times are of training alone, without start and evaluations. It ends with status 1 unless the second run made at least
+twice the rollouts per hour (`--at-least`) and its final reward is no worse (by more than `--tolerance`).
+
+Needs a quiet machine; takes about fifteen minutes. `--steps 2 --groups 2 --at-least 0` only shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).parent
+CALC = HERE.parents[1] / "examples" / "calc" / "train.toml"
+LOOK_AGAIN = 0.1
+ENGINE = "agl_torch.process"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    name: str
+    rollouts: float
+    hours: float
+    engine_seconds: float
+    staleness: float
+    stale: float
+    greedy: float
+    sampled: float
+
+    @property
+    def per_hour(self) -> float:
+        return self.rollouts / self.hours
+
+    @property
+    def utilisation(self) -> float:
+        return self.engine_seconds / (3600 * self.hours)
+
+    def row(self) -> str:
+        return (
+            f"| {self.name} | {self.rollouts:.0f} | {60 * self.hours:.1f} | {self.per_hour:,.0f} "
+            f"| {self.utilisation:.0%} | {self.greedy:.3f} | {self.sampled:.3f} "
+            f"| {self.staleness:.2f} | {self.stale:.0f} |"
+        )
+
+
+HEAD = """| run | rollouts | minutes | rollouts per hour | engine busy | greedy | sampled | mean staleness | stale |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def run(name: str, staleness: int, folder: Path, options: argparse.Namespace) -> Measured:
+    """Train once."""
+    settings = {
+        "name": name,
+        "seed": options.seed,
+        "agent.entry": "slow_calc_agent:solve",
+        "train.steps": options.steps,
+        "train.groups_per_step": options.groups,
+        "train.checkpoint_every": options.steps,
+        "async.max_staleness": staleness,
+        "algorithm.grpo.importance_threshold": 2.0,
+        "workers.concurrency": options.workers,
+        "engine.torch.threads": 1,
+        "eval.every": options.steps,
+        "eval.tasks": options.tasks,
+    }
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+        "SLOW_TOOL_MEDIAN": str(options.median),
+        "SLOW_TOOL_TAIL": str(options.tail),
+    }
+    arguments = [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
+    with (folder / f"{name}.log").open("w") as log:
+        command = [Path(sys.executable).with_name("agl"), "train", CALC, *arguments]
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            busy = engine_seconds(process, folder / "runs" / name / "metrics.jsonl", options.steps)
+            status = process.wait()
+        finally:
+            process.terminate()
+            process.wait()
+    if status:
+        sys.exit(f"The run failed:\n{(folder / f'{name}.log').read_text()}")
+    return measured(name, folder / "runs" / name, busy)
+
+
+def engine_seconds(process: subprocess.Popen[bytes], metrics: Path, steps: int) -> float:
+    """The engine's CPU seconds from the end of the first evaluation to the end of the last step."""
+    started = None
+    while process.poll() is None:
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        if lines and started is None:
+            started = engine_cpu(process.pid)
+        if any(line["kind"] == "train" and line["step"] == steps for line in lines):
+            return engine_cpu(process.pid) - (started or 0.0)
+        time.sleep(LOOK_AGAIN)
+    return 0.0
+
+
+def engine_cpu(pid: int) -> float:
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if ENGINE in child.cmdline():
+                times = child.cpu_times()
+                return float(times.user + times.system)
+        except psutil.Error:  # Some other child has just ended.
+            continue
+    return 0.0
+
+
+def measured(name: str, folder: Path, busy: float) -> Measured:
+    lines: list[Mapping[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    reward = json.loads((folder / "summary.json").read_text())["reward"]["after"]
+    return Measured(
+        name,
+        rollouts=sum(line["rollouts"] for line in steps),
+        hours=sum(line["seconds/step"] for line in steps) / 3600,
+        engine_seconds=busy,
+        staleness=sum(line["staleness/mean"] for line in steps) / len(steps),
+        stale=sum(line.get("episodes_dropped/stale", 0) for line in steps),
+        greedy=reward["greedy"],
+        sampled=reward["sampled"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--groups", type=int, default=16, help="groups of a step, of 8 rollouts each")
+    parser.add_argument("--staleness", type=int, default=4, help="of the asynchronous run")
+    parser.add_argument("--median", type=float, default=0.5, help="of a tool call, in seconds")
+    parser.add_argument("--tail", type=float, default=10.0, help="99th percentile of a tool call over its median")
+    parser.add_argument("--workers", type=int, default=128, help="rollouts run at the same time")
+    parser.add_argument("--tasks", type=int, default=200, help="of an evaluation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-least", type=float, default=2.0, help="times the rollouts per hour")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of the final rewards")
+    parser.add_argument("--folder", type=Path, help="where the runs go; by default, nowhere that stays")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        if (folder / "runs").exists():
+            parser.error(f"{folder} has runs already; name a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        waiting = run("synchronous", 0, folder, options)
+        going_on = run("asynchronous", options.staleness, folder, options)
+    times = going_on.per_hour / waiting.per_hour
+    print(f"{HEAD}\n{waiting.row()}\n{going_on.row()}\n\n{times:.2f} times the rollouts per hour")
+    if times < options.at_least:
+        sys.exit(f"It was to be {options.at_least:g} times as many.")
+    if min(going_on.greedy - waiting.greedy, going_on.sampled - waiting.sampled) < -options.tolerance:
+        sys.exit("The final reward is worse.")
+
+
+if __name__ == "__main__":
+    main()
