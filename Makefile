@@ -17,7 +17,7 @@ ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray 
 TOOLS := build hatchling mypy ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint types oracles policy docs clean
+.PHONY: help install quickstart test test-fast lint types oracles comparison policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,8 +47,12 @@ oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL thems
 policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
 
-docs: install ## Write docs/configuration.md anew
+comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
+	@$(BIN)/python docs/make_comparison.py
+
+docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py
+	@$(BIN)/python tests/conformance/make_page.py
 
 clean: ## Remove the environment and all caches; runs are kept
 	rm -rf $(VENV) $(ORACLES) .mypy_cache .ruff_cache .pytest_cache .hypothesis

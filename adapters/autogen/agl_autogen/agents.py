@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import uuid
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from autogen_core import AgentId, BaseAgent, SingleThreadedAgentRuntime
@@ -20,7 +21,7 @@ class _Turn(Watch):
 
     def __init__(self, agent: str, around: Carried) -> None:
         scope = IdentityScope(Identity(agent, parent_span=uuid.uuid4().hex), around.scope)
-        self._inside = Carried(around.attempt, scope)
+        self._inside = replace(around, scope=scope)
 
     def applied(self) -> AbstractContextManager[None]:
         return self._inside.applied()

@@ -81,7 +81,7 @@ class _Handler(BaseCallbackHandler):
         run = self._start(event, inputs)
         if run and run.agent:
             # For what a node does without LangChain: an OpenAI client called directly, say.
-            run.scope = enter_identity(Identity(run.agent, parent_span=run.span))
+            run.scope = enter_identity(Identity(run.agent, parent_span=run.span), variables=_channels(event, inputs))
 
     @guarded
     def on_chain_end(self, outputs: Any, **event: Any) -> None:
@@ -294,6 +294,14 @@ def _agent_of(metadata: Mapping[str, Any]) -> str | None:
         node = enclosing[-1].partition(":")[0]
     name = metadata.get("lc_agent_name") or node
     return str(name) if name else None
+
+
+def _channels(event: Mapping[str, Any], state: Any) -> dict[str, Json] | None:
+    """The channel values that a LangGraph node starts from, without the messages, which are in the calls' prompts."""
+    if current_attempt() is None or not any(str(tag).startswith("graph:step:") for tag in event.get("tags") or ()):
+        return None
+    values = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
+    return {str(name): jsonable(value) for name, value in values.items() if name != "messages"}
 
 
 def _is_control_flow(error: BaseException) -> bool:

@@ -16,8 +16,10 @@ from agl_core.capture.context import (
     running,
 )
 from agl_core.capture.jsonable import jsonable
+from agl_core.capture.marking import Marker, ToolRun, agent, tool
 from agl_core.capture.recording import Recording, ToolRequest, describe_error, status_of
 from agl_core.capture.reports import guarded, outcome_report, record_outcome, report_problem, reward
+from agl_core.capture.variables import state, unpack_variables
 from agl_core.types import Identity
 
 __all__ = [
@@ -27,8 +29,11 @@ __all__ = [
     "CapturedRollout",
     "Identity",
     "IdentityScope",
+    "Marker",
     "Recording",
     "ToolRequest",
+    "ToolRun",
+    "agent",
     "attach",
     "current_attempt",
     "current_identity",
@@ -43,5 +48,8 @@ __all__ = [
     "report_problem",
     "reward",
     "running",
+    "state",
     "status_of",
+    "tool",
+    "unpack_variables",
 ]

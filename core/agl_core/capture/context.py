@@ -5,13 +5,15 @@ Both are context variables, so that an agent made once at import and shared by c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from agl_core.capture.recording import Recording
-from agl_core.types import Identity
+from agl_core.capture.steps import Step, Steps, current_step, set_step
+from agl_core.types import Identity, Json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +37,20 @@ class IdentityScope:
     its start, where the token of a context variable is of no use.
     """
 
-    __slots__ = ("_outer", "identity", "is_open")
+    __slots__ = ("_outer", "identity", "is_open", "steps", "variables")
 
-    def __init__(self, identity: Identity, outer: IdentityScope | None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        outer: IdentityScope | None,
+        steps: Steps | None = None,
+        variables: Mapping[str, Json] | None = None,
+    ) -> None:
         self.identity, self._outer, self.is_open = identity, outer, True
+        self.variables: Mapping[str, Json] = variables or (outer.variables if outer else {})
+        """The semantic variables that the framework told; those of the scope around it where it told none."""
+        self.steps = steps
+        """Where each call begins a step; None where the framework itself has a span around each call."""
 
     def close(self) -> None:
         """End it, in every context that it reached; closing it again changes nothing."""
@@ -51,42 +63,79 @@ class IdentityScope:
         return scope
 
 
+@dataclass(slots=True)
+class _Process:
+    """What holds in every context of this process."""
+
+    attempt: ActiveAttempt | None = None
+
+
+@functools.cache
+def _this_process() -> _Process:
+    return _Process()
+
+
 _attempt: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
 _scope: ContextVar[IdentityScope | None] = ContextVar("agl_identity", default=None)
+_variables: ContextVar[Mapping[str, Json] | None] = ContextVar("agl_variables", default=None)
 
 
 def current_attempt() -> ActiveAttempt | None:
-    """The attempt that this context runs; None outside any rollout."""
-    return _attempt.get()
+    """The attempt that this context, or else the whole process, runs; None outside any rollout."""
+    return _attempt.get() or _this_process().attempt
 
 
 @contextmanager
 def running(active: ActiveAttempt) -> Iterator[None]:
     """Everything inside, and every task or thread it starts, belongs to this attempt."""
-    token = _attempt.set(active)
+    attempt, variables = _attempt.set(active), _variables.set(None)
     try:
         yield
     finally:
-        _attempt.reset(token)
+        _attempt.reset(attempt)
+        _variables.reset(variables)
+
+
+def start_running(active: ActiveAttempt | None) -> None:
+    """The whole process belongs to this attempt from now on, in every thread and task; None: to none."""
+    _this_process().attempt = active
+
+
+def current_variables() -> Mapping[str, Json]:
+    """The agent's semantic variables: its framework's, and those that it told in this context, which win."""
+    scope = current_scope()
+    return {**(scope.variables if scope else {}), **(_variables.get() or {})}
+
+
+def tell_variables(variables: Mapping[str, Json]) -> None:
+    """From now on, in this context and those copied from it, these are among the agent's semantic variables."""
+    _variables.set({**(_variables.get() or {}), **variables})
 
 
 def current_identity() -> Identity | None:
     """Who makes a call that is sent now; None if nobody said so."""
-    scope = _scope.get()
-    scope = scope and scope.innermost_open()
+    scope = current_scope()
     return scope.identity if scope else None
 
 
-def enter_identity(identity: Identity) -> IdentityScope:
+def current_scope() -> IdentityScope | None:
+    """The innermost open scope of this context."""
+    scope = _scope.get()
+    return scope and scope.innermost_open()
+
+
+def enter_identity(
+    identity: Identity, steps: Steps | None = None, variables: Mapping[str, Json] | None = None
+) -> IdentityScope:
     """From now on, in this context and those copied from it, `identity` makes the calls, until the scope is closed.
 
-    An identity without an agent name keeps the name of the one around it.
+    An identity without an agent name keeps the name of the one around it. With `steps`, each call begins one;
+    `variables` are the agent's semantic variables as its framework has them.
     """
-    scope = _scope.get()
-    outer = scope and scope.innermost_open()
+    outer = current_scope()
     if identity.agent is None and outer:
         identity = replace(identity, agent=outer.identity.agent)
-    entered = IdentityScope(identity, outer)
+    entered = IdentityScope(identity, outer, steps, variables)
     _scope.set(entered)
     return entered
 
@@ -108,15 +157,16 @@ def identify(agent: str | None = None, *, span: str | None = None, parent_span: 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Attempt and identity on their way into a thread, which does not inherit context variables by itself."""
+    """Attempt, identity and state on their way into a thread, which does not inherit context variables by itself."""
 
-    attempt: ActiveAttempt | None
-    scope: IdentityScope | None
+    attempt: ActiveAttempt | None = None
+    scope: IdentityScope | None = None
+    step: Step | None = None
+    variables: Mapping[str, Json] | None = None
 
     @classmethod
     def here(cls) -> Carried:
-        scope = _scope.get()
-        return cls(_attempt.get(), scope and scope.innermost_open())
+        return cls(current_attempt(), current_scope(), current_step(), _variables.get())
 
     @property
     def is_empty(self) -> bool:
@@ -124,10 +174,18 @@ class Carried:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, this context has the attempt and the identity that were carried."""
-        attempt, scope = _attempt.set(self.attempt), _scope.set(self.scope)
+        """Inside, this context has what was carried."""
+        attempt, scope, variables = (
+            _attempt.set(self.attempt),
+            _scope.set(self.scope),
+            _variables.set(self.variables),
+        )
+        step = current_step()
+        set_step(self.step)
         try:
             yield
         finally:
             _attempt.reset(attempt)
             _scope.reset(scope)
+            _variables.reset(variables)
+            set_step(step)

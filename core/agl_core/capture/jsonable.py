@@ -72,7 +72,8 @@ class _Converter:
             if self._left <= 0:
                 converted["…"] = f"{len(value) - place} more entries"
                 break
-            converted[self._text(key if isinstance(key, str) else _text_of(key))] = self.convert(item, depth + 1)
+            name = self._text(key if isinstance(key, str) else _text_of(key))
+            converted[name] = self.convert(item, depth + 1)
         return converted
 
     def _sequence(self, value: Sequence[Any] | Set[Any], depth: int) -> Json:

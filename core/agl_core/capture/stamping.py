@@ -16,10 +16,12 @@ from types import ModuleType
 from typing import Any, TypeAlias
 from urllib.parse import quote, urlsplit
 
-from agl_core.capture.context import ActiveAttempt, current_attempt, current_identity
+from agl_core.capture.context import ActiveAttempt, current_attempt, current_identity, current_scope
 from agl_core.capture.reports import report_problem
+from agl_core.capture.steps import Step, current_step
+from agl_core.capture.variables import packed_variables
 from agl_core.types import Identity
-from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT
+from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
 
 HTTP_LIBRARIES = ("httpx", "httpx2")
 """openai 1.x, 2.x and anthropic speak through the first, openai 3.x through the second."""
@@ -63,13 +65,21 @@ class Stamping:
 
         @functools.wraps(send)
         def stamped_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            self._stamp(request)
-            return send(client, request, *args, **kwargs)
+            step = self._stamp(request)
+            try:
+                return send(client, request, *args, **kwargs)
+            finally:
+                if step is not None:
+                    step.end_call()
 
         @functools.wraps(async_send)
         async def stamped_async_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            self._stamp(request)
-            return await async_send(client, request, *args, **kwargs)
+            step = self._stamp(request)
+            try:
+                return await async_send(client, request, *args, **kwargs)
+            finally:
+                if step is not None:
+                    step.end_call()
 
         for patched, original, stamped in (
             (library.Client, send, stamped_send),
@@ -86,25 +96,34 @@ class Stamping:
         self._patched.clear()
         self._resolvers.clear()
 
-    def _stamp(self, request: Any) -> None:
+    def _stamp(self, request: Any) -> Step | None:
+        """Stamp it, if it goes to the server; the step that it begins, if it begins one."""
         active = current_attempt()
+        step = None
         if active is None:
-            return
+            return None
         try:
             if _is_below(request.url, active.base_url):
-                request.headers.update(self._headers(request, active))
+                step = _begun_step(request)
+                request.headers.update(self._headers(request, active, step))
+                _authorize(request, active)
         except Exception as error:
             report_problem("Stamping a request", error)
+        return step
 
-    def _headers(self, request: Any, active: ActiveAttempt) -> dict[str, str]:
-        who = current_identity() or self._resolved() or Identity()
+    def _headers(self, request: Any, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
+        who = current_identity() or Identity()
+        if who.agent is None and who.parent_span is None:
+            who = self._resolved() or who
         headers = {
             HEADER_ROLLOUT: f"{active.rollout}/{active.attempt}",
             HEADER_AGENT: who.agent,
-            HEADER_PARENT_SPAN: who.parent_span,
+            HEADER_PARENT_SPAN: who.parent_span or (step and step.span),
             HEADER_RETRY: _retry_marker(request),
         }
-        return {name: header_value(value) for name, value in headers.items() if value}
+        stamped = {name: header_value(value) for name, value in headers.items() if value}
+        variables = packed_variables()
+        return {**stamped, HEADER_STATE: variables} if variables else stamped
 
     def _resolved(self) -> Identity | None:
         """The first answer that names an agent, else the first answer."""
@@ -138,6 +157,23 @@ def _is_below(url: Any, base_url: str) -> bool:
         and (url.port or _DEFAULT_PORTS.get(url.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
         and (url.path.startswith(f"{base.path.rstrip('/')}/") or url.path == base.path)
     )
+
+
+def _authorize(request: Any, active: ActiveAttempt) -> None:
+    """Show the attempt's own key, whatever the client was made with: one client may serve many attempts."""
+    if "x-api-key" in request.headers:
+        request.headers["x-api-key"] = active.api_key
+    request.headers["authorization"] = f"Bearer {active.api_key}"
+
+
+def _begun_step(request: Any) -> Step | None:
+    """The step that a call begins, where its scope has steps; a retry goes on with the one of its first try."""
+    scope = current_scope()
+    if scope is None or scope.steps is None or request.method != "POST":
+        return None
+    step = current_step()
+    is_retry = request.headers.get(_RETRY_COUNT, "0") != "0"
+    return step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin()
 
 
 def _retry_marker(request: Any) -> str | None:

@@ -44,7 +44,7 @@ class ThreadCarrying:
             if carried.is_empty:
                 return cast("Future[Any]", submit(pool, function, *args, **kwargs))
             # A pool's thread outlives this attempt: it must not be started as one of its threads.
-            with Carried(None, None).applied():
+            with Carried().applied():
                 work = functools.partial(_run_carried, carried, functools.partial(function, *args, **kwargs))
                 return cast("Future[Any]", submit(pool, work))
 

@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from agl_core.cli.doctor import doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.reward import reward
 from agl_core.cli.rollouts import rollouts, show
+from agl_core.cli.run import run
 from agl_core.cli.train import train
+from agl_core.cli.worker import work
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
 
@@ -24,11 +27,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train)
+app.command("worker")(work)
 app.command("eval")(evaluate)
+app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("rollouts")(rollouts)
 app.command("show")(show)
 app.add_typer(reward, name="reward")
 app.command("plugins")(list_plugins)
+app.command("doctor")(doctor)
 
 
 def _print_version(wanted: bool) -> None:

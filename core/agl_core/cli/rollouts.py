@@ -123,6 +123,9 @@ def _print_transition(
         text = printable(_text(message), width, tail=True)
         console.print(f"    {message.get('role')}: {text}", style="dim")
     console.print(f"    → {printable(_text(transition.response), width)}  [{transition.finish_reason.value}]")
+    if transition.state is not None:
+        state = printable(json.dumps(transition.state, ensure_ascii=False), width)
+        console.print(f"    state {state}", style="dim")
     ids = (
         "no token ids"
         if not transition.has_ids
@@ -206,18 +209,25 @@ async def _rewards(store: Store, rollout: Rollout) -> list[Reward]:
 
 def _read(run: Path | None, read: Any) -> tuple[Any, list[Run]]:
     """Call `read` with the run's store, opened for reading only."""
+    from agl_core.cli.captures import is_capture
     from agl_core.config.load import load
     from agl_core.training.run import CONFIG_FILE
 
     folder = newest_run() if run is None else find_run(run)
-    loaded = load(folder / CONFIG_FILE)
+    build = _build_store if is_capture(folder) else load(folder / CONFIG_FILE).store.build
 
     async def reading() -> tuple[Any, list[Run]]:
-        store: Store = loaded.store.build(folder, True)
+        store: Store = build(folder, True)
         async with store:
             return await read(store), await store.runs()
 
     return asyncio.run(reading())
+
+
+def _build_store(folder: Path, read_only: bool) -> Store:
+    from agl_core.store.sqlite import SqliteStore
+
+    return SqliteStore(folder / "store.sqlite", read_only=read_only)
 
 
 def newest_run() -> Path:

@@ -148,6 +148,7 @@ def _encode_call(call: Call, rows: Rows, pieces: Pieces) -> None:
             dump_int(call.reused),
             int(call.late),
             dump_text(call.retry_of),
+            None if call.state is None else dump_json(call.state),
         )
     )
     choices = rows.setdefault(schema.CHOICES, [])
@@ -301,6 +302,7 @@ def decode_call(row: Row, choices: tuple[Choice, ...], pieces: Mapping[int, Data
         reused=value["reused"],
         late=bool(value["late"]),
         retry_of=load_text(value["retry_of"]),
+        state=None if value["state"] is None else load_json(value["state"]),
     )
 
 

@@ -53,7 +53,7 @@ CALLS = Table(
     (
         *("attempt_key", "id", "sequence", "policy", "version", "request", "request_lists", "request_pieces"),
         *("n_choices", "started", "ended", "api", "agent", "parent_span", "prompt_blocks", "prompt_tail"),
-        *("requested", "effective", "prefix_broken", "prefilled", "reused", "late", "retry_of"),
+        *("requested", "effective", "prefix_broken", "prefilled", "reused", "late", "retry_of", "state"),
     ),
     ("attempt_key", "id"),
 )
@@ -244,7 +244,11 @@ CREATE TABLE uses (
 );
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1,)
+_VERSION_2 = """
+ALTER TABLE calls ADD COLUMN state TEXT;  -- NULL: nobody told it
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2)
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 
 

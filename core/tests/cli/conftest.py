@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from agl_core.types import (
     Task,
     Use,
 )
+
+sys.path.append(str(Path(__file__).parent))
 
 RULES = '''
 import agl_core

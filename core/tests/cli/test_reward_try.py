@@ -13,7 +13,7 @@ from typing import Any
 
 from agl_core.errors import ConfigError, PluginError
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Ending, Mode, Reward, RolloutState
+from agl_core.types import DropReason, Ending, Mode, Reward, RolloutState, Use
 
 TRY = ("reward", "try", "train.toml")
 
@@ -162,6 +162,15 @@ def test_what_cannot_be_tried_is_refused_with_what_to_do(run: Any) -> None:
     assert "the configuration does not have" in refusal(
         run.agl("reward", "try", run.write("other.toml", policies={"writer": {"model": {"path": "weights"}}}))
     )
+
+
+def test_a_rollout_that_was_too_old_for_training_stays_out_of_its_group(run: Any) -> None:
+    uses = [Use("s1-g0-m1", 0, f"s1-g0-m1-c{n}", 0, 1, None, None, 0.0, DropReason.STALE) for n in (0, 1)]
+    run.put(*uses)
+
+    assert "0 of 3 rollouts change; mean reward 0.666667 → 0.666667" in run.agl(*TRY).output
+    changed = cells(run.agl(*TRY, "--set=rewards.right.bonus=1.0").output)
+    assert changed.count(["1", "solver", "0", "dropped: stale"]) == 1
 
 
 def test_a_superseded_step_is_not_the_default(run: Any) -> None:

@@ -64,7 +64,7 @@ async def test_a_reader_does_not_migrate(path: Path, monkeypatch: pytest.MonkeyP
         pass
     before = content(path)
     known(monkeypatch, NEXT)
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, this agl reads version 2.*Open it once"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 2, this agl reads version 3.*Open it once"):
         await SqliteStore(path, read_only=True).open()
     assert content(path) == before
 
@@ -89,9 +89,9 @@ async def test_a_newer_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
         known(newer, NEXT)
         async with SqliteStore(path):
             pass
-    with pytest.raises(StoreError, match=r"has schema version 2, and this agl knows versions up to 1\. Use the agl"):
+    with pytest.raises(StoreError, match=r"has schema version 3, and this agl knows versions up to 2\. Use the agl"):
         await SqliteStore(path, read_only=read_only).open()
-    assert ask(path, "PRAGMA user_version") == [(2,)]
+    assert ask(path, "PRAGMA user_version") == [(3,)]
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -1,0 +1,232 @@
+"""Agents written from scratch: plain code around a model client that says who it is and what its tools are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, overload
+
+from agl_core.capture.context import IdentityScope, current_attempt, current_scope, enter_identity
+from agl_core.capture.reports import guarded, outcome_report, record_outcome
+from agl_core.capture.steps import Step, Steps, current_step, new_span, set_step
+from agl_core.errors import AgentError
+from agl_core.types import Identity, OutcomeStatus
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNTOLD: Any = object()
+
+
+class _Run(Protocol):
+    """What is marked, while it runs."""
+
+    result: Any
+
+    def start(self, arguments: Callable[[], Any]) -> None: ...
+
+    def end(self, error: BaseException | None) -> None: ...
+
+
+R = TypeVar("R", bound=_Run)
+
+_entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered", default=())
+"""The markers that this context has entered by `with`, and the run of each: one marker may be shared."""
+
+
+class Marker(Generic[R]):
+    """A decorator and a context manager, sync and async; each use of it is one run."""
+
+    def __init__(self, word: str, new_run: Callable[[], R]) -> None:
+        self._word, self._new_run = word, new_run
+
+    def __enter__(self) -> R:
+        run = self._new_run()
+        run.start(lambda: None)
+        _entered.set((*_entered.get(), (self, run)))
+        return run
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entered = _entered.get()
+        for place in reversed(range(len(entered))):
+            marker, run = entered[place]
+            if marker is self:
+                _entered.set(entered[:place] + entered[place + 1 :])
+                run.end(error)
+                return
+
+    async def __aenter__(self) -> R:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def __call__(self, function: F) -> F:
+        """The function, each call of it one run. AgentError for a generator: it has no clear end."""
+        called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            raise AgentError(
+                f"agl_core.{self._word} cannot mark {_name_of(function)}, which is a generator: "
+                f"use `with agl_core.{self._word}(…):` inside it."
+            )
+        marked = self._marked_async(function) if inspect.iscoroutinefunction(called) else self._marked(function)
+        return functools.update_wrapper(marked, function)  # type: ignore[return-value]
+
+    def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            run = self._new_run()
+            run.start(lambda: _bound(function, args, kwargs))
+            try:
+                run.result = function(*args, **kwargs)
+            except BaseException as error:
+                run.end(error)
+                raise
+            run.end(None)
+            return run.result
+
+        return marked
+
+    def _marked_async(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        async def marked(*args: Any, **kwargs: Any) -> Any:
+            run = self._new_run()
+            run.start(lambda: _bound(function, args, kwargs))
+            try:
+                run.result = await function(*args, **kwargs)
+            except BaseException as error:
+                run.end(error)
+                raise
+            run.end(None)
+            return run.result
+
+        return marked
+
+
+class AgentRun:
+    """One run of an agent."""
+
+    def __init__(self, name: str) -> None:
+        self.result: Any = None
+        self._name = name
+        self._scope: IdentityScope | None = None
+        self._outer: Step | None = None
+
+    @guarded
+    def start(self, arguments: Callable[[], Any]) -> None:
+        self._outer = current_step()
+        self._scope = enter_identity(Identity(self._name, span=new_span()), Steps())
+
+    @guarded
+    def end(self, error: BaseException | None) -> None:
+        if self._scope is not None:
+            self._scope.close()
+            set_step(self._outer)
+
+
+class ToolRun:
+    """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result` to what the tool gave."""
+
+    def __init__(self, tool: str, call_id: str | None, arguments: Any) -> None:
+        self.result: Any = _UNTOLD
+        self._tool, self._call_id, self._arguments = tool, call_id, arguments
+        self._agent: str | None = None
+        self._parent_span: str | None = None
+        self._scope: IdentityScope | None = None
+        self._outer: Step | None = None
+        self._started = 0.0
+
+    @guarded
+    def start(self, arguments: Callable[[], Any]) -> None:
+        if current_attempt() is None:
+            return
+        around = current_scope()
+        if around is not None:
+            self._agent = around.identity.agent
+            self._parent_span = around.steps.span() if around.steps else around.identity.parent_span
+        if self._arguments is None:
+            self._arguments = arguments()
+        self._outer, self._started = current_step(), time.time()
+        # What the tool itself asks a model is no step of the agent that runs the tool.
+        self._scope = enter_identity(Identity(self._agent, span=new_span()), Steps())
+
+    @guarded
+    def end(self, error: BaseException | None) -> None:
+        if self._scope is None:
+            return
+        self._scope.close()
+        set_step(self._outer)
+        span = self._scope.identity.span
+        # Of a block that told no result it is not known that it gave nothing.
+        is_untold = error is None and self.result is _UNTOLD
+        record_outcome(
+            outcome_report(
+                f"tool:{span}",
+                self._tool,
+                error if error is not None else None if is_untold else self.result,
+                status=OutcomeStatus.OK if is_untold else None,
+                tool_call_id=self._call_id,
+                arguments=self._arguments,
+                agent=self._agent,
+                span=span,
+                parent_span=self._parent_span,
+                started=self._started,
+                ended=time.time(),
+            )
+        )
+
+
+def agent(name: str) -> Marker[AgentRun]:
+    """The calls made inside are this agent's, and so are its tools: a decorator or a context manager, sync or async.
+
+    Inside, each model call begins a step, and a tool (see `tool`) that runs without a call id belongs to the call of
+    its step. Agents nest; concurrent runs, in tasks or threads, are told apart.
+
+    >>> @agent("writer")
+    ... def write(topic):
+    ...     return current_scope().identity.agent
+    >>> write("spring")
+    'writer'
+    """
+    return Marker("agent", lambda: AgentRun(name))
+
+
+@overload
+def tool(tool: F) -> F: ...
+@overload
+def tool(tool: str, *, call_id: str | None = None, arguments: Any = None) -> Marker[ToolRun]: ...
+def tool(tool: F | str, *, call_id: str | None = None, arguments: Any = None) -> F | Marker[ToolRun]:
+    """What is done inside is a tool's work: its outcome (ok, error, timeout or empty) is recorded.
+
+    A decorator or a context manager, sync or async. `call_id` is the id of the tool call that asked for it, where
+    the model's API has one; without it, the tool belongs to the latest call of the `agent` around it. A decorated
+    function tells its arguments and result by itself. Outside any rollout nothing is recorded.
+
+    >>> @tool
+    ... def add(a, b):
+    ...     return a + b
+    >>> with tool("add", call_id="call_1", arguments={"a": 1, "b": 2}) as run:
+    ...     run.result = add(1, 2)
+    """
+    if isinstance(tool, str):
+        return Marker("tool", lambda: ToolRun(tool, call_id, arguments))
+    name = _name_of(tool)
+    return Marker("tool", lambda: ToolRun(name, None, None))(tool)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, as far as the function says how they are called."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    return dict(bound.arguments)

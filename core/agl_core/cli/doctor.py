@@ -1,0 +1,243 @@
+"""`agl doctor`: what would go wrong, before anything runs, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agl_core.cli.run import KeyOption, ModelOption
+from agl_core.errors import AglError
+
+if TYPE_CHECKING:
+    from agl_core.cli.upstreams import Probe
+    from agl_core.config.load import LoadedConfig
+    from agl_core.protocols import Adapter
+
+ConfigArgument = Annotated[
+    Path | None, typer.Argument(help="A run's configuration (TOML): check all that it needs.", show_default=False)
+]
+UpstreamOption = Annotated[
+    str | None,
+    typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server.", show_default=False),
+]
+
+_ADAPTERS = {
+    "langchain_core": "agl-langchain",
+    "autogen_core": "agl-autogen",
+    "agents": "agl-openai-agents",
+    "opentelemetry.sdk.trace": "agl-otel",
+}
+"""The packages that bring an adapter, by the framework's module."""
+_DISTRIBUTIONS = {"agents": "openai-agents"}
+"""Where a module's name is so plain that another may have it."""
+_SERVER = ("aiohttp", "starlette", "uvicorn")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    said: str
+    remedy: str = ""
+    """What to do; empty where nothing is wrong."""
+    is_needed: bool = True
+    """Whether nothing works without it."""
+
+
+def doctor(
+    config: ConfigArgument = None,
+    upstream: UpstreamOption = None,
+    upstream_key_env: KeyOption = None,
+    model: ModelOption = None,
+) -> None:
+    """Check this environment, and a configuration with its engine, or a model server.
+
+    Each line that is wrong says what to do. The exit status is 1 if something needed is broken.
+    """
+    is_broken = False
+    for finding in _findings(config, upstream, upstream_key_env, model):
+        mark = "ok  " if not finding.remedy else "FAIL" if finding.is_needed else "note"
+        is_broken |= mark == "FAIL"
+        typer.echo(f"{mark}  {finding.what}: {finding.said}")
+        if finding.remedy:
+            typer.echo(f"      → {finding.remedy}")
+    raise typer.Exit(int(is_broken))
+
+
+def _findings(config: Path | None, upstream: str | None, key_env: str | None, model: str | None) -> Iterator[Finding]:
+    yield Finding("Python", platform.python_version())
+    yield from _packages()
+    yield from _attaching()
+    if config is not None:
+        yield from _configured(config)
+    if upstream is not None:
+        yield from _checked("model server", lambda: _server(upstream, key_env, model))
+
+
+def _packages() -> Iterator[Finding]:
+    from agl_core.plugins import Kind, Plugins
+
+    missing = [name for name in _SERVER if importlib.util.find_spec(name) is None]
+    yield Finding(
+        "server",
+        f"{', '.join(missing)} missing" if missing else "its packages are installed",
+        "pip install 'agl-core[server]' (an environment that only runs agents or workers needs it not)"
+        if missing
+        else "",
+        is_needed=False,
+    )
+
+    def listed() -> Iterator[Finding]:
+        plugins = Plugins.load()
+        for kind in (Kind.ENGINE, Kind.ALGORITHM, Kind.ADAPTER):
+            names = ", ".join(sorted(plugins.components(kind))) or "none"
+            yield Finding(f"{kind.value}s", names)
+
+    yield from _checked("plugins", listed)
+
+
+def _attaching() -> Iterator[Finding]:
+    """Frameworks that are installed, and whether agl attaches to them."""
+    from agl_core.capture import attach
+
+    adapters = _installed_adapters()
+    attached: set[str] = set()
+    for framework, distribution in _ADAPTERS.items():
+        if not _is_installed(framework):
+            continue
+        mine = [each for each in adapters if each.framework == framework]
+        if not mine:
+            remedy = f"pip install {distribution}, to know which agent makes a call and what its tools did"
+            yield Finding(framework, "no adapter is installed", remedy, is_needed=False)
+            continue
+        attachment = attach(mine)
+        try:
+            importlib.import_module(framework)
+        except Exception as error:
+            remedy = "an agent that uses it cannot run: reinstall it"
+            yield Finding(framework, f"cannot be imported ({type(error).__name__}: {error})", remedy, is_needed=False)
+            continue
+        failed = attachment.failed.get(framework)
+        remedy = f"install a version of {framework.split('.')[0]} that {distribution} names" if failed else ""
+        yield Finding(framework, failed or "agl attaches to it", remedy)
+        attached.add(framework)
+
+
+def _installed_adapters() -> list[Adapter]:
+    from agl_core.capture import installed_adapters
+
+    try:
+        return installed_adapters()
+    except AglError:
+        return []  # the line on plugins says why
+
+
+def _is_installed(framework: str) -> bool:
+    if framework in _DISTRIBUTIONS:
+        try:
+            importlib.metadata.distribution(_DISTRIBUTIONS[framework])
+        except importlib.metadata.PackageNotFoundError:
+            return False
+        return True
+    try:
+        return importlib.util.find_spec(framework) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _configured(config: Path) -> Iterator[Finding]:
+    from agl_core.config.check import check
+    from agl_core.config.load import load
+
+    loaded: list[LoadedConfig] = []
+
+    def reading() -> Iterator[Finding]:
+        found = load(config)
+        check(found)
+        loaded.append(found)
+        yield Finding("configuration", f"{config} is valid")
+
+    yield from _checked("configuration", reading)
+    for each in loaded:
+        yield from _checked("agent", lambda each=each: _agent(each))  # type: ignore[misc]
+        yield from _checked("engine", lambda each=each: _engine(each))  # type: ignore[misc]
+
+
+def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
+    from agl_core.client import load_agent
+    from agl_core.client.attempts import agent_environment, client_variables
+
+    agent = loaded.config.agent
+    if agent.entry is None:
+        program = shlex.split(agent.command)[0] if isinstance(agent.command, str) else (agent.command or ("",))[0]
+        remedy = "" if shutil.which(program) else "name a program that is installed here (agent.command)"
+        yield Finding("agent", f"{program} is {'not ' if remedy else ''}there", remedy)
+        return
+    # Its module may make a client, which wants an address and a key, as it finds them in a rollout.
+    with agent_environment(client_variables("http://127.0.0.1:9")):
+        load_agent(agent.entry, loaded.folder)
+    yield Finding("agent", f"{agent.entry} can be imported")
+
+
+def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
+    from agl_core.cli.upstreams import open_upstream
+    from agl_core.training.session import engine_context
+
+    async def start() -> list[tuple[str, Probe]]:
+        with tempfile.TemporaryDirectory(prefix="agl-doctor-") as folder:
+            engine = loaded.engine.build(engine_context(loaded, Path(folder)))
+            try:
+                served = await engine.start()
+                return [
+                    (policy, (await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name))[1])
+                    for policy, name in served.models.items()
+                ]
+            finally:
+                await engine.stop()
+
+    for policy, probe in asyncio.run(start()):
+        yield from _ids(f"engine, policy '{policy}'", probe, is_needed=True)
+
+
+def _server(url: str, key_env: str | None, model: str | None) -> Iterator[Finding]:
+    from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
+
+    upstream, probe = open_upstream(chosen_url(url), chosen_key(key_env), model)
+    yield Finding("model server", f"{upstream.urls[0]} answers, with {', '.join(sorted(upstream.models.values())[:5])}")
+    yield from _ids("token ids", probe, is_needed=False)
+
+
+def _ids(what: str, probe: Probe, *, is_needed: bool) -> Iterator[Finding]:
+    if probe.returns_ids and not probe.doubts:
+        yield Finding(what, "exact ids and log-probabilities are returned, and go together")
+    for doubt in probe.doubts:
+        remedy = "training on them would be wrong: update the model server, or use agl's own engine"
+        yield Finding(what, doubt, remedy)
+    if not probe.returns_ids:
+        remedy = (
+            "what it answers can be recorded and judged, but not trained on; a server like vLLM returns ids when asked "
+            "(return_token_ids)"
+        )
+        yield Finding(what, probe.missing, remedy, is_needed=is_needed)
+
+
+def _checked(what: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What `look` finds; an error that agl raises on purpose says itself what to do."""
+    try:
+        yield from look()
+    except AglError as error:
+        said, _, remedy = str(error).partition(". ")
+        yield Finding(what, said, remedy or "see above")

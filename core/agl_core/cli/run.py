@@ -1,0 +1,251 @@
+"""`agl run`: record one execution of any command, with no change to its code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agl_core.capture import Recording
+    from agl_core.capture.launching import Exit
+    from agl_core.protocols import Engine, Upstream
+    from agl_core.store.interface import Store
+    from agl_core.types import Attempt, Call
+    from agl_core.wire import CloseRequest, Lease
+
+Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.", show_default=False)]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="Use the engine, policies and store of this configuration.", show_default=False),
+]
+UpstreamOption = Annotated[
+    str | None,
+    typer.Option(
+        "--upstream",
+        metavar="URL",
+        help="An OpenAI-compatible server; by default what OPENAI_BASE_URL says.",
+        show_default=False,
+    ),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--upstream-key-env",
+        metavar="NAME",
+        help="The environment variable with the upstream's API key; by default OPENAI_API_KEY.",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The upstream's model that answers, whatever the agent asks for; by default its only one, or the one "
+        "that the agent asks for.",
+        show_default=False,
+    ),
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="The run's folder below ./runs; by default 'capture'.", show_default=False)
+]
+
+_LONGEST = 30 * 86_400.0
+"""Seconds that an attempt may take: a command ends when it ends."""
+_TELEMETRY = "OTEL_EXPORTER_OTLP_"
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """Where a run is recorded, and who answers."""
+
+    folder: Path
+    store: Store
+    told: Mapping[str, Any]
+    """What is stored as the run's configuration."""
+    hook: Any
+    upstream: Upstream | None = None
+    engine: Engine | None = None
+    """Started with the run, where there is no upstream."""
+    agents: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def run(
+    command: Command,
+    config: ConfigOption = None,
+    upstream: UpstreamOption = None,
+    upstream_key_env: KeyOption = None,
+    model: ModelOption = None,
+    name: NameOption = None,
+) -> None:
+    """Run a command, and record what its agent does as one rollout: agl run -- python my_agent.py
+
+    Its LLM clients are sent to agl by the environment, and in all its Python processes the installed adapters attach
+    themselves. Replies are sampled as the agent asks (a recording is no training). The exit status is the command's.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"There is no command '{command[0]}'. Put the whole command after --, as you would type it.")
+    if config is None:
+        setting = _forwarding(command, upstream, upstream_key_env, model, name)
+    elif upstream or upstream_key_env or model:
+        raise ConfigError("--config brings its own engine and models: leave out --upstream… and --model.")
+    else:
+        setting = _configured(config, name)
+    _say(f"recording to {setting.folder}")
+    raise typer.Exit(asyncio.run(_record(command, setting)))
+
+
+def _forwarding(
+    command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
+) -> _Setting:
+    from agl_core.cli.captures import new_capture
+    from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
+    from agl_core.plugins import Plugins
+    from agl_core.store.sqlite import SqliteStore
+
+    plugins = Plugins.load()
+    address = chosen_url(url)
+    upstream, probe = open_upstream(address, chosen_key(key_variable), model)
+    _say(f"forwarding to {address}")
+    if not probe.returns_ids:
+        _say(
+            f"note: exact token ids are not recorded, for {probe.missing}. The episode is text: it can be looked at "
+            f"and judged, not trained on. Servers like vLLM return ids (return_token_ids)."
+        )
+    for doubt in probe.doubts:
+        _say(f"note: the token ids of this server do not go together: {doubt}")
+    told = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
+    folder = new_capture(name or "capture", told)
+    return _Setting(folder, SqliteStore(folder / "store.sqlite"), told, plugins.hook, upstream=upstream)
+
+
+def _configured(config: Path, name: str | None) -> _Setting:
+    from agl_core.config.load import load
+    from agl_core.training.run import new_run_dir
+    from agl_core.training.session import engine_context
+
+    loaded = load(config, [f"name={name}"] if name else [])
+    folder = new_run_dir(loaded)
+    return _Setting(
+        folder,
+        loaded.store.build(folder),
+        loaded.config.model_dump(mode="json"),
+        loaded.plugins.hook,
+        engine=loaded.engine.build(engine_context(loaded, folder)),
+        agents={policy: section.agents for policy, section in loaded.config.policies.items()},
+    )
+
+
+async def _record(command: Sequence[str], setting: _Setting) -> int:
+    from agl_core.server import LightningServer
+    from agl_core.types import AttemptKey, Mode, Rollout, Run, Task
+    from agl_core.wire import LeaseRequest
+
+    run_id = setting.folder.name
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(setting.store)
+        upstream = setting.upstream
+        if upstream is None:
+            assert setting.engine is not None
+            stack.push_async_callback(setting.engine.stop)
+            upstream = await setting.engine.start()
+        server = LightningServer(
+            store,
+            upstream,
+            sampling=None,
+            seed=0,
+            timeout=_LONGEST,
+            attempts=1,
+            hook=setting.hook,
+            agents=setting.agents,
+        )
+        await stack.enter_async_context(server)
+        rollout = Rollout(
+            id=f"{run_id}-{uuid.uuid4().hex[:8]}",
+            run=run_id,
+            incarnation=0,
+            group=run_id,
+            task=Task(run_id, {"command": list(command)}, split="capture"),
+            # What the agent asks for is what is sampled: nothing of it was sampled for training.
+            mode=Mode.EVAL_SAMPLED,
+            step=0,
+            member=0,
+        )
+        await store.put(Run(run_id, 0, time.time(), setting.told))
+        await server.queue.enqueue([rollout])
+        worker = f"agl run {os.getpid()}"
+        [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
+        key = AttemptKey(lease.rollout, lease.attempt)
+        ended, recording = await _launch(command, lease, server.base_url)
+        await server.queue.close_attempt(key, _closing(ended, recording))
+        await server.queue.next_done()
+        [attempt] = await store.attempts(rollout.id)
+        _summarise(attempt, await store.calls([key]), recording, setting.folder)
+    return ended.code
+
+
+async def _launch(command: Sequence[str], lease: Lease, base_url: str) -> tuple[Exit, Recording]:
+    from agl_core.capture import Recording
+    from agl_core.capture.bootstrap import bootstrapped
+    from agl_core.capture.launching import launch
+    from agl_core.client.attempts import attempt_variables
+    from agl_core.types import AttemptKey
+
+    recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
+    with bootstrapped(key, base_url, lease.key, recording, os.environ) as bootstrap:
+        attempt = attempt_variables(lease, base_url)
+        ended = await launch(command, {**os.environ, **attempt, **_telemetry(lease, base_url), **bootstrap})
+    return ended, recording
+
+
+def _telemetry(lease: Lease, base_url: str) -> dict[str, str]:
+    """Where OpenTelemetry sends spans, unless the user's environment says it: to the attempt."""
+    if any(name.startswith(_TELEMETRY) for name in os.environ):
+        return {}
+    return {
+        f"{_TELEMETRY}TRACES_ENDPOINT": f"{base_url}{lease.path}/v1/traces",
+        f"{_TELEMETRY}TRACES_HEADERS": f"Authorization=Bearer%20{lease.key}",
+        f"{_TELEMETRY}TRACES_PROTOCOL": "http/protobuf",
+    }
+
+
+def _closing(ended: Exit, recording: Recording) -> CloseRequest:
+    from agl_core.types import Ending
+    from agl_core.wire import MAX_REPORTS, CloseRequest
+
+    ending = Ending.FINISHED if ended.code == 0 else Ending.CANCELLED if ended.interrupted else Ending.CRASHED
+    return CloseRequest(
+        ending=ending,
+        result={"exit_status": ended.code},
+        error=f"the command ended with status {ended.code}" if ending is Ending.CRASHED else None,
+        outcomes=list(recording.outcomes[:MAX_REPORTS]),
+        rewards=list(recording.rewards[:MAX_REPORTS]),
+    )
+
+
+def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, folder: Path) -> None:
+    for problem in recording.problems:
+        _say(f"problem: {problem}")
+    agents = sorted({call.agent for call in calls if call.agent})
+    by = f" by {', '.join(agents)}" if agents else ""
+    ending = attempt.ending.value if attempt.ending else "running"
+    _say(f"{ending}: {len(calls)} LLM calls{by}, {len(recording.outcomes)} tool outcomes")
+    if attempt.error:
+        _say(attempt.error)
+    _say(f"agl show {attempt.rollout} --run {folder}")
+
+
+def _say(text: str) -> None:
+    """On the error stream: the output belongs to the command."""
+    typer.echo(f"agl: {text}", err=True)

@@ -1,0 +1,139 @@
+"""An OpenAI-compatible model server as `agl run` and `agl doctor` find it: its models, and what its replies carry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from agl_core.errors import ConfigError, EngineError
+from agl_core.protocols import Upstream
+
+_HOSTED = "https://api.openai.com/v1"
+_PATIENCE = httpx.Timeout(120, connect=10)
+_QUESTION = [{"role": "user", "content": "Say OK."}]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one call of a model server showed."""
+
+    returns_ids: bool
+    """Whether its replies carry token ids of prompt and response and the log-probabilities of the latter."""
+    doubts: tuple[str, ...] = ()
+    """What does not go together in the ids that it returned."""
+    missing: str = ""
+    """What is missing for exact ids, if anything is."""
+
+
+def chosen_url(url: str | None) -> str:
+    """The base URL to forward to: as named, else what the environment says an OpenAI client uses."""
+    found = url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
+    if not found and os.environ.get("OPENAI_API_KEY"):
+        found = _HOSTED
+    if not found:
+        raise ConfigError(
+            "There is no model server to forward to. Name one with --upstream http://HOST:PORT/v1, or set "
+            "OPENAI_BASE_URL (for OpenAI's own, OPENAI_API_KEY is enough)."
+        )
+    if not found.startswith(("http://", "https://")):
+        raise ConfigError(f"The upstream '{found}' is no URL. Name it like http://127.0.0.1:8000/v1.")
+    return found.rstrip("/")
+
+
+def chosen_key(variable: str | None) -> str:
+    """The upstream's API key, from the environment variable that holds it (by default OPENAI_API_KEY)."""
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"The environment variable {variable}, named by --upstream-key-env, is not set.")
+    return os.environ.get(variable or "OPENAI_API_KEY") or "none"
+
+
+def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, Probe]:
+    """The model server, and what a short call of it showed. EngineError if it does not answer, with what to do.
+
+    Agents get `model` whatever they ask for; without it the server's only one, or, where it has several, the one
+    that they ask for.
+    """
+    with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=_PATIENCE, trust_env=False) as client:
+        names = [model] if model else _models(client, url)
+        models = {"default": names[0]} if len(names) == 1 else {name: name for name in names}
+        probe = _probe(client, url, names[0]) if len(names) == 1 else Probe(False, missing=_UNKNOWN)
+    return Upstream((url,), models, key, returns_ids=probe.returns_ids), probe
+
+
+_UNKNOWN = "the server has several models: name one with --model, and it is asked whether it returns token ids"
+
+
+def _models(client: httpx.Client, url: str) -> list[str]:
+    response = _send(client, "GET", f"{url}/models")
+    try:
+        names = [str(each["id"]) for each in response.json()["data"]] if response.is_success else []
+    except (ValueError, KeyError, TypeError):
+        names = []
+    if not names:
+        raise EngineError(
+            f"The model server at {url} does not list its models (GET /models answered {response.status_code}). "
+            f"Does the URL end in /v1? If it does, name the model with --model."
+        )
+    return names
+
+
+def _probe(client: httpx.Client, url: str, model: str) -> Probe:
+    plain = {"model": model, "messages": _QUESTION}
+    wanted = {"return_token_ids": True, "logprobs": True}
+    response = _send(client, "POST", f"{url}/chat/completions", {**plain, **wanted, "max_tokens": 8})
+    if 400 <= response.status_code < 500:
+        # Hosted APIs refuse fields that they do not know.
+        response = _send(client, "POST", f"{url}/chat/completions", plain)
+    if not response.is_success:
+        raise EngineError(
+            f"The model server at {url} answered a chat completion of the model '{model}' with {response.status_code}: "
+            f"{response.text[:300]}. Is that a model of this server (--model)?"
+        )
+    return examine(response.json())
+
+
+def examine(completion: Mapping[str, Any]) -> Probe:
+    """Whether a completion carries exact ids, and whether they go together."""
+    choice = completion["choices"][0]
+    prompt, sampled = completion.get("prompt_token_ids") or (), choice.get("token_ids") or ()
+    logprobs = (choice.get("logprobs") or {}).get("content") or ()
+    missing = [
+        name
+        for name, found in (("prompt_token_ids", prompt), ("token_ids", sampled), ("logprobs", logprobs))
+        if not found
+    ]
+    if missing:
+        return Probe(False, missing=f"its replies lack {', '.join(missing)}")
+    usage = completion.get("usage") or {}
+    doubts = []
+    for what, ids, counted in (
+        ("prompt", prompt, usage.get("prompt_tokens")),
+        ("response", sampled, usage.get("completion_tokens")),
+    ):
+        if counted is not None and counted != len(ids):
+            doubts.append(f"{len(ids)} {what} ids, but the reply counts {counted} tokens")
+    if len(logprobs) != len(sampled):
+        doubts.append(f"{len(sampled)} response ids, but {len(logprobs)} log-probabilities")
+    if any(not entry["logprob"] <= 0 for entry in logprobs):
+        doubts.append("a log-probability that is above 0 or no number")
+    return Probe(True, tuple(doubts))
+
+
+def _send(client: httpx.Client, method: str, url: str, body: Any = None) -> httpx.Response:
+    try:
+        response = client.request(method, url, json=body)
+    except httpx.HTTPError as error:
+        raise EngineError(
+            f"The model server at {url} cannot be reached ({type(error).__name__}: {error}). "
+            f"Is it running, and is the address right?"
+        ) from error
+    if response.status_code in (401, 403):
+        raise EngineError(
+            f"The model server at {url} refuses the API key ({response.status_code}). Put the right one into an "
+            f"environment variable and name it with --upstream-key-env (by default OPENAI_API_KEY)."
+        )
+    return response

@@ -1,0 +1,379 @@
+"""Agents written from scratch: their calls and tools through the real gateway, with the real OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_upstream import CallTools, Say
+from stack import Stack, running_stack, stack_in_thread
+
+import agl_core
+from agl_core.capture import ActiveAttempt, Recording, current_identity, running
+from agl_core.errors import AgentError
+from agl_core.learning import build_episode
+from agl_core.types import Attempt, AttemptKey, Ending, Episode, Outcome
+
+CITIES = {"Oslo": "4 °C", "Atlantis": ""}
+
+
+@pytest.fixture(autouse=True)
+def attached() -> Iterator[None]:
+    attachment = agl_core.attach([])
+    yield
+    attachment.detach()
+
+
+def active(key: AttemptKey, base_url: str, api_key: str = "no key") -> ActiveAttempt:
+    return ActiveAttempt(key.rollout, key.attempt, base_url, api_key, Recording())
+
+
+async def episode_of(stack: Stack, key: AttemptKey, recording: Recording) -> Episode:
+    outcomes = [Outcome(rollout=key.rollout, attempt=key.attempt, **o.model_dump()) for o in recording.outcomes]
+    attempt = Attempt(key.rollout, key.attempt, "w", 0.0, 1.0, Ending.FINISHED)
+    rollout = stack.server.queue.attempt(key).rollout
+    return build_episode(rollout, attempt, await stack.calls(key), outcomes)
+
+
+def told(episode: Episode) -> list[tuple[str | None, list[tuple[str, str]]]]:
+    """Of each call: who made it, and which tools it led to."""
+    return [(t.agent, [(o.tool, o.status.value) for o in t.outcomes]) for t in episode.transitions]
+
+
+@agl_core.tool
+def look_up(city: str) -> str:
+    if city == "Mordor":
+        raise ConnectionError("one does not simply walk in")
+    if city == "Limbo":
+        raise subprocess.TimeoutExpired("curl", 5)
+    return CITIES[city]
+
+
+@agl_core.tool
+async def look_up_async(city: str) -> str:
+    await asyncio.sleep(0)
+    return look_up.__wrapped__(city)
+
+
+def action(text: str) -> str | None:
+    found = re.search(r"Action: (\w+)", text)
+    return found and found[1]
+
+
+@agl_core.agent("reactor")
+def react(client: openai.OpenAI, question: str) -> str:
+    """A text ReAct agent: no tool calls in the API, just words."""
+    messages: list[Any] = [{"role": "user", "content": question}]
+    for _ in range(6):
+        text = client.chat.completions.create(model="default", messages=messages).choices[0].message.content or ""
+        messages.append({"role": "assistant", "content": text})
+        city = action(text)
+        if city is None:
+            return text
+        try:
+            seen = look_up(city)
+        except Exception as error:
+            seen = str(error)
+        messages.append({"role": "user", "content": f"Observation: {seen}"})
+    return "gave up"
+
+
+def test_a_text_react_agent_gets_its_outcomes_at_the_calls_that_asked_for_them() -> None:
+    with stack_in_thread() as served:
+        words = [f"Thought: look. Action: {city}" for city in ("Oslo", "Atlantis", "Mordor", "Limbo")]
+        served.stack.upstream.script(*map(Say, [*words, "It is 4 °C."]))
+        attempt = active(served.key, served.stack.server.base_url, served.api_key)
+        with openai.OpenAI(base_url=served.base_url, api_key=served.api_key) as client, running(attempt):
+            assert react(client, "How warm is it?") == "It is 4 °C."
+        episode = asyncio.run_coroutine_threadsafe(
+            episode_of(served.stack, served.key, attempt.recording), served.loop
+        ).result()
+    assert told(episode) == [
+        ("reactor", [("look_up", "ok")]),
+        ("reactor", [("look_up", "empty")]),
+        ("reactor", [("look_up", "error")]),
+        ("reactor", [("look_up", "timeout")]),
+        ("reactor", []),
+    ]
+    assert episode.unjoined == ()
+    first = episode.transitions[0].outcomes[0]
+    assert (first.arguments, first.result, first.agent) == ({"city": "Oslo"}, "4 °C", "reactor")
+    assert "walk in" in episode.transitions[2].outcomes[0].error
+
+
+async def ask(client: openai.AsyncOpenAI, text: str) -> str:
+    reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
+    return reply.choices[0].message.content or ""
+
+
+async def direct(client: openai.AsyncOpenAI, text: str) -> str:
+    return await ask(client, text)
+
+
+async def in_a_task(client: openai.AsyncOpenAI, text: str) -> str:
+    return await asyncio.wait_for(asyncio.create_task(ask(client, text)), 30)
+
+
+@pytest.mark.parametrize("call", [direct, in_a_task])
+async def test_the_call_may_be_made_in_a_task_of_its_own(call: Callable[..., Any]) -> None:
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        with running(attempt):
+            async with stack.client(key) as client, agl_core.agent("walker"):
+                for city in ("Oslo", "Atlantis", "Oslo"):
+                    await call(client, city)
+                    await look_up_async(city)
+        episode = await episode_of(stack, key, attempt.recording)
+    assert [tools for _, tools in told(episode)] == [[("look_up_async", s)] for s in ("ok", "empty", "ok")]
+
+
+@pytest.mark.parametrize("call", [direct, in_a_task])
+async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., Any]) -> None:
+    shared = agl_core.agent("twin")
+
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+
+        async def solve(client: openai.AsyncOpenAI, city: str) -> None:
+            async with shared:
+                for turn in range(3):
+                    await call(client, f"{city} {turn}")
+                    async with agl_core.tool(f"{city} {turn}") as run:
+                        await asyncio.sleep(0.001 * len(city))
+                        run.result = CITIES[city]
+
+        with running(attempt):
+            async with stack.client(key) as client:
+                await asyncio.gather(*(solve(client, city) for city in CITIES for _ in range(3)))
+        episode = await episode_of(stack, key, attempt.recording)
+    assert len(episode.transitions) == 18
+    for transition in episode.transitions:
+        [outcome] = transition.outcomes
+        assert outcome.tool == transition.messages[-1]["content"]
+        assert outcome.status.value == ("ok" if "Oslo" in outcome.tool else "empty")
+
+
+async def test_tasks_within_one_run_are_told_apart() -> None:
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        async with stack.client(key) as client:
+            both = asyncio.Barrier(2)
+
+            async def part(name: str) -> None:
+                await both.wait()
+                await ask(client, name)
+                await both.wait()
+                with agl_core.tool(name):
+                    pass
+
+            with running(attempt), agl_core.agent("boss"):
+                await asyncio.gather(part("left"), part("right"))
+        episode = await episode_of(stack, key, attempt.recording)
+    assert {t.messages[-1]["content"]: [o.tool for o in t.outcomes] for t in episode.transitions} == {
+        "left": ["left"],
+        "right": ["right"],
+    }
+
+
+async def test_what_cannot_be_told_is_not_guessed() -> None:
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        with running(attempt), agl_core.agent("forked"):
+            look_up("Oslo")  # before any call
+            async with stack.client(key) as client:
+                await asyncio.gather(ask(client, "a"), ask(client, "b"))
+                look_up("Oslo")  # after two calls at once
+        episode = await episode_of(stack, key, attempt.recording)
+    assert [tools for _, tools in told(episode)] == [[], []]
+    assert len(episode.unjoined) == 2
+
+
+async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        client = stack.client(key)
+
+        @agl_core.tool
+        async def summarise(text: str) -> str:
+            said = await ask(client, f"sum up {text}")
+            with agl_core.tool("inner") as run:
+                run.result = said
+            return said
+
+        with running(attempt), agl_core.agent("boss"):
+            await ask(client, "first")
+            await asyncio.gather(summarise("x"), summarise("y"), look_up_async("Oslo"))
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(look_up, "Oslo").result() == "4 °C"
+            await ask(client, "second")
+            with agl_core.agent("critic"):
+                await ask(client, "critique")
+                look_up("Atlantis")
+            look_up("Atlantis")
+            await ask(client, "last")
+        await client.close()
+        episode = await episode_of(stack, key, attempt.recording)
+    by_prompt = {t.messages[-1]["content"]: t for t in episode.transitions}
+    tools = {prompt: sorted(o.tool for o in t.outcomes) for prompt, t in by_prompt.items()}
+    assert tools == {
+        "first": ["look_up", "look_up_async", "summarise", "summarise"],
+        "second": ["look_up"],
+        "sum up x": ["inner"],
+        "sum up y": ["inner"],
+        "critique": ["look_up"],
+        "last": [],
+    }
+    assert {prompt: t.agent for prompt, t in by_prompt.items()} == {
+        **dict.fromkeys(tools, "boss"),
+        "critique": "critic",
+    }
+
+
+async def test_a_call_id_decides_where_there_is_one() -> None:
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        stack.upstream.script(CallTools([("add", {"a": 1}), ("sub", {"a": 2})]), Say("done"))
+        with running(attempt):
+            async with stack.client(key) as client, agl_core.agent("caller"):
+                message: Any = {"role": "user", "content": "go"}
+                reply = await client.chat.completions.create(model="default", messages=[message])
+                await ask(client, "meanwhile")
+                for tool_call in reversed(reply.choices[0].message.tool_calls or []):
+                    arguments = json.loads(tool_call.function.arguments)
+                    with agl_core.tool(tool_call.function.name, call_id=tool_call.id, arguments=arguments) as run:
+                        run.result = [] if arguments["a"] == 1 else 5
+        episode = await episode_of(stack, key, attempt.recording)
+    assert told(episode) == [("caller", [("add", "empty"), ("sub", "ok")]), ("caller", [])]
+    assert [o.arguments for o in episode.transitions[0].outcomes] == [{"a": 1}, {"a": 2}]
+
+
+async def test_a_retry_of_the_client_stays_in_its_step() -> None:
+    from scripted_upstream import Fail
+
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        stack.upstream.script(Fail(500), Say("after all"))
+        with running(attempt):
+            async with stack.client(key, max_retries=2) as client, agl_core.agent("patient"):
+                assert await ask(client, "hello") == "after all"
+                look_up("Oslo")
+        episode = await episode_of(stack, key, attempt.recording)
+    assert told(episode) == [("patient", [("look_up", "ok")])]
+
+
+def test_a_block_that_tells_no_result_is_no_empty_result_but_none_is() -> None:
+    attempt = active(AttemptKey("r", 0), "http://127.0.0.1:9")
+    with running(attempt):
+        with agl_core.tool("silent"):
+            pass
+        with agl_core.tool("none") as run:
+            run.result = None
+        with pytest.raises(KeyError), agl_core.tool("broken"):
+            raise KeyError("x")
+    assert [(o.tool, o.status.value) for o in attempt.recording.outcomes] == [
+        ("silent", "ok"),
+        ("none", "empty"),
+        ("broken", "error"),
+    ]
+
+
+def test_outside_a_rollout_marked_code_runs_as_it_is() -> None:
+    assert look_up("Oslo") == "4 °C"
+    assert asyncio.run(look_up_async("Oslo")) == "4 °C"
+    with agl_core.tool("any") as run:
+        run.result = 1
+    agl_core.state(plan=1)
+    assert look_up.__name__ == "look_up"
+    assert current_identity() is None
+
+
+def test_generators_are_refused_with_the_way_out() -> None:
+    def stream() -> Iterator[str]:
+        yield "a"
+
+    for marker in (agl_core.agent("streamer"), agl_core.tool):
+        with pytest.raises(AgentError, match=r"cannot mark stream, which is a generator: use `with agl_core"):
+            marker(stream)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=30) | st.binary(max_size=30),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.dictionaries(st.text(min_size=1, max_size=8).filter(str.isidentifier), values, max_size=4))
+def test_any_state_travels_as_a_header(told: dict[str, Any]) -> None:
+    from agl_core.capture import jsonable, unpack_variables
+    from agl_core.capture.variables import packed_variables
+
+    with running(active(AttemptKey("r", 0), "http://127.0.0.1:9")):
+        agl_core.state(**told)
+        packed = packed_variables()
+    assert (packed is None) == (not told)
+    assert (unpack_variables(packed) or {}) == {name: jsonable(value) for name, value in told.items()}
+
+
+async def test_state_is_that_of_the_call_and_bounded() -> None:
+    noise = "".join(chr(c) for c in random.Random(1).choices(range(0x4E00, 0x9FFF), k=40_000))
+    async with running_stack() as stack:
+        key = await stack.lease()
+
+        async def agent(client: openai.AsyncOpenAI, name: str) -> None:
+            agl_core.state(who=name, draft=["a"])
+            await ask(client, name)
+            agl_core.state(draft=None)
+            await ask(client, name)
+
+        with running(active(key, stack.server.base_url, stack.server.agent_key)):
+            async with stack.client(key) as client:
+                await ask(client, "before")
+                await asyncio.gather(agent(client, "x"), agent(client, "y"))
+                agl_core.state(who="nobody", noise=noise, after="kept", **dict.fromkeys("abc", noise))
+                await ask(client, "noise")
+        calls = await stack.calls(key)
+    states = {name: [c.state for c in calls if c.request["messages"][-1]["content"] == name] for name in "xy"}
+    assert calls[0].state is None
+    for name, found in states.items():
+        assert found == [{"who": name, "draft": ["a"]}, {"who": name, "draft": None}]
+    [cut] = [c.state for c in calls if c.request["messages"][-1]["content"] == "noise"]
+    assert len(json.dumps(cut, ensure_ascii=False).encode()) <= 16_384
+    assert re.fullmatch(r".{100,}… \(\d+ more characters\)", cut["noise"])
+    assert cut["noise"][:100] == noise[:100]
+    assert (cut["who"], cut["after"]) == ("nobody", "kept")
+
+
+@pytest.mark.parametrize("header", ["", "%%%", "AAAA", "eJyLBgABFwC5", "x" * 100])
+def test_a_state_header_that_is_none_is_passed_over(header: str) -> None:
+    from agl_core.capture import unpack_variables
+
+    assert unpack_variables(header) is None
+
+
+def test_a_state_header_that_swells_is_cut_off() -> None:
+    import base64
+    import zlib
+
+    from agl_core.capture import unpack_variables
+
+    bomb = base64.urlsafe_b64encode(zlib.compress(b'{"a": "' + b"x" * (1 << 26) + b'"}')).decode()
+    assert unpack_variables(bomb) is None

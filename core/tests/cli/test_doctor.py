@@ -1,0 +1,85 @@
+"""`agl doctor` finds what is wrong with a model server and says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_stack import Bench, bench
+from scripted_upstream import Raw
+
+from agl_core.cli.upstreams import examine
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Bench]:
+    with bench(tmp_path) as found:
+        yield found
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    """What a server that returns ids answers: two prompt tokens, three sampled."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "OK"},
+        "finish_reason": "stop",
+        "token_ids": [5, 6, 7],
+        "logprobs": {"content": [{"logprob": -0.5}] * 3},
+    }
+    return {
+        "prompt_token_ids": [1, 2],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3},
+        "choices": [{**choice, **changes.pop("choice", {})}],
+        **changes,
+    }
+
+
+def test_ids_that_go_together_raise_no_doubt() -> None:
+    probe = examine(completion())
+    assert (probe.returns_ids, probe.doubts, probe.missing) == (True, (), "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubt"),
+    [
+        ({"prompt_token_ids": [1]}, "1 prompt ids, but the reply counts 2 tokens"),
+        ({"choice": {"token_ids": [5, 6]}}, "2 response ids, but the reply counts 3 tokens"),
+        ({"choice": {"logprobs": {"content": [{"logprob": -1}]}}}, "3 response ids, but 1 log-probabilities"),
+        ({"choice": {"logprobs": {"content": [{"logprob": 0.5}] * 3}}}, "above 0"),
+        ({"choice": {"logprobs": {"content": [{"logprob": float("nan")}] * 3}}}, "no number"),
+    ],
+)
+def test_ids_that_do_not_go_together_are_found(changes: dict[str, Any], doubt: str) -> None:
+    assert doubt in " ".join(examine(completion(**changes)).doubts)
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "token_ids", "logprobs"])
+def test_what_is_missing_is_named(field: str) -> None:
+    whole = completion()
+    whole.pop(field, None)
+    whole["choices"][0].pop(field, None)
+    probe = examine(whole)
+    assert (probe.returns_ids, probe.missing) == (False, f"its replies lack {field}")
+
+
+@pytest.mark.slow
+def test_what_only_limits_is_a_note(running: Bench) -> None:
+    running.upstream.returns_ids = False
+    found = running.agl("doctor", "--upstream", running.upstream.url)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "ok    langchain_core: agl attaches to it" in found.stdout
+    assert f"ok    model server: {running.upstream.url} answers, with served" in found.stdout
+    assert "note  token ids: its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
+    assert "→ what it answers can be recorded and judged, but not trained on" in found.stdout
+
+
+@pytest.mark.slow
+def test_what_is_broken_is_an_error_with_a_remedy(running: Bench) -> None:
+    running.answers(Raw(json.dumps(completion(prompt_token_ids=[1])).encode()))
+    found = running.agl("doctor", "no-such.toml", "--upstream", running.upstream.url)
+    assert found.returncode == 1
+    assert "FAIL  configuration: The configuration no-such.toml does not exist" in found.stdout
+    assert "FAIL  token ids: 1 prompt ids, but the reply counts 2 tokens\n      → training on them" in found.stdout

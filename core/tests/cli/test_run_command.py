@@ -1,0 +1,273 @@
+"""What `agl run` does to a command and its environment, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_stack import Bench, bench
+from scripted_upstream import Say
+from typer.testing import CliRunner
+
+from agl_core.capture.bootstrap import SITE, bootstrap_variables
+from agl_core.types import AttemptKey, Ending, Mode
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Bench]:
+    with bench(tmp_path) as found:
+        yield found
+
+
+PARENT = """
+import subprocess, sys, agl_core, sitecustomize
+assert sitecustomize.mine == "the user's own"
+agl_core.reward(0.25)
+agl_core.state(plan=["ask"])
+sys.exit(subprocess.run([sys.executable, "child.py", *sys.argv[1:]]).returncode)
+"""
+
+CHILD = """
+import sys, threading, agl_core, httpx2
+from openai import OpenAI
+
+@agl_core.tool
+def search(query):
+    raise TimeoutError("too slow")
+
+def work():
+    with agl_core.agent("seeker"):
+        agl_core.state(plan=["ask", "search"])
+        OpenAI().chat.completions.create(
+            model="any", temperature=0.25, top_p=0.5, messages=[{"role": "user", "content": "hello"}])
+        try:
+            search("x")
+        except TimeoutError:
+            agl_core.reward(0.5)
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+elsewhere = httpx2.post(sys.argv[1] + "/chat/completions", json={"messages": [{"role": "user", "content": "direct"}]})
+print("done")
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -> None:
+    running.script("agent.py", PARENT)
+    running.script("child.py", CHILD)
+    mine = running.folder / "mine"
+    mine.mkdir()
+    (mine / "sitecustomize.py").write_text('mine = "the user\'s own"\n')
+
+    result = running.run(sys.executable, "agent.py", running.upstream.url, PYTHONPATH=str(mine))
+
+    assert (result.returncode, result.stdout) == (3, "done\n"), result.stderr
+    rollout, attempt, episode = running.recorded()
+    assert (attempt.ending, rollout.mode) == (Ending.CRASHED, Mode.EVAL_SAMPLED)
+    assert attempt.error == "the command ended with status 3"
+    [transition] = episode.transitions
+    assert (transition.agent, transition.state) == ("seeker", {"plan": ["ask", "search"]})
+    assert [(o.tool, o.status.value, o.arguments) for o in transition.outcomes] == [
+        ("search", "timeout", {"query": "x"})
+    ]
+    assert [(r.name, r.value, r.source) for r in episode.rewards] == [("reward", 0.75, "agent")]
+    probe, forwarded, elsewhere = running.upstream.received
+    assert probe.body["messages"][-1]["content"] == "Say OK."
+    assert {name: forwarded.body.get(name) for name in ("temperature", "top_p", "max_tokens", "seed", "model")} == {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "max_tokens": None,
+        "seed": None,
+        "model": "served",
+    }
+    assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
+    assert "crashed: 1 LLM calls by seeker, 1 tool outcomes" in result.stderr
+
+    shown = running.agl("show", rollout.id)
+    assert 'state {"plan": ["ask", "search"]}' in shown.stdout, shown.stderr
+    assert "search" in shown.stdout
+    assert rollout.id in running.agl("rollouts", COLUMNS="160").stdout
+
+
+def test_a_command_without_a_call_is_told_how_to_make_one(running: Bench) -> None:
+    result = running.run(sys.executable, "-c", "print('hello')")
+
+    assert (result.returncode, result.stdout) == (0, "hello\n")
+    assert running.recorded()[1].ending is Ending.NO_CALL
+    assert "no_call: 0 LLM calls" in result.stderr
+    assert "OPENAI_BASE_URL" in result.stderr
+
+
+@pytest.mark.slow
+def test_without_ids_it_says_so_at_the_start(running: Bench) -> None:
+    running.upstream.returns_ids = False
+    running.script(
+        "agent.py",
+        """
+        from openai import OpenAI
+        print(OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}]).id)
+        """,
+    )
+
+    result = running.run(sys.executable, "agent.py")
+
+    assert result.returncode == 0, result.stderr
+    start, _, _ = result.stderr.partition("recording to")
+    assert "its replies lack prompt_token_ids, token_ids, logprobs" in start
+    assert "not trained on" in start
+    assert "return_token_ids" not in running.upstream.received[-1].body
+    assert [t.has_ids for t in running.recorded()[2].transitions] == [False]
+
+
+@pytest.mark.slow
+def test_a_python_without_agl_is_recorded_and_the_loss_is_told(running: Bench) -> None:
+    broken = running.folder / "broken" / "agl_core"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('not for this Python')\n")
+    running.script(
+        "agent.py",
+        """
+        from openai import OpenAI
+        OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}])
+        """,
+    )
+
+    result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py")
+
+    assert result.returncode == 0, result.stderr
+    assert "agl could not attach to" in result.stderr
+    assert "ImportError: not for this Python" in result.stderr
+    assert len(running.recorded()[2].transitions) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 128 + signal.SIGTERM)], ids=["ctrl-c", "sigterm"]
+)
+def test_signals_are_passed_on_and_so_is_the_status(running: Bench, number: signal.Signals, code: int) -> None:
+    running.script(
+        "agent.py",
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+        print("ready", flush=True)
+        time.sleep(60)
+        """,
+    )
+    command = running.command("run", "--upstream", running.upstream.url, "--", sys.executable, "agent.py")
+    process = subprocess.Popen(
+        command,
+        cwd=running.folder,
+        env=running.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # no terminal, whoever runs the tests
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == code
+    assert running.recorded()[1].ending is Ending.CANCELLED
+
+
+def test_what_is_wrong_is_said_before_anything_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agl_core.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def said(*arguments: str) -> str:
+        return str(CliRunner().invoke(app, ["run", *arguments]).exception)
+
+    assert "no command 'pythn'" in said("--", "pythn", "agent.py")
+    assert "no model server to forward to. Name one with --upstream" in said("--", "true")
+    assert "'localhost:8000' is no URL" in said("--upstream", "localhost:8000", "--", "true")
+    assert "cannot be reached" in said("--upstream", "http://127.0.0.1:9/v1", "--", "true")
+    assert "variable NO_SUCH_KEY" in said(
+        "--upstream", "http://h/v1", "--upstream-key-env", "NO_SUCH_KEY", "--", "true"
+    )
+    assert "leave out --upstream" in said("--config", "a.toml", "--model", "m", "--", "true")
+    assert list(tmp_path.iterdir()) == []
+
+
+LOADED = "import json, os, sys; print(json.dumps([m for m in sys.modules if 'agl' in m] + [os.environ['MINE']]))"
+
+
+@pytest.mark.parametrize("in_a_run", [False, True])
+def test_a_process_with_nothing_to_attach_to_is_left_alone(tmp_path: Path, in_a_run: bool) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['MINE'] = '1'\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(tmp_path)])}
+    if in_a_run:
+        before = {"PYTHONPATH": str(tmp_path)}
+        environment |= bootstrap_variables(AttemptKey("r", 0), "http://127.0.0.1:9", "k", tmp_path, before)
+    result = subprocess.run(
+        [sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(result.stdout) == ["1"]
+
+
+def test_what_is_imported_first_and_where_makes_no_difference(tmp_path: Path) -> None:
+    """The module that triggers the attaching is imported once, whole, and in a thread as well as anywhere."""
+    code = """
+    import importlib, sys, threading
+    def work():
+        module = importlib.import_module(sys.argv[1])
+        assert module is sys.modules[sys.argv[1]] and not hasattr(module.__spec__.loader, "_module")
+        importlib.reload(module) if sys.argv[1] == "httpx" else None
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    import httpx, agl_core
+    assert agl_core.capture is sys.modules["agl_core.capture"]
+    from agl_core.capture import current_attempt
+    with httpx.Client(transport=httpx.MockTransport(lambda r: httpx.Response(200, text=str(dict(r.headers))))) as c:
+        print("x-agl-rollout': 'r/0'" in c.get("http://127.0.0.1:9/v1").text, current_attempt().rollout)
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    variables = bootstrap_variables(AttemptKey("r", 0), "http://127.0.0.1:9", "k", tmp_path, {})
+    for first in ("httpx", "httpx2", "agl_core"):
+        result = subprocess.run(
+            [sys.executable, script, first], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+        )
+        assert result.stdout == "True r\n", result.stderr
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
+    running.upstream.models = ["large", "small"]
+    running.answers(Say("OK"))
+    running.script(
+        "agent.py",
+        """
+        from openai import OpenAI
+        for model in ("small", "tiny"):
+            try:
+                OpenAI().chat.completions.create(model=model, messages=[{"role": "user", "content": "a"}])
+            except Exception as error:
+                print(error.status_code)
+        """,
+    )
+    arguments = ("--upstream", running.upstream.url, "--name", "several", "--", sys.executable, "agent.py")
+
+    result = running.agl("run", *arguments)
+    assert (result.returncode, result.stdout) == (0, "404\n"), result.stderr
+    assert "name one with --model" in result.stderr
+    result = running.agl("run", "--model", "large", *arguments)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+
+    assert [each.body["model"] for each in running.upstream.received] == ["small", "large", "large", "large"]
+    assert [t.policy for t in running.recorded("several")[2].transitions] == ["small"]
+    assert [t.policy for t in running.recorded("several-2")[2].transitions] == ["default", "default"]

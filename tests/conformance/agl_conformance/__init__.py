@@ -1,0 +1,32 @@
+"""The conformance suite: what a driver for another framework needs."""
+
+from agl_conformance.driver import (
+    ATTACH,
+    CHAT,
+    EVERY,
+    MESSAGES,
+    RESPONSES,
+    Driver,
+    Gap,
+    InexpressibleError,
+    Program,
+    Question,
+    Setting,
+)
+from agl_conformance.scenario import Agent, Scenario
+
+__all__ = [
+    "ATTACH",
+    "CHAT",
+    "EVERY",
+    "MESSAGES",
+    "RESPONSES",
+    "Agent",
+    "Driver",
+    "Gap",
+    "InexpressibleError",
+    "Program",
+    "Question",
+    "Scenario",
+    "Setting",
+]

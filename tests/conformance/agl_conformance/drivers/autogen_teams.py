@@ -1,0 +1,152 @@
+"""AutoGen's AssistantAgent, teams, agents as tools, and agents of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
+from autogen_agentchat.base import Response
+from autogen_agentchat.conditions import TextMentionTermination, TextMessageTermination
+from autogen_agentchat.messages import BaseChatMessage, TextMessage
+from autogen_agentchat.teams import RoundRobinGroupChat, Swarm
+from autogen_agentchat.tools import AgentTool
+from autogen_core import CancellationToken
+from autogen_core.model_context import BufferedChatCompletionContext
+from autogen_core.models import AssistantMessage, ChatCompletionClient, ModelInfo, SystemMessage, UserMessage
+from autogen_core.tools import FunctionTool
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+import agl_autogen
+from agl_conformance.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Program, Question, Setting
+from agl_conformance.scenario import Agent, Scenario
+from agl_conformance.tools import TOOLS, action
+
+ONE_LINE = "agl_autogen.attach()"
+
+_MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
+
+
+class AutoGen(Driver):
+    """Agents are AssistantAgents, handoffs a Swarm; what they cannot do, a subclass of BaseChatAgent does.
+
+    AutoGen's agents keep their conversation: rollouts share the model client, and each has agents of its own.
+    """
+
+    name = "AutoGen (agl-autogen)"
+    apis = (CHAT,)
+    without = {  # noqa: RUF012
+        RESPONSES: "AutoGen's model clients do not speak it.",
+        MESSAGES: "The Anthropic client of AutoGen 0.7.5 sends what anthropic 2.11 refuses (`temperature`).",
+    }
+    forms = (ATTACH, ONE_LINE)
+
+    def build(self, scenario: Scenario, setting: Setting) -> Program:
+        if setting.form == ONE_LINE:
+            agl_autogen.attach()
+        client = _client(setting)
+
+        async def program(question: Question) -> None:
+            (first, *others) = scenario.agents
+            if scenario.react:
+                loop = RoundRobinGroupChat(
+                    [_Thinker(first, client, setting)], termination_condition=TextMentionTermination("Answer:")
+                )
+                await loop.run(task=question.text)
+            elif scenario.samples > 1 or scenario.choices > 1:
+                await _Sampler(first, client, setting, scenario).run(task=question.text)
+            elif first.handoffs:
+                *_, last = team = [_assistant(each, client, setting) for each in scenario.everyone()]
+                ending = TextMessageTermination(source=last.name)
+                await Swarm(team, termination_condition=ending).run(task=question.text)
+            else:
+                await asyncio.gather(
+                    *(_assistant(each, client, setting).run(task=question.text) for each in [first, *others])
+                )
+
+        return program
+
+
+def _client(setting: Setting) -> ChatCompletionClient:
+    return OpenAIChatCompletionClient(
+        model="default",
+        base_url=setting.base_url,
+        api_key=setting.api_key,
+        model_info=_MODEL,
+        max_retries=setting.retries,
+    )
+
+
+def _assistant(agent: Agent, client: ChatCompletionClient, setting: Setting) -> AssistantAgent:
+    return AssistantAgent(
+        agent.name,
+        client,
+        tools=[
+            # AutoGen parses structured output only beside tools that are strict.
+            *(FunctionTool(TOOLS[name], name, strict=agent.answers is not None) for name in agent.tools),
+            *(AgentTool(_assistant(expert, client, setting)) for expert in agent.experts),
+        ],
+        handoffs=[other.name for other in agent.handoffs],
+        system_message=agent.prompt,
+        description=f"The {agent.name}.",
+        model_client_stream=setting.streaming,
+        max_tool_iterations=20,
+        output_content_type=agent.answers,
+        model_context=BufferedChatCompletionContext(agent.keeps) if agent.keeps else None,
+    )
+
+
+class _Own(BaseChatAgent):
+    """An agent that calls the model by itself."""
+
+    def __init__(self, agent: Agent, client: ChatCompletionClient, setting: Setting) -> None:
+        super().__init__(agent.name, f"The {agent.name}.")
+        self._agent, self._client, self._streaming = agent, client, setting.streaming
+
+    @property
+    def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
+        return (TextMessage,)
+
+    async def on_reset(self, cancellation_token: CancellationToken) -> None: ...
+
+    async def ask(self, messages: Sequence[Any], **options: Any) -> str:
+        sent = [SystemMessage(content=self._agent.prompt), *messages]
+        if self._streaming:
+            items = [item async for item in self._client.create_stream(sent, extra_create_args=options)]
+            return str(items[-1].content)
+        return str((await self._client.create(sent, extra_create_args=options)).content)
+
+
+class _Thinker(_Own):
+    """Text ReAct: each of its turns is one call, and the tool that the text asks for."""
+
+    def __init__(self, agent: Agent, client: ChatCompletionClient, setting: Setting) -> None:
+        super().__init__(agent, client, setting)
+        self._messages: list[Any] = []
+        self._tools = {name: FunctionTool(TOOLS[name], name) for name in agent.tools}
+
+    async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken) -> Response:
+        self._messages += [UserMessage(content=message.to_text(), source=message.source) for message in messages]
+        said = await self.ask(self._messages)
+        self._messages.append(AssistantMessage(content=said, source=self.name))
+        asked = action(said)
+        if asked is not None:
+            name, topic = asked
+            found = await self._tools[name].run_json({"topic": topic}, cancellation_token)
+            self._messages.append(UserMessage(content=f"Observation: {found}", source="tool"))
+        return Response(chat_message=TextMessage(content=said, source=self.name))
+
+
+class _Sampler(_Own):
+    """Asks the same several times at once, or for several responses."""
+
+    def __init__(self, agent: Agent, client: ChatCompletionClient, setting: Setting, scenario: Scenario) -> None:
+        super().__init__(agent, client, setting)
+        self._count = scenario.samples
+        self._options = {"n": scenario.choices} if scenario.choices > 1 else {}
+
+    async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken) -> Response:
+        asked = [UserMessage(content=message.to_text(), source=message.source) for message in messages]
+        said = await asyncio.gather(*(self.ask(asked, **self._options) for _ in range(self._count)))
+        return Response(chat_message=TextMessage(content=said[0], source=self.name))

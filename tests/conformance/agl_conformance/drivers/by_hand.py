@@ -1,0 +1,110 @@
+"""No framework and no adapter: what is told is told with agl's own functions, or with headers alone."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from agl_conformance.driver import (
+    ATTACH,
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Driver,
+    Gap,
+    InexpressibleError,
+    Program,
+    Question,
+    Setting,
+)
+from agl_conformance.drivers.conversations import client_of
+from agl_conformance.drivers.handmade import NO_CHOICES, Loop, Telling
+from agl_conformance.scenario import Scenario
+from agl_core.capture import current_identity, identify, outcome_report, record_outcome
+from agl_core.wire import HEADER_AGENT
+
+HEADERS = "headers, no agl in the process"
+
+
+class _Functions(Telling):
+    """`identify` around an agent, `record_outcome` for tools without ids; the conversation tells of the others."""
+
+    def speaking(self, agent: str) -> AbstractContextManager[Any]:
+        return identify(agent)
+
+    def step(self, agent: str) -> AbstractContextManager[Any]:
+        return identify(agent, parent_span=uuid.uuid4().hex)
+
+    @contextlib.contextmanager
+    def using(self, tool: str, arguments: Mapping[str, Any], id: str | None) -> Iterator[Callable[[str], None]]:
+        def tell(result: str) -> None:
+            who = current_identity()
+            if id is None and who is not None:
+                record_outcome(
+                    outcome_report(
+                        uuid.uuid4().hex,
+                        tool,
+                        result,
+                        arguments=dict(arguments),
+                        agent=who.agent,
+                        parent_span=who.parent_span,
+                    )
+                )
+
+        yield tell
+
+
+class _Headers(Telling):
+    """A header names the agent; the conversation tells what the tools did."""
+
+    def headers(self, agent: str) -> Mapping[str, str]:
+        return {HEADER_AGENT: agent}
+
+    def speaking(self, agent: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class ByHand(Driver):
+    """A loop around the vendor's client, with `agl_core.capture.identify` around each agent."""
+
+    name = "no framework, the clients of OpenAI and Anthropic (agl-core)"
+    apis = (CHAT, RESPONSES, MESSAGES)
+    forms = (ATTACH,)
+    gaps = (NO_CHOICES,)
+
+    def build(self, scenario: Scenario, setting: Setting) -> Program:
+        loop = Loop(_Functions(), client_of(setting, setting.root), setting, scenario)
+
+        async def program(question: Question) -> None:
+            await loop.run(question.text)
+
+        return program
+
+
+class ByHeaders(Driver):
+    """The same with nothing of agl in the process, as in any other language: the attempt's URL, and a header."""
+
+    name = "any language, by headers"
+    apis = (CHAT, RESPONSES, MESSAGES)
+    forms = (HEADERS,)
+    streaming = (False,)
+    gaps = (
+        NO_CHOICES,
+        Gap("text ReAct", "Without tool call ids, the conversation does not tell what a tool did; spans do."),
+    )
+
+    @contextlib.contextmanager
+    def attached(self, form: str) -> Iterator[None]:
+        yield
+
+    def build(self, scenario: Scenario, setting: Setting) -> Program:
+        if scenario.react:
+            raise InexpressibleError
+
+        async def program(question: Question) -> None:
+            await Loop(_Headers(), client_of(setting, question.root), setting, scenario).run(question.text)
+
+        return program

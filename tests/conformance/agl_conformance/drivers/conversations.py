@@ -1,0 +1,224 @@
+"""The three model APIs as an agent written from scratch uses them, with the clients of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import anthropic
+import openai
+
+from agl_conformance.driver import CHAT, MESSAGES, RESPONSES, InexpressibleError, Setting
+from agl_conformance.scenario import Agent
+from agl_conformance.tools import TOOLS
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool that the model asks for."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool told, or how it failed."""
+
+    call: ToolCall
+    text: str
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """A reply of the model."""
+
+    id: str
+    text: str
+    calls: tuple[ToolCall, ...]
+
+
+class Conversation(ABC):
+    """A conversation of one agent; another may take it over."""
+
+    def __init__(self, client: Any, setting: Setting, headers: Mapping[str, str]) -> None:
+        self.client, self.streaming, self._headers = client, setting.streaming, dict(headers)
+        self.items: list[Any] = []
+
+    async def ask(self, agent: Agent, choices: int = 1) -> Said:
+        """The model's next reply to this agent, which is added to the conversation."""
+        question, *later = self.items
+        kept = self.items if agent.keeps is None else [question, *later[-agent.keeps :]]
+        return await self._ask(agent, kept, choices, dict(self._headers))
+
+    def say(self, text: str) -> None:
+        """Add a message of the user's."""
+        self.items.append({"role": "user", "content": text})
+
+    @abstractmethod
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said: ...
+
+    @abstractmethod
+    def tell(self, answers: Sequence[Answer]) -> None:
+        """Add what the tools of the last reply told."""
+
+
+class ChatConversation(Conversation):
+    """OpenAI's chat completions."""
+
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said:
+        options: dict[str, Any] = {"extra_headers": headers}
+        if tools := schemas(agent):
+            options["tools"] = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in tools]
+        if agent.answers:
+            schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
+            options["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if choices > 1:
+            options["n"] = choices
+        messages = [{"role": "system", "content": agent.prompt}, *items]
+        reply = await self.client.chat.completions.create(
+            model="default", messages=messages, stream=self.streaming, **options
+        )
+        id, message = await _joined(reply) if self.streaming else (reply.id, _plain(reply.choices[0].message))
+        self.items.append(message)
+        calls = [
+            ToolCall(each["id"], each["function"]["name"], json.loads(each["function"]["arguments"]))
+            for each in message.get("tool_calls", ())
+        ]
+        return Said(id, message["content"] or "", tuple(calls))
+
+    def tell(self, answers: Sequence[Answer]) -> None:
+        self.items += [{"role": "tool", "tool_call_id": each.call.id, "content": each.text} for each in answers]
+
+
+class ResponsesConversation(Conversation):
+    """OpenAI's Responses."""
+
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said:
+        if choices > 1:
+            raise InexpressibleError
+        options: dict[str, Any] = {"extra_headers": headers}
+        if tools := schemas(agent):
+            options["tools"] = [{"type": "function", "name": n, "parameters": p, "strict": False} for n, p in tools]
+        if agent.answers:
+            schema = {"type": "json_schema", "name": "answer", "schema": agent.answers.model_json_schema()}
+            options["text"] = {"format": schema}
+        reply = await self.client.responses.create(
+            model="default", instructions=agent.prompt, input=items, stream=self.streaming, **options
+        )
+        if self.streaming:
+            (reply,) = [event.response async for event in reply if event.type == "response.completed"]
+        self.items += [item.model_dump(exclude_none=True, include=_ECHOED) for item in reply.output]
+        calls = [item for item in reply.output if item.type == "function_call"]
+        return Said(
+            reply.id, reply.output_text, tuple(ToolCall(c.call_id, c.name, json.loads(c.arguments)) for c in calls)
+        )
+
+    def tell(self, answers: Sequence[Answer]) -> None:
+        self.items += [
+            {"type": "function_call_output", "call_id": each.call.id, "output": each.text} for each in answers
+        ]
+
+
+class MessagesConversation(Conversation):
+    """Anthropic's Messages."""
+
+    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> Said:
+        if choices > 1:
+            raise InexpressibleError
+        options: dict[str, Any] = {"extra_headers": headers}
+        if tools := schemas(agent):
+            options["tools"] = [{"name": name, "input_schema": parameters} for name, parameters in tools]
+        if agent.answers:
+            schema = {"type": "json_schema", "schema": agent.answers.model_json_schema()}
+            options["output_config"] = {"format": schema}
+        asked = {"model": "default", "max_tokens": 1000, "system": agent.prompt, "messages": items, **options}
+        if self.streaming:
+            async with self.client.messages.stream(**asked) as stream:
+                reply = await stream.get_final_message()
+        else:
+            reply = await self.client.messages.create(**asked)
+        self.items.append(
+            {"role": "assistant", "content": [block.model_dump(include=_BLOCK) for block in reply.content]}
+        )
+        calls = [block for block in reply.content if block.type == "tool_use"]
+        text = "".join(block.text for block in reply.content if block.type == "text")
+        return Said(reply.id, text, tuple(ToolCall(c.id, c.name, dict(c.input)) for c in calls))
+
+    def tell(self, answers: Sequence[Answer]) -> None:
+        results = [
+            {"type": "tool_result", "tool_use_id": each.call.id, "content": each.text, "is_error": each.failed}
+            for each in answers
+        ]
+        self.items.append({"role": "user", "content": results})
+
+
+_ECHOED = {"type", "id", "role", "content", "call_id", "name", "arguments", "status"}
+_BLOCK = {"type", "text", "id", "name", "input"}
+_KINDS: Mapping[str, type[Conversation]] = {
+    CHAT: ChatConversation,
+    RESPONSES: ResponsesConversation,
+    MESSAGES: MessagesConversation,
+}
+
+
+def client_of(setting: Setting, root: str) -> Any:
+    """The vendor's client for an API, for the server or attempt at `root`."""
+    if setting.api == MESSAGES:
+        return anthropic.AsyncAnthropic(base_url=root, api_key=setting.api_key, max_retries=setting.retries)
+    return openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=setting.api_key, max_retries=setting.retries)
+
+
+def conversation(client: Any, setting: Setting, headers: Mapping[str, str]) -> Conversation:
+    """A new one; each of its requests has these headers besides the client's."""
+    return _KINDS[setting.api](client, setting, headers)
+
+
+def schemas(agent: Agent) -> list[tuple[str, dict[str, Any]]]:
+    """The name of each tool of an agent and the schema of its arguments."""
+    found = [(name, _schema(TOOLS[name])) for name in agent.tools]
+    found += [(expert.name, _object({"task": "string"})) for expert in agent.experts]
+    return found + [(f"transfer_to_{other.name}", _object({})) for other in agent.handoffs]
+
+
+def _schema(function: Any) -> dict[str, Any]:
+    hints, names = get_type_hints(function), inspect.signature(function).parameters
+    return _object({name: {int: "integer", str: "string"}[hints[name]] for name in names})
+
+
+def _object(types: Mapping[str, str]) -> dict[str, Any]:
+    properties = {name: {"type": kind} for name, kind in types.items()}
+    return {"type": "object", "properties": properties, "required": list(types), "additionalProperties": False}
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    calls = [_call(each.id, each.function.name, each.function.arguments) for each in message.tool_calls or ()]
+    return {"role": "assistant", "content": message.content, **({"tool_calls": calls} if calls else {})}
+
+
+async def _joined(stream: Any) -> tuple[str, dict[str, Any]]:
+    """The id of a streamed reply, and its first choice."""
+    id, texts, calls = "", [], {}
+    async for chunk in stream:
+        id = chunk.id
+        for choice in chunk.choices:
+            if choice.index:
+                continue
+            texts.append(choice.delta.content or "")
+            for part in choice.delta.tool_calls or ():
+                call = calls.setdefault(part.index, _call("", "", ""))
+                call["id"] += part.id or ""
+                call["function"]["name"] += part.function.name or ""
+                call["function"]["arguments"] += part.function.arguments or ""
+    message = {"role": "assistant", "content": "".join(texts) or None}
+    return id, {**message, **({"tool_calls": list(calls.values())} if calls else {})}
+
+
+def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,120 @@
+"""Agents written from scratch that make OpenTelemetry spans, with the OpenAI client instrumented by OpenLLMetry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from openai.resources.chat.completions import AsyncCompletions, Completions
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Tracer
+
+from agl_conformance.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
+from agl_conformance.drivers.conversations import Said, client_of
+from agl_conformance.drivers.handmade import NO_CHOICES, Loop, Telling
+from agl_conformance.scenario import Scenario
+from agl_core.protocols import Adapter
+from agl_otel import AglSpanProcessor
+from agl_otel.plugin import OtelAdapter
+
+PROCESSOR = "AglSpanProcessor()"
+OTLP = "OTLP, no agl in the process"
+
+
+class _Spans(Telling):
+    """Spans in the words of OpenTelemetry's GenAI conventions."""
+
+    def __init__(self, tracer: Tracer, *, calls: bool) -> None:
+        self._tracer, self._calls = tracer, calls
+        """`calls`: nothing else makes spans of the calls."""
+
+    def speaking(self, agent: str) -> AbstractContextManager[Any]:
+        return self._span("invoke_agent", **{"gen_ai.agent.name": agent})
+
+    def step(self, agent: str) -> AbstractContextManager[Any]:
+        return self._tracer.start_as_current_span("step")
+
+    @contextlib.contextmanager
+    def using(self, tool: str, arguments: Mapping[str, Any], id: str | None) -> Iterator[Callable[[str], None]]:
+        told = {"gen_ai.tool.name": tool, "gen_ai.tool.call.arguments": json.dumps(dict(arguments))}
+        with self._span("execute_tool", **told, **({"gen_ai.tool.call.id": id} if id else {})) as span:
+            yield lambda result: span.set_attribute("gen_ai.tool.call.result", result)
+
+    async def called(self, call: Awaitable[Said]) -> Said:
+        if not self._calls:
+            return await call
+        with self._span("chat") as span:
+            said = await call
+            span.set_attribute("gen_ai.response.id", said.id)
+            return said
+
+    def _span(self, operation: str, **attributes: str) -> AbstractContextManager[Any]:
+        return self._tracer.start_as_current_span(
+            operation, attributes={"gen_ai.operation.name": operation, **attributes}
+        )
+
+
+class OpenTelemetry(Driver):
+    """Spans in this process, or sent over OTLP. Calls of Anthropic's client get a span from the loop itself."""
+
+    name = "OpenTelemetry (agl-otel, OTLP)"
+    apis = (CHAT, RESPONSES, MESSAGES)
+    forms = (ATTACH, PROCESSOR, OTLP)
+    gaps = (
+        NO_CHOICES,
+        Gap(
+            "shared agent",
+            "An exporter sends to one attempt: over OTLP, rollouts run in processes of their own.",
+            forms=(OTLP,),
+        ),
+    )
+
+    def adapters(self, form: str) -> Sequence[Adapter]:
+        return [OtelAdapter()]  # it alone can be asked who makes a call; workers attach it in any case
+
+    @contextlib.contextmanager
+    def attached(self, form: str) -> Iterator[None]:
+        with contextlib.nullcontext() if form == OTLP else super().attached(form), _instrumented() as self._provider:
+            yield
+
+    def build(self, scenario: Scenario, setting: Setting) -> Program:
+        provider, spans = self._provider, _Spans(self._provider.get_tracer("agent"), calls=setting.api == MESSAGES)
+        if setting.form == PROCESSOR:
+            provider.add_span_processor(AglSpanProcessor())
+        if setting.form != OTLP:
+            loop = Loop(spans, client_of(setting, setting.root), setting, scenario)
+
+            async def program(question: Question) -> None:
+                await loop.run(question.text)
+
+            return program
+
+        async def exporting(question: Question) -> None:
+            key = {"authorization": f"Bearer {setting.api_key}"}
+            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{question.root}/v1/traces", headers=key)))
+            await Loop(spans, client_of(setting, question.root), setting, scenario).run(question.text)
+            assert await asyncio.to_thread(provider.force_flush)
+
+        return exporting
+
+
+@contextlib.contextmanager
+def _instrumented() -> Iterator[TracerProvider]:
+    """OpenAI's client makes spans for this provider; not all of what the instrumentation patches it restores."""
+    patched = [(kind, kind.create) for kind in (Completions, AsyncCompletions)]
+    provider, instrumentor = TracerProvider(shutdown_on_exit=False), OpenAIInstrumentor()
+    instrumentor.instrument(tracer_provider=provider)
+    try:
+        yield provider
+    finally:
+        instrumentor.uninstrument()
+        for kind, create in patched:
+            kind.create = create
+        provider.shutdown()

@@ -1,0 +1,55 @@
+"""The matrix: scenario × driver × API × streaming × form, and which cells are gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from agl_conformance.catalogue import SCENARIOS
+from agl_conformance.driver import Driver
+from agl_conformance.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One scenario as one driver plays it."""
+
+    scenario: Scenario
+    driver: Driver
+    api: str
+    streaming: bool
+    form: str
+
+    def __str__(self) -> str:
+        streaming = "streaming" if self.streaming else "not streaming"
+        return f"{self.driver.name} | {self.api} | {streaming} | {self.form} | {self.scenario}"
+
+    @property
+    def gap(self) -> str | None:
+        """Why it cannot pass; None if it has to."""
+        reasons = [
+            gap.reason
+            for gap in self.driver.gaps
+            if gap.covers(self.scenario.name, self.api, self.streaming, self.form)
+        ]
+        return reasons[0] if reasons else None
+
+
+def cells(drivers: Sequence[Driver]) -> Iterator[Cell]:
+    """All cells; ValueError if a gap covers none.
+
+    The first form is played throughout, the others with one of both streaming modes for each API, in turn.
+    """
+    for driver in drivers:
+        found = [
+            Cell(scenario, driver, api, streaming, form)
+            for scenario in SCENARIOS
+            for place, api in enumerate(driver.apis)
+            for streaming in driver.streaming
+            for form in driver.forms
+            if form == driver.forms[0] or streaming is driver.streaming[~place % len(driver.streaming)]
+        ]
+        for gap in driver.gaps:
+            if not any(gap.covers(each.scenario.name, each.api, each.streaming, each.form) for each in found):
+                raise ValueError(f"{driver.name}: the gap {gap} covers no cell. Check the names in it.")
+        yield from found

@@ -1,0 +1,108 @@
+"""The page that shows the matrix: a pure function of the scenarios and of what the drivers declare."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from agl_conformance.catalogue import SCENARIOS
+from agl_conformance.driver import Driver
+from agl_conformance.matrix import Cell, cells
+
+_HEAD = """# Conformance
+
+What every adapter has to get right, whatever the framework: **who** made each call, **which** tokens were sampled, and
+**what the tools did**. `tests/conformance` plays the same scripts with the real API of each framework, through the real
+gateway and the real store, and compares the episode that agl makes of it with the one that is written beside the
+script: agent names, turns, response token ids and log-probabilities, whose prompt it was, and each outcome with its
+status, arguments and tool call id; nothing may be missing, and nothing may be there besides.
+
+```
+python -m pytest tests/conformance
+```
+
+This page is made of the scenarios and of what the drivers declare (`make docs`), and every cell of it is a test. A cell
+that is a gap is played too: the test fails if it passes, so that a gap cannot outlive its reason.
+
+## The scenarios
+
+| scenario | what happens | calls |
+|---|---|---|
+"""
+
+_LEGEND = """✓ passes; a number names a gap. In the form `attach` the agent's code has no line of agl, and every
+installed adapter is attached at once, as agl's workers do. A driver's first form is played with and without streaming,
+each further one with one of both for each API, in turn."""
+
+_OWN = """## Your own adapter
+
+A driver plays the scenarios with your framework. From a clone of this repository, with your package installed:
+
+```
+python -m pytest tests/conformance --driver your_module:YourDriver
+```
+
+Then the matrix is your driver's alone. A driver is one class; this one is `tests/conformance/example_driver.py`:
+
+```python
+{example}```
+
+`build` makes the agents as a user of your framework would: from `scenario.agents`, with their `prompt` (the scripted
+model knows an agent by it), `tools` (functions in `agl_conformance.tools.TOOLS`), `experts` (agents called as tools, by
+their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`), all answered by a model client for
+`setting.api` at `setting.base_url`, streaming where `setting.streaming` says so. What it returns is awaited once for
+each rollout, inside it. In the form `attach`, all adapters that are installed are attached, yours among them if it is
+registered as a plugin; name your one-line forms in `forms`, and use the one that `setting.form` names. What your
+framework cannot express raises `InexpressibleError`, and stands in `gaps` with the reason.
+`tests/conformance/agl_conformance/drivers` holds the drivers above.
+"""
+
+
+def render(drivers: Sequence[Driver], example: str) -> str:
+    """The whole page; `example` is the source of a small driver."""
+    lines = [_HEAD.rstrip()]
+    for scenario in SCENARIOS:
+        calls = len(scenario.turns()) * scenario.rollouts
+        lines.append(f"| {scenario.name} | {scenario.about} | {calls} |")
+    lines += ["", "## The matrix", "", _LEGEND]
+    for driver in drivers:
+        lines += ["", *_driver(driver)]
+    return "\n".join(lines) + "\n\n" + _OWN.format(example=example)
+
+
+def _driver(driver: Driver) -> list[str]:
+    """The driver's table, and its gaps."""
+    found = list(cells([driver]))
+    columns = list(dict.fromkeys((cell.api, cell.streaming) for cell in found))
+    heads = [f"{api}, streaming" if streaming else api for api, streaming in columns]
+    gaps: dict[str, int] = {}
+    rows = []
+    for scenario in SCENARIOS:
+        mine = [cell for cell in found if cell.scenario is scenario]
+        shown = [_shown([c for c in mine if (c.api, c.streaming) == column], gaps) for column in columns]
+        rows.append(f"| {scenario.name} | {' | '.join(shown)} |")
+    return [
+        f"### {driver.name}",
+        "",
+        inspect.cleandoc(driver.__doc__ or ""),
+        "",
+        f"Forms: {', '.join(f'`{form}`' for form in driver.forms)}.",
+        *(f"\nNot played: the API {api}. {reason}" for api, reason in driver.without.items()),
+        "",
+        f"| scenario | {' | '.join(heads)} |",
+        f"|---|{'---|' * len(columns)}",
+        *rows,
+        *(["", "Gaps:", ""] if gaps else []),
+        *(f"{number}. {reason}" for reason, number in gaps.items()),
+    ]
+
+
+def _shown(played: Sequence[Cell], gaps: dict[str, int]) -> str:
+    """One cell of the table: all forms together."""
+    texts: dict[str, None] = {} if all(cell.gap for cell in played) else {"✓": None}
+    for cell in played:
+        if cell.gap:
+            several = any(not other.gap for other in played)
+            reason = f"Form `{cell.form}`: {cell.gap}" if several else cell.gap
+            texts[f"gap {gaps.setdefault(reason, len(gaps) + 1)}"] = None
+    return ", ".join(texts)

@@ -1,0 +1,118 @@
+"""The model server of the suite, and a way to it on which replies get lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from scripted_upstream import Fail, ScriptedUpstream, Step
+
+from agl_conformance.scenario import Scenario
+from agl_core.server.retries import HEADER_STAINLESS
+
+_MEET = 20.0
+"""Seconds that requests which are to be there together wait for each other."""
+
+
+class PlayedUpstream(ScriptedUpstream):
+    """Plays a scenario: an agent's next request, known by its system prompt, gets the next thing it is to be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+        """What went against the script."""
+
+    def play(self, scenario: Scenario) -> None:
+        """From now on."""
+        self.faults = []
+        self._agents = {each.name: each for each in scenario.everyone()}
+        self._together = scenario.together
+        self._arrived: Counter[str] = Counter()
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._met = asyncio.Event()
+        self.received.clear()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        # Read once and kept by aiohttp, so that nothing is awaited between this step's scripting and its playing.
+        body = json.loads(await request.read())
+        step = await self._next(body)
+        self.script(step)
+        return await super()._complete(request)
+
+    async def _next(self, body: Mapping[str, Any]) -> Step:
+        text = json.dumps(body["messages"])
+        name = next((each for each in self._agents if f"You are {each}." in text), None)
+        if name is None:
+            return self._fault("A request has the system prompt of no agent of the scenario", body)
+        await self._meet(name)
+        rollout = re.search(r"#(\d+)", text)
+        place = (name, rollout[1] if rollout else "")
+        self._told[place] += 1
+        says = self._agents[name].says
+        if self._told[place] > len(says):
+            return self._fault(f"{name} calls more often than its script has replies", body)
+        return says[self._told[place] - 1]
+
+    async def _meet(self, name: str) -> None:
+        self._arrived[name] += 1
+        if self._arrived[name] > self._together.get(name, 0):
+            return
+        if all(self._arrived[each] >= count for each, count in self._together.items()):
+            self._met.set()
+        try:
+            await asyncio.wait_for(self._met.wait(), _MEET)
+        except TimeoutError:
+            self.faults.append(f"{name}'s request waited {_MEET:g} s for those that were to run beside it")
+
+    def _fault(self, text: str, body: Mapping[str, Any]) -> Fail:
+        self.faults.append(f"{text}: {json.dumps(body['messages'])[:2000]}")
+        return Fail(400)
+
+
+class LossyRelay:
+    """Stands before the gateway; of each scenario's `lost` requests, it hears the reply out and hangs up."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._lost: frozenset[int] = frozenset()
+        self._count = 0
+        self.url = ""
+
+    def lose(self, lost: frozenset[int]) -> None:
+        """These requests from now on, counted without their retries."""
+        self._lost, self._count = lost, 0
+
+    async def __aenter__(self) -> LossyRelay:
+        self._client = aiohttp.ClientSession(auto_decompress=False)
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/{path:.*}", self._relay)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+        await self._client.close()
+
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
+        is_retry = request.headers.get(HEADER_STAINLESS, "0") != "0"
+        number = self._count
+        self._count += not is_retry
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        async with self._client.post(
+            f"{self._target}{request.path}", data=await request.read(), headers=headers
+        ) as got:
+            payload = await got.read()
+        if number in self._lost and not is_retry:
+            assert request.transport is not None
+            request.transport.close()
+        kept = {name: got.headers[name] for name in ("Content-Type",) if name in got.headers}
+        return web.Response(body=payload, status=got.status, headers=kept)

@@ -1,0 +1,70 @@
+"""The matrix's bench, and the option by which a third party brings a driver."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import ssl
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2] / "core" / "tests" / "server"))
+
+import anthropic._base_client
+import openai._base_client
+from agl_conformance.bench import Bench, running_bench
+from agl_conformance.driver import Driver
+from agl_conformance.matrix import cells
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--driver",
+        metavar="MODULE:CLASS",
+        help="play the conformance scenarios with this driver, instead of with agl's own",
+    )
+
+
+def chosen_drivers(config: pytest.Config) -> tuple[Driver, ...]:
+    """The driver that `--driver` names, or agl's own."""
+    # Without this folder on the command line, pytest knows no such option.
+    name = config.getoption("--driver", default=None)
+    if name is None:
+        # A third party needs their own framework alone.
+        from agl_conformance.drivers import DRIVERS
+
+        return DRIVERS
+    module, _, kind = name.partition(":")
+    try:
+        return (getattr(importlib.import_module(module), kind)(),)
+    except (ImportError, AttributeError) as error:
+        raise pytest.UsageError(
+            f"--driver {name}: {error}. Name an importable module and its Driver: module:Class."
+        ) from error
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        metafunc.parametrize("cell", list(cells(chosen_drivers(metafunc.config))), ids=str)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    async with running_bench(tmp_path_factory.mktemp("conformance")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_clients() -> Iterator[None]:
+    """Clients retry at once, and read the certificates, which nobody asks for here, once instead of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        for client in (openai._base_client, anthropic._base_client):
+            patch.setattr(client, "INITIAL_RETRY_DELAY", 0.001)
+            patch.setattr(client, "MAX_RETRY_DELAY", 0.001)
+        yield

@@ -1,0 +1,12 @@
+"""Every cell of the matrix: each adapter makes exactly the expected transitions; each declared gap is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_cell(cell: Any, bench: Any) -> None:
+    await bench.check(cell)

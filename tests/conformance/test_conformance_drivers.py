@@ -1,0 +1,136 @@
+"""A third party's driver: it runs with one command, and what is wrong with it, or with a declared gap, is found."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agl_conformance.driver import Driver, Gap
+from agl_conformance.matrix import cells
+from example_driver import TinyDriver
+
+import agl_core.capture
+from agl_core.capture import current_attempt, outcome_report
+
+HERE = Path(__file__).parent
+
+
+def test_one_command_plays_the_driver_of_a_third_party(tmp_path: Path) -> None:
+    shutil.copy(HERE / "example_driver.py", tmp_path / "their_module.py")
+    command = [sys.executable, "-m", "pytest", HERE / "test_conformance_cells.py", "-q", "-rA"]
+    played = subprocess.run(
+        [*command, "--driver", "their_module:TinyDriver", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert played.returncode == 0, played.stdout
+    assert len(re.findall(r"PASSED .*test_cell\[tiny \|", played.stdout)) == 15
+    assert played.stdout.count("PASSED") == 15
+
+
+def cell_of(driver: Driver, scenario: str) -> Any:
+    return next(cell for cell in cells([driver]) if cell.scenario.name == scenario)
+
+
+class Nameless(TinyDriver):
+    """Does not say who calls."""
+
+    @contextlib.contextmanager
+    def attached(self, form: str) -> Iterator[None]:
+        with super().attached(form), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agl_core.capture, "identify", lambda agent: contextlib.nullcontext())
+            yield
+
+
+class Misnaming(TinyDriver):
+    """Takes the agent for another one."""
+
+    @contextlib.contextmanager
+    def attached(self, form: str) -> Iterator[None]:
+        identify = agl_core.capture.identify
+        with super().attached(form), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agl_core.capture, "identify", lambda agent: identify("somebody else"))
+            yield
+
+
+class Reporting(TinyDriver):
+    """Reports an outcome that there was not."""
+
+    def build(self, scenario: Any, setting: Any) -> Any:
+        program = super().build(scenario, setting)
+
+        async def reporting(question: Any) -> None:
+            await program(question)
+            active = current_attempt()
+            assert active is not None
+            active.recording.outcome(outcome_report("1", "add", 3, tool_call_id="of nobody"))
+
+        return reporting
+
+
+class Repeating(TinyDriver):
+    """Does everything twice."""
+
+    def build(self, scenario: Any, setting: Any) -> Any:
+        program = super().build(scenario, setting)
+
+        async def twice(question: Any) -> None:
+            await program(question)
+            with contextlib.suppress(Exception):
+                await program(question)
+
+        return twice
+
+
+class Impatient(TinyDriver):
+    """Does not do it at all."""
+
+    def build(self, scenario: Any, setting: Any) -> Any:
+        async def nothing(question: Any) -> None: ...
+
+        return nothing
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Nameless, "the agent of"),
+        (Misnaming, "'somebody else'"),
+        (Reporting, "outcomes joined with no call"),
+        (Repeating, "more often than its script"),
+        (Impatient, "no call for Turn"),
+    ],
+)
+async def test_what_is_wrong_with_a_driver_is_found(kind: Any, said: str, bench: Any) -> None:
+    cell = cell_of(kind(), "parallel tools")
+    assert said in "\n".join(await bench.play(cell))
+    with pytest.raises(AssertionError):
+        await bench.check(cell)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_gap_that_passes_is_refused(bench: Any) -> None:
+    class Modest(TinyDriver):
+        gaps = (*TinyDriver.gaps, Gap("parallel tools", "We thought so."))
+
+    with pytest.raises(AssertionError, match="although it is declared a gap"):
+        await bench.check(cell_of(Modest(), "parallel tools"))
+    await bench.check(cell_of(Modest(), "fifteen tool calls"))
+
+
+def test_a_gap_that_covers_nothing_is_refused() -> None:
+    class Careless(TinyDriver):
+        gaps = (Gap("parallel tolls", "A slip."),)
+
+    with pytest.raises(ValueError, match="parallel tolls"):
+        list(cells([Careless()]))

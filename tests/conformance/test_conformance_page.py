@@ -1,0 +1,40 @@
+"""The page says what the scenarios and the drivers say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agl_conformance.catalogue import SCENARIOS
+from agl_conformance.driver import CHAT, MESSAGES, RESPONSES
+from agl_conformance.drivers import DRIVERS
+from agl_conformance.page import render
+
+
+def test_the_page_is_up_to_date() -> None:
+    here = Path(__file__).parent
+    page = render(DRIVERS, (here / "example_driver.py").read_text())
+    assert (here.parents[1] / "docs" / "conformance.md").read_text() == page, "python tests/conformance/make_page.py"
+
+
+def test_the_page_names_every_scenario_driver_and_gap() -> None:
+    page = render(DRIVERS, "")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for scenario in SCENARIOS:
+        assert sum(row.startswith(f"| {scenario.name} |") for row in rows) == 1 + len(DRIVERS)
+    for driver in DRIVERS:
+        part = page.split(f"### {driver.name}\n")[1].split("###")[0]
+        assert all(gap.reason in part for gap in driver.gaps)
+        assert part.count("gap ") >= len(driver.gaps)
+
+
+def test_every_api_is_played_or_named_as_a_gap() -> None:
+    for driver in DRIVERS:
+        assert [*driver.apis, *driver.without] == [CHAT, RESPONSES, MESSAGES]
+
+
+def test_scenarios_have_names_of_their_own_and_agents_known_by_their_prompts() -> None:
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
+    for scenario in SCENARIOS:
+        names = [agent.name for agent in scenario.everyone()]
+        assert len(set(names)) == len(names)
+        assert {turn.agent for turn in scenario.turns()} == set(names)
