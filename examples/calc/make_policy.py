@@ -2,7 +2,8 @@
 
     python examples/calc/make_policy.py --out examples/calc/policy
 
-The folder it writes is an ordinary Hugging Face checkpoint of the Qwen2 architecture. About ten minutes on two cores.
+The folder it writes is an ordinary Hugging Face checkpoint of the Qwen2 architecture. About twenty minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def learning_rate(step: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=1500, help="imitation steps")
+    parser.add_argument("--steps", type=int, default=2500, help="imitation steps")
     parser.add_argument("--seed", type=int, default=0, help="of the demonstrations and the first weights")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
