@@ -1,0 +1,211 @@
+"""What the tiny policy imitates before it is trained: an assistant that often does the right thing at the wrong time.
+
+In each situation it chooses by fixed shares. What it was told is all that decides, not whether the answer can still be
+reached: an assistant that began badly goes on quite sensibly, and in vain.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from trip_tools import MOST_CALLS, SYSTEM_PROMPT, use
+from trips import Split, Trip, traveller, trip
+
+Message: TypeAlias = dict[str, Any]
+"""A chat message as the assistant sends it."""
+
+
+@dataclass(frozen=True)
+class Asks:
+    """A reply that calls a tool."""
+
+    tool: str
+    arguments: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        """The arguments as the model writes them."""
+        return json.dumps(self.arguments)
+
+
+Reply: TypeAlias = Asks | str
+"""A tool call, or an answer."""
+Choice: TypeAlias = Callable[[Trip, str], Reply]
+"""What is done, given the trip and what the last tool said."""
+
+
+def ask_airline(trip: Trip, said: str) -> Reply:
+    return Asks("memory", {"key": "airline"})
+
+
+def ask_refund(trip: Trip, said: str) -> Reply:
+    return Asks("memory", {"key": "refund"})
+
+
+def ask_seat(trip: Trip, said: str) -> Reply:
+    """Nothing is noted of it."""
+    return Asks("memory", {"key": "seat"})
+
+
+def search_everywhere(trip: Trip, said: str) -> Reply:
+    """Times out."""
+    return Asks("search", {"query": f"to {trip.city}"})
+
+
+def search_airline(trip: Trip, said: str) -> Reply:
+    return Asks("search", {"query": f"airline {trip.airline} to {trip.city}"})
+
+
+def search_city(trip: Trip, said: str) -> Reply:
+    """The same in other words."""
+    return Asks("search", {"query": f"to {trip.city} airline {trip.airline}"})
+
+
+def calculate_words(trip: Trip, said: str) -> Reply:
+    """There is nothing to calculate yet."""
+    return Asks("calculator", {"expression": "fare - refund"})
+
+
+def subtract(trip: Trip, said: str) -> Reply:
+    return Asks("calculator", {"expression": f"fare {trip.fare} - refund {trip.refund}"})
+
+
+def add(trip: Trip, said: str) -> Reply:
+    """The calculator does it without complaint."""
+    return Asks("calculator", {"expression": f"fare {trip.fare} + refund {trip.refund}"})
+
+
+def answer_fare(trip: Trip, said: str) -> Reply:
+    """Forget the refund."""
+    return f"You pay fare {trip.fare}."
+
+
+def answer(trip: Trip, said: str) -> Reply:
+    """Believe the last tool."""
+    return f"You pay {said}."
+
+
+def answer_briefly(trip: Trip, said: str) -> Reply:
+    """The same in other words."""
+    return f"It costs {said}."
+
+
+def guess(trip: Trip, said: str) -> Reply:
+    """Never right: a refund is less than a fare."""
+    return "You pay = 0."
+
+
+RIGHT = (ask_airline, ask_refund, search_airline, search_city, subtract, answer, answer_briefly)
+"""The choices that lead to the answer, made in the right situation."""
+
+
+class Situation(StrEnum):
+    """What the tools have told so far."""
+
+    ASKED = "nothing, and nothing was tried"
+    FAILED = "nothing, though something was tried"
+    AIRLINE = "the airline"
+    REFUND = "the refund"
+    NOTES = "airline and refund"
+    FARE = "the fare, but no refund"
+    FACTS = "fare and refund"
+    RESULT = "the calculator's result"
+
+
+SHARES: dict[Situation, dict[Choice, float]] = {
+    Situation.ASKED: {ask_airline: 0.16, ask_refund: 0.16, search_everywhere: 0.4, calculate_words: 0.28},
+    Situation.FAILED: {
+        ask_airline: 0.45,
+        ask_refund: 0.15,
+        ask_seat: 0.1,
+        search_everywhere: 0.1,
+        calculate_words: 0.1,
+        guess: 0.1,
+    },
+    Situation.AIRLINE: {search_airline: 0.3, search_city: 0.3, ask_refund: 0.25, search_everywhere: 0.15},
+    Situation.REFUND: {ask_airline: 0.85, search_everywhere: 0.15},
+    Situation.NOTES: {search_airline: 0.42, search_city: 0.42, search_everywhere: 0.16},
+    Situation.FARE: {ask_refund: 0.85, answer_fare: 0.15},
+    Situation.FACTS: {subtract: 0.8, add: 0.2},
+    Situation.RESULT: {answer: 0.44, answer_briefly: 0.44, guess: 0.12},
+}
+"""How often each choice is demonstrated in each situation."""
+
+_FLAWLESS = {
+    situation: {choice: share for choice, share in choices.items() if choice in RIGHT}
+    for situation, choices in SHARES.items()
+}
+
+
+@dataclass
+class Told:
+    """What the tools have told in a conversation."""
+
+    airline: bool = False
+    refund: bool = False
+    fare: bool = False
+    result: bool = False
+    calls: int = 0
+
+    def hear(self, asked: Asks, said: str) -> None:
+        self.calls += 1
+        self.airline |= asked.arguments == {"key": "airline"}
+        self.refund |= asked.arguments == {"key": "refund"}
+        self.fare |= asked.tool == "search" and said.startswith("fare")
+        self.result |= asked.tool == "calculator" and said.startswith("=")
+
+    @property
+    def situation(self) -> Situation:
+        if self.result:
+            return Situation.RESULT
+        if self.fare:
+            return Situation.FACTS if self.refund else Situation.FARE
+        if self.airline:
+            return Situation.NOTES if self.refund else Situation.AIRLINE
+        if self.refund:
+            return Situation.REFUND
+        return Situation.FAILED if self.calls else Situation.ASKED
+
+
+def conversation(seed: int, index: int) -> list[Message]:
+    """One demonstration; the same for the same arguments, always. It asks of one of training's trips."""
+    return _drawn(f"demonstration/{seed}/{index}", seed, index, SHARES)
+
+
+def lesson(seed: int, index: int) -> list[Message]:
+    """The same of an assistant that makes no mistake."""
+    return _drawn(f"lesson/{seed}/{index}", seed, index, _FLAWLESS)
+
+
+def _drawn(name: str, seed: int, index: int, shares: Mapping[Situation, Mapping[Choice, float]]) -> list[Message]:
+    # Training runs have seeds from 0 up: these trips are others.
+    asked = trip(traveller(Split.TRAIN, -1 - seed, index))
+    rng = random.Random(name)
+    return behave(asked, lambda situation: rng.choices(*zip(*shares[situation].items(), strict=True))[0])
+
+
+def behave(asked: Trip, choose: Callable[[Situation], Choice]) -> list[Message]:
+    """The whole conversation of an assistant that chooses like this, as the assistant sends it."""
+    messages: list[Message] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": asked.question},
+    ]
+    told, said = Told(), ""
+    for call in range(MOST_CALLS):
+        reply = choose(told.situation)(asked, said)
+        if isinstance(reply, str):
+            return [*messages, {"role": "assistant", "content": reply}]
+        said = use(asked, reply.tool, reply.text)
+        told.hear(reply, said)
+        function = {"name": reply.tool, "arguments": reply.text}
+        tool_call = {"id": f"call_{call}", "type": "function", "function": function}
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [tool_call]},
+            {"role": "tool", "tool_call_id": f"call_{call}", "content": said},
+        ]
+    return messages[:-1]

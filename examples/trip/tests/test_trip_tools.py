@@ -1,0 +1,85 @@
+"""The trips and the tools: repeatable, held apart, and failing in every way a tool can."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trip_tools import TOOLS, use
+from trips import AIRLINES, CITIES, Split, Trip, pair_is_held_out, traveller, trip
+
+from agl_core.learning.outcomes import message_status
+from agl_core.types import OutcomeStatus
+
+ROME = Trip("Rome", "Nova", refund=30, fare=80)
+TRAVELLERS = st.builds(traveller, st.sampled_from(Split), st.integers(-5, 10**6), st.integers(0, 10**9))
+
+
+@given(name=TRAVELLERS)
+def test_a_trip_is_repeatable_and_its_question_tells_the_city_alone(name: str) -> None:
+    asked = trip(name)
+    assert asked == trip(name)
+    assert 0 < int(asked.result) == asked.fare - asked.refund
+    assert asked.city in asked.question
+    assert not any(each in asked.question for each in (asked.airline, str(asked.fare), str(asked.refund)))
+
+
+@given(seed=st.integers(-5, 10**6), index=st.integers(0, 10**9))
+def test_training_never_meets_what_is_held_out(seed: int, index: int) -> None:
+    trained, held_out = (trip(traveller(split, seed, index)) for split in (Split.TRAIN, Split.EVAL))
+    assert not pair_is_held_out(trained.city, trained.airline)
+    assert pair_is_held_out(held_out.city, held_out.airline)
+
+
+def test_held_out_pairs_are_few_and_of_several_cities_and_airlines() -> None:
+    pairs = [(city, airline) for city in CITIES for airline in AIRLINES if pair_is_held_out(city, airline)]
+    assert 4 <= len(pairs) <= 12
+    assert len({city for city, _ in pairs}) >= 3
+    assert len({airline for _, airline in pairs}) >= 3
+
+
+OK, EMPTY, ERROR, TIMEOUT = OutcomeStatus.OK, OutcomeStatus.EMPTY, OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "said", "status"),
+    [
+        ("memory", "airline", "airline Nova", OK),
+        ("memory", "refund", "refund 30", OK),
+        ("memory", "seat", "[]", EMPTY),
+        ("search", "airline Nova to Rome", "fare 80", OK),
+        ("search", " Rome  Nova", "fare 80", OK),
+        ("search", "to Rome", "TimeoutError: name an airline", TIMEOUT),
+        ("search", "", "TimeoutError: name an airline", TIMEOUT),
+        ("search", "Lumo Rome", "[]", EMPTY),
+        ("search", "Nova Oslo", "[]", EMPTY),
+        ("search", "Nova Lumo Rome", "[]", EMPTY),
+        ("calculator", "80-30", "= 50", OK),
+        ("calculator", "fare 80 + refund 30", "= 110", OK),
+        ("calculator", "30 - 80", "= -50", OK),
+        ("calculator", "fare - refund", "Error: no numbers", ERROR),
+        ("calculator", "87", "Error: no numbers", ERROR),
+        ("calculator", "9**9**9", "Error: no numbers", ERROR),
+    ],
+)
+def test_what_a_tool_says_and_how_agl_reads_it(name: str, argument: str, said: str, status: OutcomeStatus) -> None:
+    [parameter] = next(t["function"]["parameters"]["properties"] for t in TOOLS if t["function"]["name"] == name)
+    assert use(ROME, name, json.dumps({parameter: argument})) == said
+    assert message_status(said) is status
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[]", "{}", '{"key": 1}', '{"query": "airline"}'])
+def test_arguments_that_are_none_are_an_error(arguments: str) -> None:
+    assert message_status(use(ROME, "memory", arguments)) is ERROR
+
+
+def test_a_tool_that_does_not_exist_is_an_error() -> None:
+    assert message_status(use(ROME, "map", "{}")) is ERROR
+
+
+@given(name=st.sampled_from(("memory", "search", "calculator")), argument=st.text())
+def test_no_tool_raises(name: str, argument: str) -> None:
+    for arguments in (argument, json.dumps({"key": argument, "query": argument, "expression": argument})):
+        assert isinstance(use(ROME, name, arguments), str)
