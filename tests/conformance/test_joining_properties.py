@@ -84,7 +84,7 @@ def trace_of(plans: list[CallPlan], rollout: str) -> Trace:
     trace, numbers, ids = Trace(rollout), itertools.count(), itertools.count(1)
     counted = [place for place, plan in enumerate(plans) if not plan.late]
     told: dict[int, list[dict[str, Any]]] = {}
-    owners = Counter(plan.span for plan in plans if not plan.late and plan.span == "shared" for _ in plan.choices)
+    owners = Counter(plan.span for plan in plans if plan.span == "shared" for _ in plan.choices)
     turns: Counter[str | None] = Counter()
     made = []
     for place, plan in enumerate(plans):

@@ -108,6 +108,7 @@ CALL: Mapping[str, Faults] = {
     "reused": ((-1, TRAINED),),
     "late": ((True, GONE),),
     "retry_of": harmless,
+    "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }
 CHOICE: Mapping[str, Faults] = {
     "index": ((-1, TRAINED), (99, TRAINED)),

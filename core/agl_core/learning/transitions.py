@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -38,10 +38,12 @@ def build_episode(
     reported for a tool call, it is read from the conversation (`agl_core.learning.outcomes`). `rewards` are those the
     agent reported.
     """
-    ordered = counted_calls(attempt, calls)
+    every = list(calls)
+    ordered = counted_calls(attempt, every)
+    late = {call.parent_span for call in every if call.key == attempt.key and call.late}
     reported = list(outcomes)
-    read = outcomes_from_messages(ordered, join_outcomes(ordered, reported)[0])
-    joined, unjoined = join_outcomes(ordered, [*reported, *read])
+    read = outcomes_from_messages(ordered, join_outcomes(ordered, reported, late)[0])
+    joined, unjoined = join_outcomes(ordered, [*reported, *read], late)
     turns: Counter[str | None] = Counter()
     transitions = []
     for turn, call in enumerate(ordered):
@@ -82,9 +84,12 @@ def counted_calls(attempt: Attempt, calls: Iterable[Call]) -> list[Call]:
 
 
 def join_outcomes(
-    calls: list[Call], outcomes: Iterable[Outcome]
+    calls: list[Call], outcomes: Iterable[Outcome], late: Collection[str | None] = ()
 ) -> tuple[dict[TransitionKey, list[Outcome]], list[Outcome]]:
-    """What the tools did, by the transition that asked for it; and the outcomes that belong to none."""
+    """What the tools did, by the transition that asked for it; and the outcomes that belong to none.
+
+    `late` are the parent spans of calls that do not count: what was done under one may have been theirs.
+    """
     asked: dict[str, tuple[TransitionKey, int]] = {}
     spans: dict[str, list[TransitionKey]] = {}
     for call in calls:
@@ -101,7 +106,7 @@ def join_outcomes(
         if outcome.id in seen:
             continue
         seen.add(outcome.id)
-        under = spans.get(outcome.parent_span or "", [])
+        under = [] if outcome.parent_span in late else spans.get(outcome.parent_span or "", [])
         if outcome.tool_call_id is not None and outcome.tool_call_id in asked:
             key, place = asked[outcome.tool_call_id]
             placed.setdefault(key, []).append((place, outcome))
