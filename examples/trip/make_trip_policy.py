@@ -1,4 +1,4 @@
-"""Make the tiny policy that the example trains, in about two minutes on one core:
+"""Make the tiny policy that the example trains, in two or three minutes on one core:
 
 python examples/trip/make_trip_policy.py --out examples/trip/policy
 """
