@@ -88,26 +88,6 @@ def behave(behaviour: Callable[[Problem], list[Message]], asked: Problem) -> lis
     return [system, user, *behaviour(asked)]
 
 
-def segments(messages: list[Message], render: Callable[..., str]) -> list[tuple[str, bool]]:
-    """The text of a conversation in pieces, each with whether the policy says it.
-
-    `render(messages, add_generation_prompt=…)` applies the chat template. Every call of an agent renders the whole
-    conversation anew; so is it done here, and a template that renders an earlier turn differently is an error.
-    """
-    pieces: list[tuple[str, bool]] = []
-    done = ""
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = render(messages[:turn], add_generation_prompt=True)
-        whole = render(messages[: turn + 1], add_generation_prompt=False).removesuffix("\n")
-        if not prompt.startswith(done) or not whole.startswith(prompt):
-            raise ValueError("The chat template renders an earlier turn differently than before: make it append only.")
-        pieces += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
-        done = whole
-    return pieces
-
-
 def _says(content: str) -> Message:
     return {"role": "assistant", "content": content}
 

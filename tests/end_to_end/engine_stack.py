@@ -29,7 +29,7 @@ from agl_torch.options import TorchOptions
 
 Result = TypeVar("Result")
 
-CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "calc" / "chat_template.jinja"
+CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "imitation.jinja"
 CONTEXT = 2048
 MAX_TOKENS = 32
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

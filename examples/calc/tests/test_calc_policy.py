@@ -1,4 +1,4 @@
-"""The tiny policy's folder: every loader encodes alike, and the chat template renders what it was warmed up on."""
+"""The tiny policy: its chat template renders what it was warmed up on, and it would rather guess."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from demonstrations import TOOLS, Message, conversation, segments
-from hypothesis import given
-from hypothesis import strategies as st
-from make_policy import CHAT_TEMPLATE, MARKS, encode, make_model, make_tokenizer
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from demonstrations import TOOLS, Message, conversation
+from make_policy import DEMONSTRATIONS, SHAPE
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 POLICY = Path(__file__).parents[1] / "policy"
 CONVERSATIONS = [conversation(seed, index) for seed in (0, 9) for index in range(150)]
@@ -83,64 +80,8 @@ def test_the_template_renders_text_beside_calls_and_parallel_calls(tokenizer: An
     assert f"<|im_start|>user\n{responses}<|im_end|>\n" in text
 
 
-def test_the_shipped_template_is_the_source(tokenizer: Any) -> None:
-    assert tokenizer.chat_template == CHAT_TEMPLATE.read_text()
-
-
-def test_a_template_that_changes_earlier_turns_is_refused() -> None:
-    def forgetful(messages: list[Message], add_generation_prompt: bool) -> str:
-        return f"{len(messages)} messages"
-
-    with pytest.raises(ValueError, match="append only"):
-        segments(solved("{}"), forgetful)
-
-
-def test_every_loader_encodes_as_the_warm_up_did(tokenizer: Any) -> None:
-    """transformers picks a class by the model type: here it must not matter which."""
-    core = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
-    generic = PreTrainedTokenizerFast.from_pretrained(POLICY)
-    for messages in CONVERSATIONS:
-        trained_with, _ = encode(messages, tokenizer)
-        whole = render(tokenizer, messages).removesuffix("\n")
-        assert tokenizer.encode(whole, add_special_tokens=False) == trained_with
-        assert generic.encode(whole, add_special_tokens=False) == trained_with
-        assert core.encode(whole, add_special_tokens=False).ids == trained_with
-        assert tokenizer.decode(trained_with) == generic.decode(trained_with) == whole
-
-
-def test_saving_again_changes_no_id(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text((POLICY / "config.json").read_text())
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    for messages in CONVERSATIONS[:50]:
-        assert encode(messages, again) == encode(messages, tokenizer)
-
-
-def test_the_script_makes_the_shipped_tokenizer(tokenizer: Any) -> None:
-    made = make_tokenizer(seed=0)
-    assert made.get_vocab() == tokenizer.get_vocab()
-    assert made.chat_template == tokenizer.chat_template
-    assert [encode(each, made) for each in CONVERSATIONS] == [encode(each, tokenizer) for each in CONVERSATIONS]
-
-
-@given(text=st.text(st.characters(exclude_categories=["Cs"], codec="ascii")))
-def test_any_ascii_text_survives_the_tokenizer(text: str) -> None:
-    core = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
-    assert core.decode(core.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
-
-
-def test_digits_are_single_and_marks_are_text(tokenizer: Any) -> None:
-    assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
-    for mark in MARKS:
-        [token] = tokenizer.encode(mark, add_special_tokens=False)
-        assert tokenizer.decode([token], skip_special_tokens=True) == mark
-    ends = tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    assert ends == [tokenizer.eos_token_id]
-    assert tokenizer.decode(ends, skip_special_tokens=True) == ""
-
-
 def test_prompts_are_short(tokenizer: Any) -> None:
-    lengths = [len(encode(messages, tokenizer)[0]) for messages in CONVERSATIONS]
+    lengths = [len(DEMONSTRATIONS.encode(tokenizer, messages)[0]) for messages in CONVERSATIONS]
     assert max(lengths) <= 128
 
 
@@ -152,7 +93,7 @@ def test_the_checkpoint_is_what_the_readme_says(tokenizer: Any) -> None:
     assert config["tie_word_embeddings"] is True
     assert config["hidden_size"] // config["num_attention_heads"] == 32
     assert config["eos_token_id"] == generation["eos_token_id"] == tokenizer.eos_token_id
-    assert make_model(tokenizer).num_parameters() == 854_144
+    assert SHAPE.model(tokenizer).num_parameters() == 854_144
     assert (POLICY / "model.safetensors").stat().st_size < 4_000_000
 
 

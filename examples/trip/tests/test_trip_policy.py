@@ -1,4 +1,4 @@
-"""The tiny policy: every loader encodes alike, states are token-identical, and its first call is anybody's guess."""
+"""The tiny policy: states are token-identical, it can copy, and its first call is anybody's guess."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from behaviours import (
     search_airline,
     subtract,
 )
-from imitation import CHAT_TEMPLATE, MARKS, make_tokenizer
 from make_trip_policy import DEMONSTRATIONS, SHAPE
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trip_tools import MOST_CALLS
 from trips import Split, traveller, trip
@@ -40,24 +38,6 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(POLICY)
-
-
-def test_every_loader_encodes_as_the_warm_up_did(tokenizer: Any) -> None:
-    core = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
-    for messages in CONVERSATIONS:
-        trained_with, _ = DEMONSTRATIONS.encode(tokenizer, messages)
-        whole = DEMONSTRATIONS.render(tokenizer, messages).removesuffix("\n")
-        assert tokenizer.encode(whole, add_special_tokens=False) == trained_with
-        assert core.encode(whole, add_special_tokens=False).ids == trained_with
-        assert tokenizer.decode(trained_with) == whole
-
-
-def test_the_script_makes_the_shipped_tokenizer(tokenizer: Any) -> None:
-    made = make_tokenizer(DEMONSTRATIONS, SHAPE.vocabulary, seed=0)
-    assert made.get_vocab() == tokenizer.get_vocab()
-    assert made.chat_template == tokenizer.chat_template == CHAT_TEMPLATE.read_text()
-    for mark in MARKS:
-        assert len(tokenizer.encode(mark, add_special_tokens=False)) == 1
 
 
 def test_a_prompt_does_not_show_the_ids_of_tool_calls(tokenizer: Any) -> None:

@@ -1,0 +1,103 @@
+"""The tiny policies' folders: every loader encodes as the warm-up did, and each script makes the shipped tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import make_policy
+import make_trip_policy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from imitation import CHAT_TEMPLATE, MARKS, Demonstrations, Message, Shape, make_tokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+EXAMPLES = Path(__file__).parents[1]
+
+
+class Made(NamedTuple):
+    """A policy's folder and what it was made of."""
+
+    folder: Path
+    shown: Demonstrations
+    shape: Shape
+    tokenizer: Any
+
+    def conversations(self) -> Iterator[list[Message]]:
+        return (self.shown.conversation(seed, index) for seed in (0, 9) for index in range(100))
+
+
+@pytest.fixture(scope="module", params=["calc", "trip"])
+def made(request: pytest.FixtureRequest) -> Made:
+    script = {"calc": make_policy, "trip": make_trip_policy}[request.param]
+    folder = EXAMPLES / request.param / "policy"
+    return Made(folder, script.DEMONSTRATIONS, script.SHAPE, AutoTokenizer.from_pretrained(folder))
+
+
+def test_every_loader_encodes_as_the_warm_up_did(made: Made) -> None:
+    """transformers picks a class by the model type: here it must not matter which."""
+    core = Tokenizer.from_file(str(made.folder / "tokenizer.json"))
+    generic = PreTrainedTokenizerFast.from_pretrained(made.folder)
+    for messages in made.conversations():
+        trained_with, _ = made.shown.encode(made.tokenizer, messages)
+        whole = made.shown.render(made.tokenizer, messages).removesuffix("\n")
+        assert made.tokenizer.encode(whole, add_special_tokens=False) == trained_with
+        assert generic.encode(whole, add_special_tokens=False) == trained_with
+        assert core.encode(whole, add_special_tokens=False).ids == trained_with
+        assert made.tokenizer.decode(trained_with) == generic.decode(trained_with) == whole
+
+
+def test_saving_again_changes_no_id(made: Made, tmp_path: Path) -> None:
+    made.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((made.folder / "config.json").read_text())
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    for messages in made.conversations():
+        assert made.shown.encode(again, messages) == made.shown.encode(made.tokenizer, messages)
+
+
+def test_the_script_makes_the_shipped_tokenizer(made: Made) -> None:
+    fresh = make_tokenizer(made.shown, made.shape.vocabulary, seed=0)
+    assert fresh.get_vocab() == made.tokenizer.get_vocab()
+    assert fresh.chat_template == made.tokenizer.chat_template == CHAT_TEMPLATE.read_text()
+    for messages in made.conversations():
+        assert made.shown.encode(fresh, messages) == made.shown.encode(made.tokenizer, messages)
+
+
+def test_the_warm_up_imitates_what_the_policy_says_and_nothing_else(made: Made) -> None:
+    for messages in made.conversations():
+        ids, said = made.shown.encode(made.tokenizer, messages)
+        turns = made.tokenizer.decode([id for id, by_policy in zip(ids, said, strict=True) if by_policy])
+        replies = [message for message in messages if message["role"] == "assistant"]
+        assert turns.count("<|im_end|>") == len(replies)
+        assert all(str(message["content"] or "") in turns for message in replies)
+        assert "<tool_response>" not in turns
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(made: Made) -> None:
+    def forgetful(messages: list[Message], **_: Any) -> str:
+        return f"{len(messages)} messages"
+
+    class Forgetful:
+        apply_chat_template = staticmethod(forgetful)
+
+    with pytest.raises(ValueError, match="make it append"):
+        made.shown.encode(Forgetful(), next(made.conversations()))  # type: ignore[arg-type]
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"], codec="ascii")))
+def test_any_ascii_text_survives_the_tokenizer(made: Made, text: str) -> None:
+    core = Tokenizer.from_file(str(made.folder / "tokenizer.json"))
+    assert core.decode(core.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
+def test_digits_are_single_and_marks_are_text(made: Made) -> None:
+    assert made.tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+    for mark in MARKS:
+        [token] = made.tokenizer.encode(mark, add_special_tokens=False)
+        assert made.tokenizer.decode([token], skip_special_tokens=True) == mark
+    ends = made.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    assert ends == [made.tokenizer.eos_token_id]
+    assert made.tokenizer.decode(ends, skip_special_tokens=True) == ""
