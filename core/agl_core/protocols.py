@@ -100,6 +100,8 @@ class EngineContext:
     """The user's own plugin files, so that the engine's processes find the user's algorithm."""
     api_key: str
     """What the gateway sends upstream as its bearer token."""
+    updates: int = 0
+    """How many updates of each policy the run is to make: schedules of the step size end there. 0: none is made."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ def policies(loaded: LoadedConfig) -> Policies:
         policies=dict(context.policies),
         seed=context.seed,
         deterministic=context.deterministic,
+        updates=context.updates,
         plugin_files=context.plugin_files,
         api_key="a",
         control_key="c",
@@ -168,6 +169,7 @@ EFFECTS: Mapping[str, Effect] = {
         f"policies.NAME.optimizer.{name}": Effect(trained, {f"{OPTIMIZER}.{name}": value})
         for name, value in {
             "learning_rate": 0.001,
+            "schedule": "cosine",
             "warmup_steps": 4,
             "weight_decay": 0.1,
             "beta1": 0.5,

@@ -36,12 +36,14 @@ class Critic:
         loaded: LoadedModel,
         settings: OptimizerSection,
         *,
+        updates: int = 0,
         tokens_per_micro_batch: int,
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
         self._device = loaded.device
         self._seed = seed
+        self._updates = updates
         causal = loaded.model.get_base_model() if loaded.has_adapter else loaded.model
         self._backbone: Any = causal.base_model
         # Made on no device, for its usual random weights would advance the random state.
@@ -82,6 +84,7 @@ class Critic:
             return {}
         rate = {"learning_rate": algorithm.critic_learning_rate}
         self._optimizer.settings = self._optimizer.settings.model_copy(update=rate)
+        self._optimizer.progress = version / max(1, self._updates)
         meter = Meter(self._optimizer.learning_rate)
         with self._training():
             for epoch in range(algorithm.critic_epochs):

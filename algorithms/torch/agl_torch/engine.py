@@ -134,6 +134,7 @@ class TorchEngine:
             policies=dict(self._context.policies),
             seed=self._context.seed,
             deterministic=self._context.deterministic,
+            updates=self._context.updates,
             plugin_files=tuple(file.absolute() for file in self._context.plugin_files),
             api_key=self._context.api_key,
             control_key=self._control_key,

@@ -1,4 +1,4 @@
-"""AdamW over a policy's trained weights: clipping, warm-up, and full-precision copies of low-precision weights."""
+"""AdamW over a policy's trained weights: clipping, warm-up and schedule, and full-precision copies of low-precision weights."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class PolicyOptimizer:
     def __init__(self, weights: Sequence[nn.Parameter], settings: OptimizerSection) -> None:
         self.settings = settings
         self.steps = 0
+        self.progress = 0.0
+        """The share of the run's updates that were made, for the schedule of the step size."""
         self._weights = list(weights)
         self._masters: list[Tensor] = [_master(weight) for weight in self._weights]
         self._adamw = torch.optim.AdamW(
@@ -76,9 +78,11 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step: it grows linearly over the warm-up."""
-        warmup = self.settings.warmup_steps
-        return self.settings.learning_rate * (min(1.0, (self.steps + 1) / warmup) if warmup else 1.0)
+        """Of the next step: it grows linearly over the warm-up, and follows the schedule."""
+        settings = self.settings
+        warm = min(1.0, (self.steps + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
+        left = (1 + math.cos(math.pi * min(1.0, self.progress))) / 2 if settings.schedule == "cosine" else 1.0
+        return settings.learning_rate * warm * left
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the weights; tensors and plain values only."""

@@ -131,6 +131,7 @@ def _make_policy(
     trainer = PolicyTrainer(
         loaded,
         OptimizerSection.model_validate(dict(spec.optimizer)),
+        updates=settings.updates,
         tokens_per_micro_batch=options.tokens_per_micro_batch,
         gradient_checkpointing=options.gradient_checkpointing,
         seed=seed,

@@ -29,6 +29,7 @@ class PolicyTrainer:
 
     `initial` loads the initial weights once more, for what an algorithm needs beside the policy: a frozen reference
     (a policy with an adapter has its own below the adapter), and a critic. Neither exists before it is needed.
+    `updates` is how many the run is to make: what a schedule of the step size goes by.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class PolicyTrainer:
         loaded: LoadedModel,
         settings: OptimizerSection,
         *,
+        updates: int = 0,
         tokens_per_micro_batch: int,
         gradient_checkpointing: bool = False,
         seed: int = 0,
@@ -43,6 +45,7 @@ class PolicyTrainer:
     ) -> None:
         self.version = 0
         self.optimizer = PolicyOptimizer([p for p in loaded.model.parameters() if p.requires_grad], settings)
+        self._updates = updates
         self._loaded = loaded
         self._limits = Limits(tokens_per_micro_batch, *loaded.model.get_output_embeddings().weight.shape)
         self._seed = seed
@@ -92,6 +95,7 @@ class PolicyTrainer:
         else:
             old_R = self._logprobs(self._loaded.model, prepared, work)
         work.lap("old")
+        self.optimizer.progress = self.version / max(1, self._updates)
         meter = Meter(self.optimizer.learning_rate)
         with self._training():
             for epoch in range(algorithm.epochs):
@@ -167,6 +171,7 @@ class PolicyTrainer:
         return Critic(
             self._load_initial(),
             self.optimizer.settings,
+            updates=self._updates,
             tokens_per_micro_batch=self._limits.tokens,
             gradient_checkpointing=self._gradient_checkpointing,
             seed=self._seed,

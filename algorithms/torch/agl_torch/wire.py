@@ -29,6 +29,7 @@ class Settings(BaseModel):
     policies: dict[str, PolicySpec]
     seed: int
     deterministic: bool
+    updates: int = 0
     plugin_files: tuple[Path, ...]
     api_key: str
     """For the OpenAI-compatible routes."""

@@ -117,6 +117,11 @@ class OptimizerSection(Section):
     """AdamW's settings."""
 
     learning_rate: float = Field(1e-6, gt=0, description="Step size after the warm-up.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant",
+        description="What becomes of the step size over the run's train.steps: it stays, or falls to 0 along a cosine, "
+        "which lets a policy settle that would otherwise go on wandering.",
+    )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")

@@ -98,6 +98,7 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
             for name, policy in config.policies.items()
         },
         deterministic=config.train.deterministic,
+        updates=config.train.steps,
         plugin_files=config.plugins,
         api_key=os.urandom(16).hex(),
     )

@@ -60,6 +60,14 @@ def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: A
     return total
 
 
+def test_the_step_size_falls_along_a_cosine_over_the_runs_updates(in_float64: LoadedModel) -> None:
+    settings = OptimizerSection(learning_rate=1e-2, schedule="cosine")
+    trainer = trainer_of(in_float64, settings, updates=4)
+    rates = [trainer.update(make_batch(in_float64), grpo(epochs=2)).metrics["learning_rate"] for _ in range(6)]
+    half = 1e-2 * (1 + 0.5**0.5) / 2
+    assert rates == pytest.approx([1e-2, half, 0.5e-2, 1e-2 - half, 0, 0], abs=1e-12)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_an_update_equals_a_plain_adamw_loop(in_float64: LoadedModel, checkpoint: Path, beta: float) -> None:
     settings = OptimizerSection(
