@@ -49,6 +49,21 @@ class Need(StrEnum):
     """Credited values of one step each: the algorithm owns the time axis."""
     OUTCOMES = "tool outcomes"
     """Tool outcomes as part of the return: one component of a run may bring them, for an outcome counts once."""
+    REPLAY = "replay"
+    """Training on what earlier weights sampled: staleness must be allowed, and corrected by importance weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPlugin:
+    """An installed plugin that cannot be used, so that what it would bring is missing."""
+
+    name: str
+    origin: str
+    """Its distribution and version."""
+    error: str
+
+    def __str__(self) -> str:
+        return f"The plugin '{self.name}' of {self.origin} cannot be used ({self.error}). Reinstall or uninstall it."
 
 
 class NoOptions(BaseModel):
@@ -114,24 +129,35 @@ class Plugins:
         self._manager = pluggy.PluginManager("agl")
         self._manager.add_hookspecs(hooks)
         self._origins: dict[Any, str] = {}
+        self._installed: dict[Any, str] = {}
+        """The names of the plugins that were found by entry point."""
+        self._broken: dict[tuple[str, str], BrokenPlugin] = {}
 
     @classmethod
     def load(cls, files: Sequence[Path] = ()) -> Plugins:
-        """What is installed, and the user's own plugin files."""
+        """What is installed, and the user's own plugin files.
+
+        An installed plugin that fails is among the `broken` ones, for most runs need it not; a file that fails is a
+        PluginError, for it was asked for.
+        """
         plugins = cls()
         for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
             origin = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
             try:
                 plugin = entry.load()
+                plugins.register(plugin, origin)
             except Exception as error:
-                raise PluginError(
-                    f"The plugin '{entry.name}' of {origin} cannot be imported ({type(error).__name__}: {error}). "
-                    f"Reinstall or uninstall that package."
-                ) from error
-            plugins.register(plugin, origin)
+                plugins._broke(entry.name, origin, error)
+            else:
+                plugins._installed.update(dict.fromkeys((plugin, *collected_rules(plugin)), entry.name))
         for file in files:
             plugins.register(import_file(file), str(file))
         return plugins
+
+    @property
+    def broken(self) -> tuple[BrokenPlugin, ...]:
+        """The installed plugins that failed so far: when imported, or when asked what they bring."""
+        return tuple(self._broken.values())
 
     @property
     def hook(self) -> Any:
@@ -193,15 +219,44 @@ class Plugins:
                     kind, name, build, options, lambda o: frozenset(wanted(o)), frozenset(provides), summary, origin
                 )
 
-            implementation.function(register)
+            try:
+                implementation.function(register)
+            except PluginError:
+                raise
+            except Exception as error:
+                self._failed(implementation.plugin, error)
         return found
+
+    def add_commands(self, cli: Any) -> None:
+        """Let every plugin add its commands to the command line."""
+        for implementation in self._manager.hook.register_commands.get_hookimpls():
+            try:
+                implementation.function(cli)
+            except Exception as error:
+                self._failed(implementation.plugin, error)
 
     def component(self, kind: Kind, name: str, where: str) -> Component:
         """One component; `where` is the place in the configuration that asks for it."""
         known = self.components(kind)
         if name not in known:
-            raise PluginError(f"{where}: there is no {kind} '{name}'. {nearest(name, known)}")
+            raise PluginError(f"{where}: {self.unknown(kind, name)}")
         return known[name]
+
+    def unknown(self, kind: Kind, name: str) -> str:
+        """What to say of a component that no plugin brings: the nearest names, and the plugins that may have it."""
+        said = f"there is no {kind} '{name}'. {nearest(name, self.components(kind))}"
+        return " ".join((said, *(f"It may be in a plugin that is broken. {each}" for each in self.broken)))
+
+    def _failed(self, plugin: Any, error: Exception) -> None:
+        """A plugin failed when asked what it brings; PluginError if it is a file of the user's."""
+        if plugin not in self._installed:
+            raise PluginError(
+                f"The plugin {self._origins[plugin]} failed when asked what it brings: {_described(error)}"
+            ) from error
+        self._broke(self._installed[plugin], self._origins[plugin], error)
+
+    def _broke(self, name: str, origin: str, error: Exception) -> None:
+        self._broken.setdefault((origin, name), BrokenPlugin(name, origin, _described(error)))
 
 
 def import_file(file: Path) -> ModuleType:
@@ -222,8 +277,12 @@ def import_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[file.stem]
-        raise PluginError(f"The plugin file {file} cannot be imported: {type(error).__name__}: {error}") from error
+        raise PluginError(f"The plugin file {file} cannot be imported: {_described(error)}") from error
     return module
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
 def collected_rules(plugin: object) -> list[object]:

@@ -13,6 +13,7 @@ from agl_core.cli.plugins import list_plugins
 from agl_core.cli.reward import reward
 from agl_core.cli.rollouts import rollouts, show
 from agl_core.cli.run import run
+from agl_core.cli.serve import serve
 from agl_core.cli.train import train
 from agl_core.cli.worker import work
 from agl_core.errors import AglError
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train)
+app.command("serve")(serve)
 app.command("worker")(work)
 app.command("eval")(evaluate)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
@@ -58,7 +60,10 @@ def _options(
 def main() -> None:
     """Run the command line. Errors that agl raises on purpose end with status 2, Ctrl-C with 130."""
     try:
-        Plugins.load().hook.register_commands(cli=app)
+        plugins = Plugins.load()
+        plugins.add_commands(app)
+        for broken in plugins.broken:
+            typer.secho(f"Warning: {broken}", fg=typer.colors.YELLOW, err=True)
         app()
     except AglError as error:
         if "--debug" in sys.argv:

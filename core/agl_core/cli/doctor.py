@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import shlex
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ _ADAPTERS = {
 """The packages that bring an adapter, by the framework's module."""
 _DISTRIBUTIONS = {"agents": "openai-agents"}
 """Where a module's name is so plain that another may have it."""
-_SERVER = ("aiohttp", "starlette", "uvicorn")
+_SERVER = ("httptools", "starlette", "uvicorn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,9 @@ def _packages() -> Iterator[Finding]:
         for kind in (Kind.ENGINE, Kind.ALGORITHM, Kind.ADAPTER):
             names = ", ".join(sorted(plugins.components(kind))) or "none"
             yield Finding(f"{kind.value}s", names)
+        for broken in plugins.broken:
+            said = f"'{broken.name}' of {broken.origin} cannot be used ({broken.error})"
+            yield Finding("plugins", said, "reinstall or uninstall it; what it brings is missing", is_needed=False)
 
     yield from _checked("plugins", listed)
 
@@ -179,11 +181,12 @@ def _configured(config: Path) -> Iterator[Finding]:
 def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
     from agl_core.client import load_agent
     from agl_core.client.attempts import agent_environment, client_variables
+    from agl_core.client.isolated import is_there
 
     agent = loaded.config.agent
     if agent.entry is None:
         program = shlex.split(agent.command)[0] if isinstance(agent.command, str) else (agent.command or ("",))[0]
-        remedy = "" if shutil.which(program) else "name a program that is installed here (agent.command)"
+        remedy = "" if is_there(program, loaded.folder) else "name a program that is installed here (agent.command)"
         yield Finding("agent", f"{program} is {'not ' if remedy else ''}there", remedy)
         return
     # Its module may make a client, which wants an address and a key, as it finds them in a rollout.

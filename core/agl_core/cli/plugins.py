@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agl_core.plugins import Component
+    from agl_core.plugins import BrokenPlugin, Component
 
 Files = Annotated[
     list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.", show_default=False)
@@ -20,13 +20,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def list_plugins(files: Files = None, as_json: AsJson = False) -> None:
-    """List every installed component: its kind and name, where it comes from, its settings, what it needs."""
+    """List every installed component: its kind and name, where it comes from, its settings, what it needs.
+
+    Installed plugins that cannot be used are listed as broken, with the error.
+    """
     from rich.console import Console
 
     from agl_core.plugins import Kind, Plugins
 
     plugins = Plugins.load(files or ())
     described = [describe(component) for kind in Kind for _, component in sorted(plugins.components(kind).items())]
+    described += [_described_broken(each) for each in plugins.broken]
     if as_json:
         typer.echo(json.dumps(described, indent=2))
     else:
@@ -57,6 +61,12 @@ def describe(component: Component) -> dict[str, Any]:
         "needs": needs,
         "provides": sorted(component.provides),
     }
+
+
+def _described_broken(plugin: BrokenPlugin) -> dict[str, Any]:
+    """In the form of a component, of which nothing is known."""
+    nothing: dict[str, Any] = {"settings": [], "needs": [], "provides": []}
+    return {"kind": "broken", "name": plugin.name, "origin": plugin.origin, "doc": plugin.error, **nothing}
 
 
 def _table(described: list[dict[str, Any]]) -> Table:

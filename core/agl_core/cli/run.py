@@ -63,7 +63,6 @@ NameOption = Annotated[
 
 _LONGEST = 30 * 86_400.0
 """Seconds that an attempt may take: a command ends when it ends."""
-_TELEMETRY = "OTEL_EXPORTER_OTLP_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,8 @@ class _Setting:
     engine: Engine | None = None
     """Started with the run, where there is no upstream."""
     agents: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    plugins: Sequence[Path] = ()
+    """Files whose adapters are attached beside the installed ones."""
 
 
 def run(
@@ -144,6 +145,7 @@ def _configured(config: Path, name: str | None) -> _Setting:
         loaded.plugins.hook,
         engine=loaded.engine.build(engine_context(loaded, folder)),
         agents={policy: section.agents for policy, section in loaded.config.policies.items()},
+        plugins=loaded.config.plugins,
     )
 
 
@@ -187,15 +189,16 @@ async def _record(command: Sequence[str], setting: _Setting) -> int:
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
         key = AttemptKey(lease.rollout, lease.attempt)
-        ended, recording = await _launch(command, lease, server.base_url)
+        ended, recording = await _launch(command, lease, server.base_url, setting.plugins)
         await server.queue.close_attempt(key, _closing(ended, recording))
-        await server.queue.next_done()
         [attempt] = await store.attempts(rollout.id)
         _summarise(attempt, await store.calls([key]), recording, setting.folder)
     return ended.code
 
 
-async def _launch(command: Sequence[str], lease: Lease, base_url: str) -> tuple[Exit, Recording]:
+async def _launch(
+    command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
+) -> tuple[Exit, Recording]:
     from agl_core.capture import Recording
     from agl_core.capture.bootstrap import bootstrapped
     from agl_core.capture.launching import launch
@@ -203,21 +206,9 @@ async def _launch(command: Sequence[str], lease: Lease, base_url: str) -> tuple[
     from agl_core.types import AttemptKey
 
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
-    with bootstrapped(key, base_url, lease.key, recording, os.environ) as bootstrap:
-        attempt = attempt_variables(lease, base_url)
-        ended = await launch(command, {**os.environ, **attempt, **_telemetry(lease, base_url), **bootstrap})
+    with bootstrapped(key, base_url, lease.key, recording, os.environ, plugins) as bootstrap:
+        ended = await launch(command, {**os.environ, **attempt_variables(lease, base_url), **bootstrap})
     return ended, recording
-
-
-def _telemetry(lease: Lease, base_url: str) -> dict[str, str]:
-    """Where OpenTelemetry sends spans, unless the user's environment says it: to the attempt."""
-    if any(name.startswith(_TELEMETRY) for name in os.environ):
-        return {}
-    return {
-        f"{_TELEMETRY}TRACES_ENDPOINT": f"{base_url}{lease.path}/v1/traces",
-        f"{_TELEMETRY}TRACES_HEADERS": f"Authorization=Bearer%20{lease.key}",
-        f"{_TELEMETRY}TRACES_PROTOCOL": "http/protobuf",
-    }
 
 
 def _closing(ended: Exit, recording: Recording) -> CloseRequest:

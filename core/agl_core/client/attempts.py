@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -16,6 +17,7 @@ from agl_core.client.agent import AgentContext
 from agl_core.types import Ending, Json
 from agl_core.wire import Lease
 
+_NO_PROXY = ("no_proxy", "NO_PROXY")
 PLACEHOLDER_KEY = "agl"
 """What a client made outside any attempt gets as its key; each of its requests is stamped with its attempt's."""
 
@@ -86,6 +88,8 @@ def agent_context(lease: Lease, base_url: str) -> AgentContext:
 def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str]:
     """The variables that send an unmodified agent's LLM client to `base_url`, the server's or an attempt's own.
 
+    A proxy that the environment names is not used for the server.
+
     >>> client_variables("http://127.0.0.1:8000")["OPENAI_BASE_URL"]
     'http://127.0.0.1:8000/v1'
     """
@@ -96,7 +100,15 @@ def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str
         "ANTHROPIC_BASE_URL": base_url,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_AUTH_TOKEN": key,
+        **dict.fromkeys(_NO_PROXY, _without_proxy(urlsplit(base_url).hostname or "")),
     }
+
+
+def _without_proxy(host: str) -> str:
+    """The hosts that no proxy is used for: those that the environment names, and this one."""
+    told = ",".join(os.environ.get(name, "") for name in _NO_PROXY).split(",")
+    hosts = dict.fromkeys(each.strip() for each in (*told, host) if each.strip())
+    return "*" if "*" in hosts else ",".join(hosts)
 
 
 def attempt_variables(lease: Lease, base_url: str) -> dict[str, str]:

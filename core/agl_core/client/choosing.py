@@ -17,10 +17,11 @@ def choose_runner(loaded: LoadedConfig, base_url: str) -> Runner:
     A Python agent is imported, so adapters are to be attached before. AgentError if that fails.
     """
     agent, workers = loaded.config.agent, loaded.config.workers
+    plugins = loaded.config.plugins if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
     if agent.command is not None:
         command = shlex.split(agent.command) if isinstance(agent.command, str) else list(agent.command)
-        return CommandPerAttempt(command, loaded.folder, memory=memory)
+        return CommandPerAttempt(command, loaded.folder, plugins=plugins, memory=memory)
     assert agent.entry is not None
     imported = load_agent(agent.entry, loaded.folder)
     if workers.isolation == "none" or (workers.isolation == "auto" and imported.is_async):
@@ -29,6 +30,6 @@ def choose_runner(loaded: LoadedConfig, base_url: str) -> Runner:
         agent.entry,
         loaded.folder,
         base_url=base_url,
-        plugins=loaded.config.plugins if agent.attach else None,
+        plugins=plugins,
         memory=memory,
     )

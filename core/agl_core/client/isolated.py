@@ -16,10 +16,11 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from agl_core.capture import Recording
+from agl_core.capture.bootstrap import bootstrapped
 from agl_core.client.attempts import Ended, attempt_variables, client_variables
 from agl_core.client.processes import ForkerGoneError, Process, Processes, Setup
 from agl_core.errors import AgentError
-from agl_core.types import Ending
+from agl_core.types import AttemptKey, Ending
 from agl_core.wire import Lease, OutcomeReport, RewardReport
 
 _EXIT_GRACE = 2.0
@@ -95,18 +96,26 @@ class CommandPerAttempt:
     """Runs a command for each attempt, with the attempt in its environment.
 
     The result is the last line that it prints if that is JSON, else all of its output; any exit status but 0 is a
-    crash. `folder` is where it runs, and `memory` is in bytes.
+    crash. `folder` is where it runs, and `memory` is in bytes. In its Python processes the installed adapters are
+    attached, and those of the files `plugins` (None: none are).
     """
 
     abandoned = 0
 
-    def __init__(self, command: Sequence[str], folder: Path, *, memory: int | None = None) -> None:
-        self._command, self._folder = list(command), folder
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        plugins: Sequence[Path] | None = (),
+        memory: int | None = None,
+    ) -> None:
+        self._command, self._folder, self._plugins = list(command), folder, plugins
         self._processes = Processes(Setup(path=[each for each in sys.path if each], memory=memory), {})
 
     async def start(self) -> None:
         program = self._command[0]
-        if shutil.which(self._folder / program if os.path.dirname(program) else program) is None:
+        if not is_there(program, self._folder):
             raise AgentError(
                 f"agent.command: there is no program '{program}' to run, neither on the PATH nor relative to "
                 f"{self._folder}. Install it, or write its whole path."
@@ -118,6 +127,11 @@ class CommandPerAttempt:
 
     async def run(self, lease: Lease, base_url: str, recording: Recording) -> Ended:
         with contextlib.ExitStack() as stack:
+            variables = attempt_variables(lease, base_url)
+            if self._plugins is not None:
+                key = AttemptKey(lease.rollout, lease.attempt)
+                attaching = bootstrapped(key, base_url, lease.key, recording, os.environ, self._plugins)
+                variables |= stack.enter_context(attaching)
             stdout, its_stdout = await _piped(stack, _MOST_OUTPUT)
             stderr, its_stderr = await _piped(stack, _MOST_ERRORS)
             try:
@@ -128,7 +142,7 @@ class CommandPerAttempt:
                         {
                             "command": self._command,
                             "folder": str(self._folder),
-                            "variables": attempt_variables(lease, base_url),
+                            "variables": variables,
                         }
                     )
                     failed = [message["failed"] async for message in process.messages() if "failed" in message]
@@ -144,6 +158,11 @@ class CommandPerAttempt:
                 Ending.CRASHED, error=f"the command {_fate(status)}{f'; the end of its stderr: {tail}' if tail else ''}"
             )
         return Ended(Ending.FINISHED, _printed(stdout.text()))
+
+
+def is_there(program: str, folder: Path) -> bool:
+    """Whether a command that runs in `folder` finds its program; a name with a slash is a path from there."""
+    return shutil.which(folder / program if os.path.dirname(program) else program) is not None
 
 
 async def _read(process: Process, recording: Recording) -> Ended | None:

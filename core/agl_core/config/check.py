@@ -30,7 +30,7 @@ def check(loaded: LoadedConfig) -> None:
     """CapabilityError with everything that does not go together, and what to do about each."""
     found: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
-        for check_one in (_groups, _time_axis, _outcomes, _engine):
+        for check_one in (_groups, _time_axis, _outcomes, _engine, _replay):
             for problem in check_one(loaded, plan):
                 found.setdefault(problem, []).append(policy)
     problems = [
@@ -45,16 +45,17 @@ def check(loaded: LoadedConfig) -> None:
 def cautions(loaded: LoadedConfig) -> Iterator[str]:
     """What works, but is worth a word before the run starts."""
     staleness = loaded.config.asynchronous.max_staleness
-    uncorrected = [
-        policy
-        for policy, plan in loaded.policies.items()
-        if getattr(plan.algorithm.options, "importance_threshold", 0) is None
-    ]
+    uncorrected = [policy for policy, plan in loaded.policies.items() if not _corrects_staleness(plan)]
     if staleness and uncorrected:
         yield (
             f"caution: {_of(uncorrected, loaded)}[async] max_staleness is {staleness}, but importance_threshold is not "
             f"set, so what older weights sampled is trained on as if today's had (2 is usual)"
         )
+
+
+def _corrects_staleness(plan: PolicyPlan) -> bool:
+    """Whether importance weights are on, or the algorithm has no such setting and sees to it itself."""
+    return getattr(plan.algorithm.options, "importance_threshold", 0) is not None
 
 
 def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
@@ -159,6 +160,21 @@ def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
                     f"{chosen.label} needs {in_words}, which {engine.label} does not provide. "
                     f"{_others(loaded, Kind.ENGINE, need)}, or change the settings of the {chosen.component.kind}."
                 )
+
+
+def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+    """What is trained on again was sampled by weights of some updates ago."""
+    for chosen in _needing(loaded, plan, Need.REPLAY):
+        if not loaded.config.asynchronous.max_staleness:
+            yield (
+                f"{chosen.label} trains again on what earlier weights sampled, but [async] max_staleness is 0, so all "
+                f"of it is too old. Set max_staleness to 1 or more (4 is usual)."
+            )
+        if not _corrects_staleness(plan):
+            yield (
+                f"{chosen.label} trains again on what earlier weights sampled, but {plan.algorithm.label} does not "
+                f"correct that. Set its importance_threshold (2 is usual)."
+            )
 
 
 def _others(loaded: LoadedConfig, kind: Literal[Kind.CREDIT, Kind.ENGINE], need: Need) -> str:

@@ -12,7 +12,6 @@ from pydantic_core import to_jsonable_python
 
 from agl_core.config.models import PluginChoice, PolicySection, RewardSection, TaskSection
 from agl_core.config.problems import Place, Report
-from agl_core.errors import nearest
 from agl_core.plugins import Component, Kind, Need, Plugins
 from agl_core.types import CreditKind
 
@@ -170,8 +169,7 @@ class Resolver:
         return Chosen(component, with_absolute_paths(options, self._folder)) if options is not None else None
 
     def _unknown(self, kind: Kind, name: str, place: Place) -> None:
-        known = self._plugins.components(kind)
-        self._report.add(place, f"there is no {kind} '{name}'. {nearest(name, known)} `agl plugins` lists them all.")
+        self._report.add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
 
 
 def below(folder: Path, path: Path) -> Path:

@@ -1,12 +1,14 @@
-"""What the tools did, read from the conversation itself, for agents that no adapter watches."""
+"""What the tools did: each tool call told once, and read from the conversation where no adapter watches."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from agl_core.capture.span_tree import FROM_SPANS
 from agl_core.types import Call, Choice, Json, Outcome, OutcomeStatus, TransitionKey
 
 FROM_MESSAGES = "messages:"
@@ -25,6 +27,35 @@ _ERROR = re.compile(
 _TIMEOUT = re.compile("timed?[ -]?out", re.IGNORECASE)
 _HEAD = 200
 """Characters of an error in which a timeout is looked for: its type and message, not what it quotes."""
+
+
+def told_once(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The outcomes of one attempt without what was told twice: an id again, or a tool call by several sources.
+
+    What an outcome's id begins with, up to a colon, is its source (`langchain:…`, `otel:…`; ids without a colon have
+    one source together). Of each tool call id, one source counts, with all that it tells of it, for a tool may run
+    twice. An adapter, or the agent's own mark, goes before spans, and these before the messages; of two adapters the
+    one whose run began first counts, which is the one that ran the other.
+    """
+    told: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        told.setdefault(outcome.id, outcome)
+    best: dict[str, tuple[int, float, str]] = {}
+    for outcome in told.values():
+        if outcome.tool_call_id is not None:
+            found = _precedence(outcome)
+            best[outcome.tool_call_id] = min(found, best.get(outcome.tool_call_id, found))
+    return [each for each in told.values() if each.tool_call_id is None or _source(each) == best[each.tool_call_id][-1]]
+
+
+def _precedence(outcome: Outcome) -> tuple[int, float, str]:
+    rank = 2 if outcome.id.startswith(FROM_MESSAGES) else 1 if outcome.id.startswith(FROM_SPANS) else 0
+    return rank, math.inf if outcome.started is None else outcome.started, _source(outcome)
+
+
+def _source(outcome: Outcome) -> str:
+    source, colon, _ = outcome.id.partition(":")
+    return source if colon else ""
 
 
 def outcomes_from_messages(

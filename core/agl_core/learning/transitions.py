@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from agl_core.learning.outcomes import messages_of, outcomes_from_messages, tool_calls_of
+from agl_core.learning.outcomes import messages_of, outcomes_from_messages, told_once, tool_calls_of
 from agl_core.types import (
     Attempt,
     Call,
@@ -88,7 +88,8 @@ def join_outcomes(
 ) -> tuple[dict[TransitionKey, list[Outcome]], list[Outcome]]:
     """What the tools did, by the transition that asked for it; and the outcomes that belong to none.
 
-    `late` are the parent spans of calls that do not count: what was done under one may have been theirs.
+    What several sources tell of one tool call counts once (see `agl_core.learning.outcomes.told_once`). `late` are
+    the parent spans of calls that do not count: what was done under one may have been theirs.
     """
     asked: dict[str, tuple[TransitionKey, int]] = {}
     spans: dict[str, list[TransitionKey]] = {}
@@ -101,11 +102,7 @@ def join_outcomes(
                 spans.setdefault(call.parent_span, []).append(key)
     placed: dict[TransitionKey, list[tuple[int, Outcome]]] = {}
     unjoined = []
-    seen: set[str] = set()
-    for outcome in outcomes:
-        if outcome.id in seen:
-            continue
-        seen.add(outcome.id)
+    for outcome in told_once(outcomes):
         under = [] if outcome.parent_span in late else spans.get(outcome.parent_span or "", [])
         if outcome.tool_call_id is not None and outcome.tool_call_id in asked:
             key, place = asked[outcome.tool_call_id]

@@ -14,6 +14,8 @@ from agl_core.types import CreditKind
 
 Load = Callable[..., LoadedConfig]
 
+REPLAYING_UNCORRECTED = ("buffer.name=prioritised", "async.max_staleness=4", "algorithm.name=grpo")
+
 
 @pytest.mark.parametrize(
     "overrides",
@@ -31,6 +33,9 @@ Load = Callable[..., LoadedConfig]
         ("async.max_staleness=4",),
         ("async.max_staleness=1", "async.in_flight=17"),
         ("async.in_flight=16", "train.deterministic=true"),
+        ("buffer.name=prioritised", "async.max_staleness=1"),
+        (*REPLAYING_UNCORRECTED, "algorithm.grpo.importance_threshold=2.0"),
+        (*REPLAYING_UNCORRECTED[:-1], "algorithm.name=easy", "train.group_size=1", "buffer.prioritised.alpha=0"),
     ],
 )
 def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overrides: tuple[str, ...]) -> None:
@@ -49,6 +54,12 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
         ),
         (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
         (("async.in_flight=17",), ("in_flight is 17", "Set max_staleness to 1 or more")),
+        (("buffer.name=prioritised",), ("buffer 'prioritised'", "max_staleness is 0", "Set max_staleness to 1")),
+        (REPLAYING_UNCORRECTED, ("algorithm 'grpo'", "does not correct that", "Set its importance_threshold")),
+        (
+            (*REPLAYING_UNCORRECTED[:-1], "algorithm.name=easy", "train.group_size=1"),
+            ("buffer 'prioritised'", "group_size is 1"),
+        ),
         (("credit.name=per_step",), ("takes returns", "the time axis has no owner", "stepwise, whole)")),
         (
             ("algorithm.name=judging", "engine.name=rich"),

@@ -34,6 +34,7 @@ CHANGED: dict[str, Any] = {
     "policies.default.model.lora.dropout": 0.25,
     "policies.default.model.lora.targets": ["q_proj"],
     "policies.default.optimizer.learning_rate": 5e-4,
+    "policies.default.optimizer.schedule": "cosine",
     "policies.default.optimizer.warmup_steps": 3,
     "policies.default.optimizer.weight_decay": 0.01,
     "policies.default.optimizer.beta1": 0.8,

@@ -92,6 +92,25 @@ def test_a_faulty_transition_is_dropped_with_its_reason(make: Any, changes: Any,
     assert [key.call for key in prepared.batches["default"].keys] == ["r-c1"]
 
 
+def test_a_groups_weight_is_that_of_its_transitions_in_every_batch(make: Any) -> None:
+    lost = [episode(make, "x", [2], 1.0, dropped=DropReason.ENDING), episode(make, "y", [2], 0.0)]
+    groups = [
+        lost,
+        [conversation(make, "a", 1.0), conversation(make, "b", 0.0)],
+        [episode(make, "c", [1], 1.0), episode(make, "d", [1, 1], 0.0)],
+    ]
+    credit = {name: PolicyCredit("identical", identical, CreditKind.RETURN) for name in ("author", "judge", "default")}
+
+    batches = prepare(groups, credit, weights=[5.0, 0.5, 0.25], min_group_size=2).batches
+
+    assert {name: batch.weight_N.tolist() for name, batch in batches.items()} == {
+        "author": [0.5] * 4,
+        "judge": [0.5] * 4,
+        "default": [0.25] * 3,
+    }
+    assert prepare(groups, credit).batches["judge"].weight_N.tolist() == [1.0] * 4
+
+
 def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
     groups = [[episode(make, "a", [2], 1.0), episode(make, "b", [2], 0.0, dropped=DropReason.ENDING)]]
     prepared = prepare(groups, IDENTICAL, min_group_size=2)

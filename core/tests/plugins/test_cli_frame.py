@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,13 +27,15 @@ def register_rewards(register):
 '''
 
 
-def agl(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
+def agl(*arguments: str, cwd: Path | None = None, path: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, with what is installed in the folder `path` too."""
+    inherited = os.environ.get("PYTHONPATH", "")
     return subprocess.run(
         [sys.executable, "-c", "from agl_core.cli import main; main()", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, inherited)))},
         timeout=120,
         check=False,
     )
@@ -62,6 +65,76 @@ def test_plugins_prints_a_table_too() -> None:
     assert result.returncode == 0
     for word in ("kind", "jsonl", "sqlite", "identical", "input_field"):
         assert word in result.stdout
+
+
+BROKEN = """
+import agl_core
+
+@agl_core.hookimpl
+def register_engines(register):
+    import a_gpu
+    register("fast", lambda options, context: None)
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> str:
+    """A folder with an installed plugin that is broken, to be put on the path."""
+    info = tmp_path / "packages" / "agl_fast-0.3.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: agl-fast\nVersion: 0.3\n")
+    (info / "entry_points.txt").write_text("[agl]\nfast = fast_plugin\n")
+    (info.parent / "fast_plugin.py").write_text(BROKEN)
+    return str(info.parent)
+
+
+@pytest.mark.slow
+def test_a_broken_plugin_is_told_and_stops_only_what_needs_it(broken: str, tmp_path: Path) -> None:
+    listed = agl("plugins", "--json", path=broken)
+    assert listed.returncode == 0, listed.stderr
+    assert [each for each in json.loads(listed.stdout) if each["kind"] == "broken"] == [
+        {
+            "kind": "broken",
+            "name": "fast",
+            "origin": "agl-fast 0.3",
+            "doc": "ModuleNotFoundError: No module named 'a_gpu'",
+            "settings": [],
+            "needs": [],
+            "provides": [],
+        }
+    ]
+    table = agl("plugins", path=broken)
+    assert "agl-fast 0.3" in table.stdout
+
+    checked = agl("doctor", path=broken)
+    assert checked.returncode == 0, checked.stdout
+    assert "note  plugins: 'fast' of agl-fast 0.3 cannot be used (ModuleNotFoundError" in checked.stdout
+
+    (tmp_path / "tasks.jsonl").write_text('{"input": "1"}\n')
+    (tmp_path / "agent.py").write_text("def solve(task): ...\n")
+    config = ENGINE.format(engine="fast")
+    (tmp_path / "train.toml").write_text(config)
+    refused = agl("train", "train.toml", cwd=tmp_path, path=broken)
+    assert refused.returncode == 2
+    assert "[engine] name: there is no engine 'fast'." in refused.stderr
+    assert (
+        "The plugin 'fast' of agl-fast 0.3 cannot be used (ModuleNotFoundError: No module named 'a_gpu')"
+        in " ".join(refused.stderr.split())
+    )
+
+
+ENGINE = """
+config_version = 1
+[agent]
+entry = "agent:solve"
+[tasks.train]
+source = "jsonl"
+path = "tasks.jsonl"
+[policies.default.model]
+path = "model"
+[engine]
+name = "{engine}"
+"""
 
 
 def test_an_error_is_one_paragraph_and_status_2() -> None:

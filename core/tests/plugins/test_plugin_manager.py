@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,75 @@ def test_a_plugin_for_another_api_version_is_refused() -> None:
 
     with pytest.raises(PluginError, match="plugin from tomorrow was written for plugin API 99, this agl has 1"):
         Plugins().register(Future(), "tomorrow")
+
+
+INSTALLED = {
+    "gone": "import nowhere_to_be_found\n",
+    "future": "AGL_API_VERSION = 99\n",
+    "late": """
+        import agl_core
+
+        @agl_core.hookimpl
+        def register_engines(register):
+            register("early", lambda options, context: None)
+            import nowhere_either
+            register("late", lambda options, context: None)
+
+        @agl_core.hookimpl
+        def register_commands(cli):
+            raise OSError("no terminal")
+    """,
+    "whole": """
+        import agl_core
+
+        @agl_core.hookimpl
+        def register_engines(register):
+            register("whole", lambda options, context: None)
+    """,
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path in which four plugins are installed, three of them broken; how pip leaves packages."""
+    for name, code in INSTALLED.items():
+        (tmp_path / f"{name}_plugin.py").write_text(textwrap.dedent(code))
+        info = tmp_path / f"agl_{name}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: agl-{name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[agl]\n{name} = {name}_plugin\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_broken_installed_plugin_is_named_and_stops_nothing(installed: Path) -> None:
+    plugins = Plugins.load()
+    engines = plugins.components(Kind.ENGINE)
+    plugins.components(Kind.ENGINE)
+    plugins.add_commands(object())
+
+    assert {"early", "whole"} <= set(engines)
+    assert "late" not in engines
+    broken = {each.name: (each.origin, each.error) for each in plugins.broken}
+    assert broken == {
+        "gone": ("agl-gone 1.2", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        "future": (
+            "agl-future 1.2",
+            "The plugin from agl-future 1.2 was written for plugin API 99, this agl has 1. Install a version of it "
+            "that fits.",
+        ),
+        "late": ("agl-late 1.2", "ModuleNotFoundError: No module named 'nowhere_either'"),
+    }
+    with pytest.raises(PluginError, match=r"there is no engine 'late'\. .*'late' of agl-late 1\.2 cannot be used"):
+        plugins.component(Kind.ENGINE, "late", "[engine]")
+
+
+def test_a_users_file_that_fails_when_asked_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "late_file.py").write_text(textwrap.dedent(INSTALLED["late"]))
+    plugins = Plugins.load([tmp_path / "late_file.py"])
+    with pytest.raises(PluginError, match=r"late_file\.py failed when asked what it brings: ModuleNotFoundError"):
+        plugins.components(Kind.ENGINE)
+    assert plugins.broken == ()
 
 
 def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:

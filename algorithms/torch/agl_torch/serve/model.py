@@ -122,9 +122,11 @@ class ServedModel:
                     code="non_finite",
                     status=500,
                 )
-            parsed = exchange.parse(cut_at(self.text.decode(response.ids.tolist()), exchange.chat.stops))
+            text = self.text.decode(response.ids.tolist())
+            parsed = exchange.parse(cut_at(text, exchange.chat.stops))
             message = _message(parsed, [_call_id(exchange, index, i) for i in range(len(parsed.calls))])
-            choices.append(self._choice(exchange, index, message, parsed, response))
+            choice = self._choice(exchange, index, message, parsed, response)
+            choices.append({**choice, "stop_reason": _stopped_by(text, exchange.chat.stops)})
             mask = None if response.mask is None else response.mask.tolist()
             extras.append({"mask": mask, "parse_error": parsed.error})
             replies.append((normalise([message])[0], response.ids))
@@ -193,6 +195,15 @@ def _one_call_end(chat: ChatRequest, tool_format: ToolFormat | None) -> str | No
             code="unsupported_parameter",
         )
     return tool_format.call_end
+
+
+def _stopped_by(text: str, stops: Sequence[str]) -> str | None:
+    """The stop string that ended a response, the first in its text; None where none did. vLLM says it too.
+
+    >>> _stopped_by("1 2 STOP 3", ["3", "STOP"])
+    'STOP'
+    """
+    return min((stop for stop in stops if stop in text), key=text.find, default=None)
 
 
 def _message(parsed: Parsed, call_ids: Sequence[str]) -> Message:

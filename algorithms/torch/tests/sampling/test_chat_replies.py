@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_a_plain_reply(chat: ScriptedChat) -> None:
 def test_extras_only_where_they_are_asked_for(chat: ScriptedChat) -> None:
     body = chat.ask([USER], "hello", return_token_ids=False)
     assert not {"agl", "prompt_token_ids"} & body.keys()
-    assert body["choices"][0].keys() == {"index", "message", "finish_reason", "logprobs"}
+    assert body["choices"][0].keys() == {"index", "message", "finish_reason", "stop_reason", "logprobs"}
     assert body["choices"][0]["logprobs"] is None
 
 
@@ -105,6 +106,15 @@ def test_text_ends_before_a_stop_string_and_ids_do_not(chat: ScriptedChat) -> No
     body = chat.ask([USER], ids, stop=["STOP", "xyz"])
     assert body["choices"][0]["message"]["content"] == "The answer "
     assert body["choices"][0]["token_ids"] == ids
+
+
+@pytest.mark.parametrize(
+    ("stops", "said"),
+    [(["xyz", "STOP"], "STOP"), ("STOP", "STOP"), (["STOP", "answer"], "answer"), (["xyz"], None), (None, None)],
+)
+def test_the_stop_string_is_told(stops: Any, said: str | None, chat: ScriptedChat) -> None:
+    (choice,) = chat.ask([USER], chat.encode("The answer STOP"), stop=stops)["choices"]
+    assert choice["stop_reason"] == said
 
 
 def test_a_stop_string_is_noticed_at_its_last_token(qwen: Loaded) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from openai.resources.chat.completions import AsyncCompletions, Completions
+from instrumented import instrumenting
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
@@ -20,9 +20,7 @@ from agl_conformance.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Ga
 from agl_conformance.drivers.conversations import Said, client_of
 from agl_conformance.drivers.handmade import NO_CHOICES, Loop, Telling
 from agl_conformance.scenario import Scenario
-from agl_core.protocols import Adapter
 from agl_otel import AglSpanProcessor
-from agl_otel.plugin import OtelAdapter
 
 PROCESSOR = "AglSpanProcessor()"
 OTLP = "OTLP, no agl in the process"
@@ -76,9 +74,6 @@ class OpenTelemetry(Driver):
         ),
     )
 
-    def adapters(self, form: str) -> Sequence[Adapter]:
-        return [OtelAdapter()]  # it alone can be asked who makes a call; workers attach it in any case
-
     @contextlib.contextmanager
     def attached(self, form: str) -> Iterator[None]:
         with contextlib.nullcontext() if form == OTLP else super().attached(form), _instrumented() as self._provider:
@@ -107,14 +102,11 @@ class OpenTelemetry(Driver):
 
 @contextlib.contextmanager
 def _instrumented() -> Iterator[TracerProvider]:
-    """OpenAI's client makes spans for this provider; not all of what the instrumentation patches it restores."""
-    patched = [(kind, kind.create) for kind in (Completions, AsyncCompletions)]
-    provider, instrumentor = TracerProvider(shutdown_on_exit=False), OpenAIInstrumentor()
-    instrumentor.instrument(tracer_provider=provider)
-    try:
-        yield provider
-    finally:
-        instrumentor.uninstrument()
-        for kind, create in patched:
-            kind.create = create
-        provider.shutdown()
+    """OpenAI's client makes spans for this provider."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    with instrumenting() as instrument:
+        instrument(OpenAIInstrumentor, provider)
+        try:
+            yield provider
+        finally:
+            provider.shutdown()

@@ -1,0 +1,181 @@
+"""`agl doctor CONFIG` and `agl run --config CONFIG`: real processes, with an engine from the user's own plugin file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_stack import Bench, bench
+from scripted_upstream import CallTools, Say
+
+from agl_core.types import Ending, Mode
+
+pytestmark = pytest.mark.slow
+
+PLUGIN = """
+    import os
+
+    import agl_core
+    from agl_core.protocols import Upstream
+    from agl_core.types import Identity
+
+    class Elsewhere:
+        "A model server that runs already; it notes each start and stop."
+
+        def __init__(self, context):
+            self._models = {name: "served" for name in context.policies}
+
+        def note(self, what):
+            with open("engine.log", "a") as log:
+                print(what, file=log)
+
+        async def start(self):
+            self.note("started")
+            return Upstream((os.environ["MODEL_SERVER"],), self._models, "key")
+
+        async def stop(self):
+            self.note("stopped")
+
+    class Mine:
+        framework = "my_framework"
+
+        def attach(self):
+            return lambda: Identity("mine")
+
+    @agl_core.hookimpl
+    def register_engines(register):
+        provided = {agl_core.Need.TOKEN_IDS}
+        register("elsewhere", lambda options, context: Elsewhere(context), provides=provided)
+
+    @agl_core.hookimpl
+    def register_algorithms(register):
+        register("plain", lambda options: None)
+
+    @agl_core.hookimpl
+    def register_adapters(register):
+        register("mine", lambda options: Mine(), doc="Mine.")
+"""
+
+CONFIG = """
+    config_version = 1
+    name = "elsewhere"
+    plugins = ["elsewhere.py"]
+
+    [agent]
+    entry = "agent:solve"
+
+    [tasks.train]
+    source = "jsonl"
+    path = "tasks.jsonl"
+
+    [policies.default.model]
+    path = "weights"
+
+    [algorithm]
+    name = "plain"
+
+    [engine]
+    name = "elsewhere"
+"""
+
+AGENT = """
+    import openai
+
+    CLIENT = openai.OpenAI()
+
+    def solve(task):
+        return 1.0
+"""
+
+PROGRAM = """
+    import my_framework, openai
+
+    import agl_core
+
+    client = openai.OpenAI()
+    asked = [{"role": "user", "content": "1 + 2?"}]
+    message = client.chat.completions.create(model="default", messages=asked).choices[0].message
+    for call in message.tool_calls:
+        with agl_core.tool(call.function.name, call_id=call.id) as run:
+            run.result = 3
+    agl_core.reward(1.0)
+    print("done")
+"""
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Bench]:
+    """A folder with a configuration in front of the upstream."""
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "tasks.jsonl").write_text('{"input": "1 + 2?"}\n')
+    with bench(tmp_path) as found:
+        found.script("elsewhere.py", PLUGIN)
+        found.script("train.toml", CONFIG)
+        found.script("agent.py", AGENT)
+        found.script("my_framework.py", "")
+        found.script("program.py", PROGRAM)
+        yield found
+
+
+def log(running: Bench) -> list[str]:
+    return (running.folder / "engine.log").read_text().split()
+
+
+def test_doctor_finds_nothing_wrong(running: Bench) -> None:
+    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = found.stdout.splitlines()
+    assert "ok    configuration: train.toml is valid" in lines
+    assert "ok    agent: agent:solve can be imported" in lines
+    assert "ok    engine, policy 'default': exact ids and log-probabilities are returned, and go together" in lines
+    assert not any(line.startswith("FAIL") for line in lines)
+    assert log(running) == ["started", "stopped"]
+    assert [each.body["model"] for each in running.upstream.received] == ["served"]
+    assert not (running.folder / "runs").exists()
+
+
+def test_doctor_finds_an_engine_that_returns_no_ids_and_an_agent_that_is_broken(running: Bench) -> None:
+    running.upstream.returns_ids = False
+    running.script("agent.py", "import nowhere_to_be_found\n")
+    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "FAIL  agent: agent.entry = 'agent:solve': the module 'agent' cannot be imported" in found.stdout
+    assert "FAIL  engine, policy 'default': its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
+    assert log(running) == ["started", "stopped"]
+
+
+def test_doctor_checks_a_command_too(running: Bench) -> None:
+    place = running.folder / "place"
+    place.mkdir()
+    for name in ("elsewhere.py", "tasks.jsonl", "weights"):
+        (running.folder / name).rename(place / name)
+    (place / "agent.sh").touch(0o755)
+    for command, code in (("no-such-program agent.py", 1), ("./agent.sh", 0)):
+        running.script("place/train.toml", CONFIG.replace('entry = "agent:solve"', f'command = "{command}"'))
+        found = running.agl("doctor", "place/train.toml", MODEL_SERVER=running.upstream.url)
+        assert found.returncode == code, found.stdout
+        is_there = "      → name a program" not in found.stdout
+        assert is_there is (code == 0)
+
+
+def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Bench) -> None:
+    running.answers(CallTools([("add", {"a": 1})]), Say("3"))
+    arguments = ("--config", "train.toml", "--name", "mine", "--", sys.executable, "program.py")
+    result = running.agl("run", *arguments, MODEL_SERVER=running.upstream.url)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+    assert log(running) == ["started", "stopped"]
+
+    rollout, attempt, episode = running.recorded("mine")
+    assert (rollout.run, rollout.mode, attempt.ending) == ("mine", Mode.EVAL_SAMPLED, Ending.FINISHED)
+    (transition,) = episode.transitions
+    assert (transition.agent, transition.policy, transition.has_ids) == ("mine", "default", True)
+    assert [(o.tool, o.result) for o in transition.outcomes] == [("add", 3)]
+    assert [reward.value for reward in episode.rewards] == [1.0]
+    (asked,) = running.upstream.received
+    assert asked.body["return_token_ids"] is True
+    assert asked.headers["Authorization"] == "Bearer key"
+
+    listed = running.agl("rollouts", "runs/mine", COLUMNS="160")
+    assert rollout.id in listed.stdout, listed.stderr

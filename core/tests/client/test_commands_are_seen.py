@@ -1,0 +1,123 @@
+"""A command under a worker gets what `agl run` gives one: identity, outcomes and state, with no change to its code."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_upstream import CallTools, Say
+
+from agl_core.client import CommandPerAttempt
+from agl_core.learning import build_episode
+from agl_core.types import Ending, Episode
+
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 4.0, "attempts": 1}], indirect=True)
+
+LANGCHAIN = """
+    import json, os
+
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    def look_up(city: str) -> str:
+        "Look up the temperature."
+        raise TimeoutError("the station does not answer")
+
+    agent = create_agent(ChatOpenAI(model="m"), [look_up], name="forecaster")
+    question = {"messages": [{"role": "user", "content": json.loads(os.environ["AGL_TASK"])}]}
+    try:
+        agent.invoke(question)
+    except TimeoutError:
+        print(json.dumps({"gave": "up"}))
+"""
+
+MARKED = """
+    import agl_core, openai, os, subprocess, sys, time
+
+    @agl_core.tool
+    def look_up(city):
+        return []
+
+    with agl_core.agent("forecaster"):
+        agl_core.state(plan=["look up"])
+        openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        look_up("Bern")
+    agl_core.reward(0.5, name="style")
+"""
+
+PLUGIN = """
+    import agl_core
+    from agl_core.types import Identity
+
+    class Mine:
+        framework = "my_framework"
+
+        def attach(self):
+            return lambda: Identity("mine")
+
+    @agl_core.hookimpl
+    def register_adapters(register):
+        register("mine", lambda options: Mine(), doc="Mine.")
+"""
+
+
+async def run(place: Any, folder: Path, code: str, **options: Any) -> tuple[Any, Any, Episode]:
+    (folder / "program.py").write_text(textwrap.dedent(code))
+    runner = CommandPerAttempt([sys.executable, "program.py"], folder, **options)
+    rollout, attempt = (await place.finish(place.start_runner(runner), ["Bern?"]))[0]
+    store = place.stack.store
+    calls, outcomes = await store.calls([attempt.key]), await store.outcomes([attempt.key])
+    return rollout, attempt, build_episode(rollout, attempt, calls, outcomes, await store.rewards([attempt.key]))
+
+
+@pytest.mark.slow
+async def test_an_unmodified_langchain_agent(workplace: Any, tmp_path: Path) -> None:
+    workplace.stack.upstream.script(CallTools([("look_up", {"city": "Bern"})]), Say("cold"))
+    rollout, attempt, episode = await run(workplace, tmp_path, LANGCHAIN)
+    assert (rollout.ending, attempt.result) == (Ending.FINISHED, {"gave": "up"}), attempt.error
+    (transition,) = episode.transitions
+    (asked,) = transition.response["tool_calls"]
+    assert transition.agent == "forecaster"
+    assert [(o.tool, str(o.status), o.tool_call_id, o.arguments) for o in transition.outcomes] == [
+        ("look_up", "timeout", asked["id"], {"city": "Bern"})
+    ]
+    assert transition.outcomes[0].id.startswith("langchain:")
+
+
+async def test_marks_state_and_rewards(workplace: Any, tmp_path: Path) -> None:
+    rollout, attempt, episode = await run(workplace, tmp_path, MARKED)
+    assert rollout.ending is Ending.FINISHED, attempt.error
+    (transition,) = episode.transitions
+    assert (transition.agent, transition.state) == ("forecaster", {"plan": ["look up"]})
+    assert [(o.tool, str(o.status)) for o in transition.outcomes] == [("look_up", "empty")]
+    assert [(r.name, r.value) for r in episode.rewards] == [("style", 0.5)]
+
+
+@QUICK
+async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, tmp_path: Path) -> None:
+    code = (
+        MARKED + "\n    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n    time.sleep(60)\n"
+    )
+    rollout, _, episode = await run(workplace, tmp_path, code)
+    assert rollout.ending is Ending.TIMED_OUT
+    (transition,) = episode.transitions
+    assert [(o.tool, str(o.status)) for o in transition.outcomes] == [("look_up", "empty")]
+    assert [(r.name, r.value) for r in episode.rewards] == [("style", 0.5)]
+
+
+@pytest.mark.parametrize(("attached", "agent"), [(True, "mine"), (False, None)])
+async def test_adapters_of_the_users_plugin_files(
+    attached: bool, agent: str | None, workplace: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "my_framework.py").touch()
+    (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
+    code = """
+        import my_framework, openai
+        openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    """
+    plugins = [tmp_path / "my_plugin.py"] if attached else None
+    _, attempt, episode = await run(workplace, tmp_path, code, plugins=plugins)
+    assert [t.agent for t in episode.transitions] == [agent], attempt.error

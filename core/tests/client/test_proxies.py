@@ -1,0 +1,94 @@
+"""A proxy that the environment names is not asked for the way to the server, however the agent is run."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from agl_core.client import (
+    Agent,
+    CommandPerAttempt,
+    InProcess,
+    ProcessPerAttempt,
+    agent_environment,
+    client_variables,
+)
+from agl_core.types import Ending
+
+HERE = Path(__file__).parent
+NOBODY = "http://127.0.0.1:9"
+"""Where no proxy listens."""
+
+
+@pytest.fixture(autouse=True)
+def bogus_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, NOBODY)
+        monkeypatch.setenv(name.lower(), NOBODY)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+COMMAND = """
+    import openai
+
+    client = openai.OpenAI(max_retries=0)
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+"""
+
+
+@pytest.mark.parametrize("way", ["in process", "isolated", "command", "command, not attached"])
+async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) -> None:
+    root = workplace.stack.server.base_url
+    with agent_environment(client_variables(root, workplace.stack.server.agent_key)):
+        if way == "in process":
+            # Named for the attempt, as nothing is attached here that stamps requests.
+            runner: Any = InProcess(Agent("test:agent", _ask_as_told, wants_context=True, is_async=False))
+        elif way == "isolated":
+            runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=root)
+        else:
+            (tmp_path / "program.py").write_text(textwrap.dedent(COMMAND))
+            plugins = None if "not attached" in way else ()
+            runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path, plugins=plugins)
+        ended = await workplace.finish(workplace.start_runner(runner), [{"does": "tell"}])
+    rollout, attempt = ended[0]
+    assert (rollout.ending, attempt.error) == (Ending.FINISHED, None)
+    assert len(await workplace.stack.store.calls([attempt.key])) == 1
+
+
+def _ask_as_told(task: Any, context: Any) -> str:
+    client = openai.OpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0)
+    return str(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}]).id)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"NO_PROXY": "corp.example, .internal"}, "corp.example,.internal,127.0.0.1"),
+        ({"no_proxy": "a.example", "NO_PROXY": "b.example"}, "a.example,b.example,127.0.0.1"),
+        ({"NO_PROXY": "127.0.0.1"}, "127.0.0.1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_what_the_environment_said_of_proxies_stays(
+    told: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    variables = client_variables("http://127.0.0.1:8000")
+    assert (variables["NO_PROXY"], variables["no_proxy"]) == (expected, expected)
+    with agent_environment(variables):
+        # What clients make of it: urllib (and requests), httpx.
+        assert urllib.request.proxy_bypass("127.0.0.1:8000")
+        assert bool(urllib.request.proxy_bypass("other.example")) is (expected == "*")
+        with httpx.Client() as client:
+            direct = client._transport_for_url(httpx.URL("http://127.0.0.1:8000"))
+            assert direct is client._transport
