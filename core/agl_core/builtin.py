@@ -20,10 +20,12 @@ __all__ = [
 
 @hookimpl
 def register_buffers(register: Register) -> None:
-    """The order of completion."""
+    """The order of completion, without and with replay."""
     from agl_core.training.buffers import fifo
+    from agl_core.training.replay import PrioritisedOptions, prioritised, prioritised_needs
 
     register("fifo", fifo)
+    register("prioritised", prioritised, options=PrioritisedOptions, needs=prioritised_needs)
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +42,38 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class DrawContext:
+    """What a buffer is told about the update that asks for groups."""
+
+    step: int
+    seed: int
+    """The run's; with `step` it seeds whatever is random, so that a resumed run draws alike."""
+    versions: Mapping[str, int]
+    """Those that the update begins with, by policy."""
+    max_staleness: int
+    """Episodes older than that would be dropped (`agl_core.learning.staleness`),"""
+    min_group_size: int
+    """and groups with fewer episodes left."""
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """A group for one update."""
+
+    episodes: Sequence[Episode]
+    weight: float = 1.0
+    """What the share of each of its transitions in the loss is multiplied by, at least 0."""
+
+
 class Buffer(Protocol):
     """Where complete groups wait for an update, and which of them it gets.
 
     A run that is resumed begins with an empty one: the groups that were pending are rolled out again.
     """
+
+    def __len__(self) -> int:
+        """How many groups it holds, those included that it has given out and may give out again."""
 
     @property
     def pending(self) -> Collection[str]:
@@ -58,8 +85,11 @@ class Buffer(Protocol):
     def add(self, group: Sequence[Episode]) -> None:
         """All rollouts of a group are done; its episodes are judged, in the order of the members."""
 
-    def draw(self, count: int) -> list[Sequence[Episode]] | None:
-        """`count` groups for one update, or None as long as it has too few; asked again after every `add`."""
+    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
+        """The groups of one update: `count` new ones, and any that earlier updates had; each once.
+
+        None as long as it has too few; asked again after every `add`.
+        """
 
 
 class Adapter(Protocol):
@@ -86,6 +116,9 @@ class PolicySpec:
     trust_remote_code: bool = False
     lora: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: str = ""
+    """What trains it, and with which options, as `Engine.update` will say: an engine may have to prepare for it."""
+    algorithm_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,3 +195,11 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End all its processes; calling it again changes nothing."""
+
+
+@runtime_checkable
+class DescribedEngine(Protocol):
+    """An engine that can tell what it would start: `agl train --dry-run`."""
+
+    def describe(self) -> str:
+        """Its resolved configuration and the resources that it would take; nothing is started."""

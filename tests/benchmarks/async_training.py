@@ -2,13 +2,15 @@
 
     python tests/benchmarks/async_training.py
 
-trains the calc example from the same weights on as many rollouts twice: once with `async.max_staleness = 0`, once with
-4. Its tool sleeps before it answers: log-normal, the slowest hundredth at least ten times as long as the median. Both
-runs have the same workers, and the engine has one thread, so that CPU seconds by wall-clock second say how busy it was.
-Times are of training alone, without start and evaluations. It ends with status 1 unless the second run made at least
-twice the rollouts per hour (`--at-least`) and its final reward is no worse (by more than `--tolerance`).
+trains the calc example from the same weights on the same tasks twice: once with `async.max_staleness = 0`, once with 4.
+Its tool sleeps before it answers: log-normal, the slowest hundredth at least ten times as long as the median, and as
+long for the same call of the same rollout in both. All rollouts of a synchronous step can run at once, so that it waits
+for nothing but its slowest; the other run has no more workers. The engine has one thread, so that CPU seconds by
+wall-clock second say how busy it was. Times are of training alone, without start and evaluations. It ends with status 1
+unless the second run made at least twice the rollouts per hour (`--at-least`) and its final reward is no worse (by more
+than `--tolerance`). `--write` puts the table into docs/asynchronous.md.
 
-Needs a quiet machine; takes about fifteen minutes. `--steps 2 --groups 2 --at-least 0` only shows that it works.
+Needs a quiet machine; takes about ten minutes. `--steps 2 --groups 2 --at-least 0` only shows that it works.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -28,7 +31,11 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).parent
-CALC = HERE.parents[1] / "examples" / "calc" / "train.toml"
+ROOT = HERE.parents[1]
+CALC = ROOT / "examples" / "calc" / "train.toml"
+PAGE = ROOT / "docs" / "asynchronous.md"
+BEGIN, END = "<!-- written by tests/benchmarks/async_training.py -->", "<!-- to here -->"
+GROUP_SIZE = 8
 LOOK_AGAIN = 0.1
 ENGINE = "agl_torch.process"
 
@@ -74,10 +81,11 @@ def run(name: str, staleness: int, folder: Path, options: argparse.Namespace) ->
         "agent.entry": "slow_calc_agent:solve",
         "train.steps": options.steps,
         "train.groups_per_step": options.groups,
+        "train.group_size": GROUP_SIZE,
         "train.checkpoint_every": options.steps,
         "async.max_staleness": staleness,
         "algorithm.grpo.importance_threshold": 2.0,
-        "workers.concurrency": options.workers,
+        "workers.concurrency": options.workers or options.groups * GROUP_SIZE,
         "engine.torch.threads": 1,
         "eval.every": options.steps,
         "eval.tasks": options.tasks,
@@ -98,8 +106,9 @@ def run(name: str, staleness: int, folder: Path, options: argparse.Namespace) ->
         finally:
             process.terminate()
             process.wait()
-    if status:
-        sys.exit(f"The run failed:\n{(folder / f'{name}.log').read_text()}")
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines() if not status else []
+    if sum(json.loads(line)["kind"] == "train" for line in lines) != options.steps:
+        sys.exit(f"The run failed or was interrupted:\n{(folder / f'{name}.log').read_text()}")
     return measured(name, folder / "runs" / name, busy)
 
 
@@ -143,19 +152,32 @@ def measured(name: str, folder: Path, busy: float) -> Measured:
     )
 
 
+def setup(options: argparse.Namespace) -> str:
+    """On what it was measured."""
+    processor = platform.processor()
+    if (described := Path("/proc/cpuinfo")).exists():
+        names = [line.split(":")[1].strip() for line in described.read_text().splitlines() if "model name" in line]
+        processor = names[0] if names else processor
+    return (
+        f"{options.steps} steps of {options.groups} · {GROUP_SIZE} rollouts, a tool call takes {options.median:g} s at "
+        f"the median, seed {options.seed}; {time.strftime('%B %Y')}, {os.cpu_count()} cores of an {processor}."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--groups", type=int, default=16, help="groups of a step, of 8 rollouts each")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--groups", type=int, default=16, help=f"groups of a step, of {GROUP_SIZE} rollouts each")
     parser.add_argument("--staleness", type=int, default=4, help="of the asynchronous run")
     parser.add_argument("--median", type=float, default=0.5, help="of a tool call, in seconds")
     parser.add_argument("--tail", type=float, default=10.0, help="99th percentile of a tool call over its median")
-    parser.add_argument("--workers", type=int, default=128, help="rollouts run at the same time")
+    parser.add_argument("--workers", type=int, help="rollouts run at the same time; by default, those of one step")
     parser.add_argument("--tasks", type=int, default=200, help="of an evaluation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-least", type=float, default=2.0, help="times the rollouts per hour")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of the final rewards")
     parser.add_argument("--folder", type=Path, help="where the runs go; by default, nowhere that stays")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/asynchronous.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
@@ -164,8 +186,14 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         waiting = run("synchronous", 0, folder, options)
         going_on = run("asynchronous", options.staleness, folder, options)
+    if waiting.rollouts != going_on.rollouts:
+        sys.exit(f"The runs are not comparable: {waiting.rollouts:.0f} rollouts, and {going_on.rollouts:.0f}.")
     times = going_on.per_hour / waiting.per_hour
-    print(f"{HEAD}\n{waiting.row()}\n{going_on.row()}\n\n{times:.2f} times the rollouts per hour")
+    table = f"{HEAD}\n{waiting.row()}\n{going_on.row()}\n\n{times:.1f} times the rollouts per hour. {setup(options)}"
+    print(table)
+    if options.write:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}")
     if times < options.at_least:
         sys.exit(f"It was to be {options.at_least:g} times as many.")
     if min(going_on.greedy - waiting.greedy, going_on.sampled - waiting.sampled) < -options.tolerance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -9,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from tiny_policy import CONTEXT, VOCABULARY, make_batch, make_checkpoint
 
 from agl_core.config import LoadedConfig
 from agl_core.errors import EngineError
+from agl_core.training.run import new_run_dir
 from agl_core.training.session import engine_context
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
@@ -79,6 +82,19 @@ def device(bench: Bench, given: Given) -> str:
         return policies(bench.load({**TORCH, **given})).policies["default"].loaded.device.type
     except EngineError as error:
         return str(error)
+
+
+async def listening_at(bench: Bench, given: Given) -> str | None:
+    """Where a started engine listens, as it says and is reached."""
+    loaded = bench.load({**TORCH, **given})
+    engine = loaded.engine.build(engine_context(loaded, new_run_dir(loaded)))
+    try:
+        place = urlsplit((await engine.start()).urls[0])
+        _, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.close()
+        return place.hostname
+    finally:
+        await engine.stop()
 
 
 def architecture(bench: Bench, given: Given) -> str:
@@ -179,6 +195,7 @@ EFFECTS: Mapping[str, Effect] = {
         }.items()
     },
     "engine.torch.device": Effect(device, {"engine.torch.device": "cuda"}, {"engine.torch.device": "cpu"}),
+    "engine.torch.host": Effect(listening_at, {"engine.torch.host": "127.0.0.2"}),
     "engine.torch.threads": Effect(threads, {"engine.torch.threads": 2}),
     "engine.torch.max_context": Effect(context_length, {"engine.torch.max_context": 100}),
     "engine.torch.max_rows": Effect(rows_computed_together, {"engine.torch.max_rows": 2}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from scripted_upstream import ScriptedUpstream
 import agl_core
 from agl_core import Need
 from agl_core.plugins import NoOptions, Register
-from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.buffers import Fifo
-from agl_core.types import Batch, Episode, Task
+from agl_core.types import Batch, Task
 
 SEEN = "seen.json"
 """What the engine writes into the run's folder when it is stopped."""
@@ -44,9 +44,8 @@ class ScriptedEngine:
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
-        columns = {name: getattr(batch, f"{name}_N").tolist() for name in ("values", "scores", "group", "rollout")}
-        columns["turn"] = batch.turn_N.tolist()
-        columns["version"] = batch.version_N.tolist()
+        named = ("values", "scores", "group", "rollout", "turn", "version", "weight")
+        columns = {name: getattr(batch, f"{name}_N").tolist() for name in named}
         self._seen["updates"].append(
             {"policy": policy, "algorithm": algorithm, "options": dict(options), "kind": batch.kind, **columns}
         )
@@ -80,8 +79,8 @@ def register_engines(register: Register) -> None:
 class Half(Fifo):
     """Trains on the first half of what it has."""
 
-    def draw(self, count: int) -> list[Sequence[Episode]] | None:
-        drawn = super().draw(count)
+    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
+        drawn = super().draw(count, context)
         return drawn and drawn[: count // 2]
 
 

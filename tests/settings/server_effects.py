@@ -12,9 +12,11 @@ from urllib.parse import urlsplit
 from settings_bench import Bench, Effect, Given
 from stack import make_rollout
 
+from agl_core.server import LightningServer
 from agl_core.training.progress import Silent
 from agl_core.training.run import new_run_dir
-from agl_core.training.session import Session, open_session
+from agl_core.training.serving import near_server
+from agl_core.training.session import open_session
 from agl_core.wire import SERVER_FILE, LeaseRequest
 
 
@@ -27,44 +29,44 @@ def _free_port() -> int:
 PORT = _free_port()
 
 
-def serving(look: Callable[[Session, str], Awaitable[Any]]) -> Callable[[Bench, Given], Awaitable[Any]]:
+def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[[Bench, Given], Awaitable[Any]]:
     """Look at a run's server while it serves; the URL is the one that workers are told in the run's folder."""
 
     async def observe(bench: Bench, given: Given) -> Any:
         loaded = bench.load(given)
         run_dir = new_run_dir(loaded)
         async with (
-            loaded.store.build(run_dir) as store,
-            open_session(loaded, run_dir, 0, store, Silent(), None) as session,
+            near_server(loaded, run_dir) as server,
+            open_session(loaded, run_dir, server, Silent()),
         ):
             told = json.loads((run_dir / SERVER_FILE).read_text())
-            assert told["worker_key"] == session.server.worker_key
-            return await look(session, told["base_url"])
+            assert told["worker_key"] == server.worker_key
+            return await look(server, told["base_url"])
 
     return observe
 
 
-async def host(session: Session, url: str) -> str | None:
+async def host(server: LightningServer, url: str) -> str | None:
     return urlsplit(url).hostname
 
 
-async def has_the_port(session: Session, url: str) -> bool:
+async def has_the_port(server: LightningServer, url: str) -> bool:
     return urlsplit(url).port == PORT
 
 
-async def takes_spans_over_grpc(session: Session, url: str) -> bool:
+async def takes_spans_over_grpc(server: LightningServer, url: str) -> bool:
     """Whether anything listens there, besides the server itself."""
-    if session.server.otlp_port is None:
+    if server.otlp_port is None:
         return False
-    _, writer = await asyncio.open_connection("127.0.0.1", session.server.otlp_port)
+    _, writer = await asyncio.open_connection("127.0.0.1", server.otlp_port)
     writer.close()
     return True
 
 
-async def terms(session: Session, url: str) -> tuple[float, float]:
+async def terms(server: LightningServer, url: str) -> tuple[float, float]:
     """What a lease says of heartbeats."""
-    await session.server.queue.enqueue([make_rollout("a")])
-    (lease,) = (await session.server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+    await server.queue.enqueue([make_rollout("a")])
+    (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
     return lease.heartbeat, lease.expires
 
 

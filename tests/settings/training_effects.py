@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from agl_core.training.collect import Collector
 from agl_core.training.plan import plan_train_group
 from agl_core.training.progress import Silent
 from agl_core.training.run import new_run_dir
+from agl_core.training.serving import near_server
 from agl_core.training.session import open_session
 from agl_core.types import Attempt, Ending, Rollout, RolloutState
 
@@ -25,21 +26,18 @@ class EndedQueue:
 
     def __init__(self, store: MemoryStore, ending: Ending) -> None:
         self._store, self._ending = store, ending
-        self._done: list[Rollout] = []
+        self._done: dict[str, Rollout] = {}
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         await self._store.put(*(Attempt(each.id, 0, "w", 0.0, 1.0, self._ending) for each in rollouts))
-        self._done += [
-            replace(each, state=RolloutState.DONE, ending=self._ending, counted_attempt=0) for each in rollouts
-        ]
+        self._done |= {
+            each.id: replace(each, state=RolloutState.DONE, ending=self._ending, counted_attempt=0) for each in rollouts
+        }
 
-    async def next_done(self) -> Rollout:
-        return self._done.pop()
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        return [self._done[id] for id in ids]
 
-    def done_now(self) -> list[Rollout]:
-        return []
-
-    async def cancel(self, ids: Sequence[str]) -> None: ...
+    async def cancel(self, ids: Collection[str]) -> None: ...
 
 
 def episodes_that_ended(ending: Ending) -> Callable[[Bench, Given], Awaitable[Any]]:
@@ -76,6 +74,18 @@ def in_flight(run: Ran) -> float:
     return found
 
 
+def replayed(run: Ran) -> list[list[tuple[float, float]]]:
+    """By update, score and weight of each transition that an earlier version sampled."""
+    return [
+        [
+            row
+            for version, *row in zip(update["version"], update["scores"], update["weight"], strict=True)
+            if version < made
+        ]
+        for made, update in enumerate(run.updates)
+    ]
+
+
 def kept(run: Ran) -> int:
     return run.summary.state.kept
 
@@ -110,8 +120,8 @@ async def has_a_worker(bench: Bench, given: Given) -> bool:
     loaded = bench.load(given)
     run_dir = new_run_dir(loaded)
     async with (
-        loaded.store.build(run_dir) as store,
-        open_session(loaded, run_dir, 0, store, Silent(), None) as session,
+        near_server(loaded, run_dir) as server,
+        open_session(loaded, run_dir, server, Silent()) as session,
     ):
         return session.worker is not None
 
@@ -130,6 +140,17 @@ def _tasks(name: str) -> Given:
     return {"tasks.train.path": f"{name}.jsonl"}
 
 
+REPLAY: Given = {
+    **_tasks("unequal"),
+    "train.steps": 6,
+    "train.endings.crashed": 0.25,
+    "async.max_staleness": 4,
+    "async.in_flight": 2,  # As many as a step takes: the time that rollouts take does not matter.
+    "algorithm.grpo.importance_threshold": 2.0,
+    "buffer.name": "prioritised",
+}
+"""Three tasks, whose groups' rewards lie 3/4, 1/4 and 0 apart, are trained on four times each, and again."""
+
 EFFECTS: Mapping[str, Effect] = {
     "train.steps": Effect(ran(lambda run: len(run.updates)), {"train.steps": 1}),
     "train.groups_per_step": Effect(ran(groups_and_rollouts), {"train.groups_per_step": 1}),
@@ -146,6 +167,10 @@ EFFECTS: Mapping[str, Effect] = {
     **dict(_of_endings()),
     "async.max_staleness": Effect(ran(in_flight), {"async.max_staleness": 1}),
     "async.in_flight": Effect(ran(in_flight), {"async.in_flight": 3}, {"async.max_staleness": 1}),
+    "buffer.prioritised.ratio": Effect(ran(replayed), {"buffer.prioritised.ratio": 0.5}, REPLAY),
+    "buffer.prioritised.capacity": Effect(ran(replayed), {"buffer.prioritised.capacity": 1}, REPLAY),
+    "buffer.prioritised.alpha": Effect(ran(replayed), {"buffer.prioritised.alpha": 0.0}, REPLAY),
+    "buffer.prioritised.beta": Effect(ran(replayed), {"buffer.prioritised.beta": 0.0}, REPLAY),
     "buffer.name": Effect(ran(groups_and_rollouts), {"buffer.name": "half"}),
     "eval.every": Effect(ran(evaluations), {"eval.every": 1}),
     "eval.tasks": Effect(ran(evaluations), {"eval.tasks": 3}),

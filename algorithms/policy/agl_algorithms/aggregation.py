@@ -1,4 +1,8 @@
-"""Token weights of a loss: what one token counts beside the others. Each rule's weights sum to 1."""
+"""Token weights of a loss: what one token counts beside the others. Each rule's weights sum to 1, before corrections.
+
+A correction (`Samples.weight_N`, of replayed experience say) is multiplied in afterwards, so that what it takes from
+one transition goes to no other.
+"""
 
 from __future__ import annotations
 
@@ -37,4 +41,6 @@ def token_weights(samples: Samples, aggregation: Aggregation, taking_part_N: Ten
         rollout_N, rollouts = dense(samples.rollout_N)
         turns_N = segment_count(rollout_N[trained_N], rollouts)[rollout_N]
         per_token_N = 1.0 / (groups * rollouts_N * turns_N * tokens_N).clamp(min=1)
+    if samples.weight_N is not None:
+        per_token_N = per_token_N * samples.weight_N
     return (per_token_N[samples.transition_R] * mask_R).to(samples.behaviour_R.dtype)

@@ -34,6 +34,8 @@ class Samples:
     """[N] int64: 0 … rollouts-1, unique over groups."""
     turn_N: Tensor
     """[N] int64: the transition's place in its episode."""
+    weight_N: Tensor | None = None
+    """[N] what each transition's token weights are multiplied by; None: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Algorithm(Protocol):
         """[N] bool: False for transitions that need not be computed at all (zero advantage, no KL)."""
 
     def weights(self, samples: Samples) -> Tensor:
-        """[R] token weights of the loss over the whole batch; 0 where masked."""
+        """[R] token weights of the loss over the whole batch, `weight_N` multiplied in; 0 where masked."""
 
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
@@ -95,7 +97,7 @@ class CriticAlgorithm(Algorithm, Protocol):
         """[R] what the values should become where they have a weight; `values_R` are those before the update."""
 
     def value_weights(self, samples: Samples) -> Tensor:
-        """[R] weights of the value loss over the whole batch."""
+        """[R] weights of the value loss over the whole batch, `weight_N` multiplied in."""
 
     def value_loss(
         self, current_R: Tensor, old_R: Tensor, targets_R: Tensor, weights_R: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.interface import Algorithm, Logprobs, Samples
+from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
 from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
@@ -90,6 +90,30 @@ def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
     total = weights.sum().item()
     assert total == pytest.approx(1.0) or total == 0.0
     assert (weights[~samples.mask_R] == 0).all()
+
+
+@given(batches(), st.sampled_from(EVERY_KIND), st.floats(0, 10))
+@settings(max_examples=60, deadline=None)
+def test_a_transitions_weight_multiplies_its_share_of_the_loss_and_moves_no_other(
+    batch: tuple[list[Row], int], algorithm: Algorithm, weight: float
+) -> None:
+    samples, logprobs = build(*batch)
+    weight_N = torch.ones_like(samples.values_N)
+    weight_N[0] = weight
+    weighted = dataclasses.replace(samples, weight_N=weight_N)
+    torch.testing.assert_close(advantages_of(algorithm, weighted), advantages_of(algorithm, samples))
+    before, after = ([algorithm.weights(each)] for each in (samples, weighted))
+    if algorithm.needs_critic:
+        critic = cast(CriticAlgorithm, algorithm)
+        before, after = ([*found, critic.value_weights(of)] for found, of in ((before, samples), (after, weighted)))
+    first_R = samples.transition_R == 0
+    for plain_R, weighted_R in zip(before, after, strict=True):
+        torch.testing.assert_close(weighted_R, torch.where(first_R, weight * plain_R, plain_R))
+    parts = [
+        torch.autograd.grad(whole_loss(algorithm, each, logprobs), logprobs.current_R)[0]
+        for each in (samples, weighted)
+    ]
+    torch.testing.assert_close(parts[1], torch.where(first_R, weight * parts[0], parts[0]))
 
 
 @given(batches(), st.sampled_from(EVERY_KIND), st.randoms(use_true_random=False))

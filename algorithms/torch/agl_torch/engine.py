@@ -58,13 +58,13 @@ class TorchEngine:
             await self.stop()
             raise
         self._client = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{ready.port}",
+            base_url=f"http://{self._options.url_host}:{ready.port}",
             headers={"authorization": f"Bearer {self._control_key}"},
             timeout=None,
             trust_env=False,
         )
         return Upstream(
-            urls=(f"http://127.0.0.1:{ready.port}/v1",),
+            urls=(f"http://{self._options.url_host}:{ready.port}/v1",),
             models={name: name for name in self._context.policies},
             api_key=self._context.api_key,
             context_length=ready.context_length,

@@ -1,4 +1,4 @@
-"""AdamW over a policy's trained weights: clipping, warm-up and schedule, and full-precision copies of low-precision weights."""
+"""AdamW over a policy's trained weights: clipping, warm-up and schedule, and copies in full precision."""
 
 from __future__ import annotations
 

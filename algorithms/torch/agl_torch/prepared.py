@@ -170,6 +170,7 @@ def _samples(batch: Batch, loaded: LoadedModel) -> Samples:
         group_N=on_device(batch.group_N, torch.int64),
         rollout_N=on_device(batch.rollout_N, torch.int64),
         turn_N=on_device(batch.turn_N, torch.int64),
+        weight_N=on_device(batch.weight_N, torch.float64),
     )
 
 

@@ -55,7 +55,9 @@ async def _serve(settings: Settings, policies: Policies, announcements: TextIO) 
         routes=[*control_routes(policies, loop, key=settings.control_key), Mount("/", app=openai)],
     )
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    host = settings.options.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=2048)
     loop.start()
     port = listener.getsockname()[1]
     _announce(announcements, Ready(port=port, context_length=policies.context_length))

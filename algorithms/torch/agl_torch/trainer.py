@@ -254,4 +254,5 @@ def _samples_of(micro: MicroBatch, samples: Samples) -> Samples:
         group_N=samples.group_N[rows],
         rollout_N=samples.rollout_N[rows],
         turn_N=samples.turn_N[rows],
+        weight_N=None if samples.weight_N is None else samples.weight_N[rows],
     )

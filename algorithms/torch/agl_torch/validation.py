@@ -14,8 +14,8 @@ def unusable(batch: Batch, *, context_length: int, vocabulary: int) -> list[Drop
     - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
     - no unmasked token: FULLY_MASKED;
     - longer than the model's context: TOO_LONG;
-    - a log-probability of an unmasked token, credited value, score or temperature that is not finite, a
-      temperature that is not positive, a token id the model does not have: NON_FINITE.
+    - a log-probability of an unmasked token, credited value, score, weight or temperature that is not finite, a
+      temperature that is not positive, a weight below 0, a token id the model does not have: NON_FINITE.
     """
     lengths = np.diff(batch.offsets)
     responses = batch.response_lengths_N
@@ -28,6 +28,7 @@ def unusable(batch: Batch, *, context_length: int, vocabulary: int) -> list[Drop
         | ~np.isfinite(batch.values_N)
         | ~np.isfinite(batch.scores_N)
         | ~(np.isfinite(batch.temperature_N) & (batch.temperature_N > 0))
+        | ~(np.isfinite(batch.weight_N) & (batch.weight_N >= 0))
         | (_sums(unknown_T, batch.offsets) > 0)
     )
     reasons: list[DropReason | None] = []
@@ -67,6 +68,7 @@ def subset(batch: Batch, chosen: NDArray[np.int64]) -> Batch:
         version_N=batch.version_N[chosen],
         scores_N=batch.scores_N[chosen],
         keys=tuple(batch.keys[i] for i in chosen),
+        weight_N=batch.weight_N[chosen],
     )
 
 

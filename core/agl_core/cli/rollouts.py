@@ -69,7 +69,7 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
 
     from agl_core.learning import build_episode
 
-    async def read(store: Store) -> tuple[Rollout, list[tuple[Attempt, Episode, dict[Any, Use]]]]:
+    async def read(store: Store) -> tuple[Rollout, list[tuple[Attempt, Episode, list[Use]]]]:
         found = await store.rollout(rollout)
         shown = []
         for attempt in await store.attempts(found.id):
@@ -77,7 +77,7 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
             episode = build_episode(
                 found, attempt, await store.calls(keys), await store.outcomes(keys), await store.rewards(keys)
             )
-            shown.append((attempt, episode, {use.key: use for use in await store.uses(keys)}))
+            shown.append((attempt, episode, await store.uses(keys)))
         return found, shown
 
     (found, attempts), runs = _read(run, read)
@@ -95,13 +95,14 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
         _print_episode(console, episode, uses, width)
 
 
-def _print_episode(console: Console, episode: Episode, uses: Mapping[Any, Use], width: int) -> None:
+def _print_episode(console: Console, episode: Episode, uses: Sequence[Use], width: int) -> None:
     by_call: dict[tuple[str | None, int], list[Reward]] = {}
     for reward in episode.rewards:
         by_call.setdefault((reward.call, reward.choice), []).append(reward)
     for transition in episode.transitions:
         key = (transition.key.call, transition.key.choice)
-        _print_transition(console, transition, by_call.pop(key, ()), uses.get(transition.key), width)
+        its_uses = [use for use in uses if use.key == transition.key]
+        _print_transition(console, transition, by_call.pop(key, ()), its_uses, width)
     for outcome in episode.unjoined:
         console.print(f"  outcome of no recorded call: {outcome.tool} {outcome.status.value}", style="yellow")
     console.print(f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
@@ -114,7 +115,7 @@ def _print_episode(console: Console, episode: Episode, uses: Mapping[Any, Use], 
 
 
 def _print_transition(
-    console: Console, transition: Transition, rewards: Sequence[Reward], use: Use | None, width: int
+    console: Console, transition: Transition, rewards: Sequence[Reward], uses: Sequence[Use], width: int
 ) -> None:
     version = "" if transition.version is None else f" v{transition.version}"
     agent = printable(transition.agent or "unnamed agent", 60)
@@ -146,7 +147,7 @@ def _print_transition(
         )
     for reward in rewards:
         console.print(f"    reward {_describe_reward(reward)}")
-    if use is not None:
+    for use in uses:
         console.print(f"    {_describe_use(use)}", style="magenta")
 
 

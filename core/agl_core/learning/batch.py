@@ -50,12 +50,14 @@ class _Row:
     score: float
     group: int
     rollout: int
+    weight: float
 
 
 def prepare(
     groups: Sequence[Sequence[Episode]],
     credit: Mapping[str, PolicyCredit],
     *,
+    weights: Sequence[float] = (),
     agents: Sequence[str] = ("*",),
     min_group_size: int = 1,
     step: int = 0,
@@ -66,7 +68,7 @@ def prepare(
     whole. `credit` has a rule for each policy: it sees the whole group, transitions of other policies and of untrained
     agents included, and its values are taken for the policy's own transitions. Untrained agents are left out of the
     batches; where credit yields rewards of one step, what others earn goes to the policy's trained transitions before
-    (`carry_rewards`), so that it stays in the return.
+    (`carry_rewards`), so that it stays in the return. `weights` has the weight of each group in the loss; none: all 1.
     """
     rows: dict[str, list[_Row]] = {}
     dropped: list[Use] = []
@@ -98,7 +100,9 @@ def prepare(
                 earned = carry_rewards([t.turn for t in episode.transitions], values, kept) if carries else values
                 for i in kept:
                     if math.isfinite(earned[i]):
-                        row = _Row(episode.transitions[i], earned[i], episode.terminal or 0.0, group_index, rollouts)
+                        weight = weights[group_index] if weights else 1.0
+                        score = episode.terminal or 0.0
+                        row = _Row(episode.transitions[i], earned[i], score, group_index, rollouts, weight)
                         rows.setdefault(policy, []).append(row)
                     else:
                         dropped.append(_use(episode.transitions[i], step, values[i], DropReason.NON_FINITE))
@@ -162,6 +166,7 @@ def _batch(rows: Sequence[_Row], kind: CreditKind) -> Batch:
         version_N=np.array([-1 if t.version is None else t.version for t in transitions], np.int64),
         scores_N=np.array([row.score for row in rows], np.float64),
         keys=tuple(t.key for t in transitions),
+        weight_N=np.array([row.weight for row in rows], np.float64),
     )
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from agl_core.plugins import NoOptions
+from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.types import Episode
 
 
@@ -19,6 +20,10 @@ class Fifo:
     def __init__(self) -> None:
         self._groups: deque[Sequence[Episode]] = deque()
 
+    def __len__(self) -> int:
+        """How many groups wait."""
+        return len(self._groups)
+
     @property
     def pending(self) -> list[str]:
         """The names of the groups, first to last."""
@@ -28,11 +33,11 @@ class Fifo:
         """Put a group at the end."""
         self._groups.append(group)
 
-    def draw(self, count: int) -> list[Sequence[Episode]] | None:
+    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
         """The first `count` groups, or None if there are fewer."""
         if len(self._groups) < count:
             return None
-        return [self._groups.popleft() for _ in range(count)]
+        return [DrawnGroup(self._groups.popleft()) for _ in range(count)]
 
 
 def fifo(options: NoOptions) -> Fifo:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agl_core.protocols import Buffer
+from agl_core.errors import PluginError
+from agl_core.protocols import Buffer, DrawContext, DrawnGroup
 from agl_core.training.collect import Collected, Collector, Judged, reward_note, tell_of_failed_rules
 from agl_core.training.progress import Phase
 from agl_core.types import Episode, Rollout
@@ -22,8 +23,16 @@ from agl_core.types import Episode, Rollout
 class Drawn(Collected):
     """The groups of one update."""
 
+    weights: list[float] = field(default_factory=list)
+    """Of each group in the loss."""
+    new: list[Episode] = field(default_factory=list)
+    """The episodes of the groups that no earlier update had,"""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Those of the groups that no earlier update had."""
+    """and their rollouts."""
+    replayed: int = 0
+    """Groups that an earlier update had too."""
+    buffered: int = 0
+    """Groups that the buffer holds afterwards."""
     carried_over: int = 0
     """Groups of the update that were under way before its step began."""
     in_flight: int = 0
@@ -63,7 +72,7 @@ class Experience:
         """The positions of the groups that were begun and that no update has had."""
         return sorted([*self._again, *(self._position[name] for name in self._under_way())])
 
-    async def draw(self, updates_left: int, phase: Phase) -> Drawn:
+    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
         """The groups of the next update, in the order of their plan; waits until enough are complete.
 
         No more groups are begun than `updates_left` (this one included) can use.
@@ -72,12 +81,12 @@ class Experience:
         most = min(self._in_flight, updates_left * self._per_update)
         arrived: list[Episode] = []
         await self._begin(most)
-        while (groups := self._buffer.draw(self._per_update)) is None:
+        while (groups := self._buffer.draw(self._per_update, context)) is None:
             arrived += await self._receive()
             phase.advance(self._share_complete(), reward_note(arrived))
             await self._begin(most)
         drawn = self._drawn(groups, before)
-        tell_of_failed_rules(drawn)
+        tell_of_failed_rules(Collected([drawn.new], drawn.reward_errors))
         return drawn
 
     async def cancel(self) -> None:
@@ -116,15 +125,27 @@ class Experience:
                 self._buffer.add([judged.episode for judged in done])
         return [each.episode for each in found]
 
-    def _drawn(self, groups: Sequence[Sequence[Episode]], before: set[str]) -> Drawn:
-        names = dict.fromkeys(group[0].group for group in groups)
+    def _drawn(self, groups: Sequence[DrawnGroup], before: set[str]) -> Drawn:
+        by_name = {group.episodes[0].group: group for group in groups}
+        new = by_name.keys() & self._complete.keys()
+        if len(by_name) < len(groups) or not new:
+            what = "no new group" if not new else "a group twice"
+            raise PluginError(
+                f"The buffer gave an update {what} ({', '.join(by_name) or 'it gave none'}). Mend its `draw`: each "
+                f"group once, at least one of them new (docs/asynchronous.md, Buffers)."
+            )
+        names = sorted(by_name, key=self._position.__getitem__)
         first_time = [judged for name in names for judged in self._complete.pop(name, ())]
         self._complete = {name: self._complete[name] for name in self._buffer.pending}
         return Drawn(
-            groups=sorted(map(list, groups), key=lambda group: self._position[group[0].group]),
+            groups=[list(by_name[name].episodes) for name in names],
+            weights=[by_name[name].weight for name in names],
             reward_errors=[error for judged in first_time for error in judged.reward_errors],
+            new=[judged.episode for judged in first_time],
             rollouts=[judged.rollout for judged in first_time],
-            carried_over=len(before & names.keys()),
+            replayed=len(by_name) - len(new),
+            buffered=len(self._buffer),
+            carried_over=len(before & by_name.keys()),
             in_flight=len(self._under_way()),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,13 @@ class Batch:
     scores_N: NDArray[np.float64]
     """The terminal reward of each transition's rollout (for statistics over rollouts)."""
     keys: tuple[TransitionKey, ...]
+    weight_N: NDArray[np.float64] = field(default_factory=lambda: np.ones(0))
+    """What each transition's share in the loss is multiplied by, at least 0 (`agl_core.protocols.DrawnGroup`); by
+    default 1."""
+
+    def __post_init__(self) -> None:
+        if not len(self.weight_N):
+            object.__setattr__(self, "weight_N", np.ones(len(self)))
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -236,7 +236,7 @@ class TransitionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What training made of one transition; answers "why did this token get this advantage?"."""
+    """What one step made of one transition; answers "why did this token get this advantage?"."""
 
     rollout: str
     attempt: int

@@ -10,9 +10,11 @@ from types import ModuleType
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_training import Bench, StuckError, episode, make_bench
+from scripted_training import Bench, StuckError, asking, episode, make_bench
 
+from agl_core.errors import PluginError
 from agl_core.plugins import Kind, Plugins
+from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.training.buffers import Fifo
 from agl_core.training.checkpoints import read_state
 from agl_core.types import Rollout
@@ -165,11 +167,32 @@ def test_fifo_gives_every_group_once_in_the_order_of_completion(actions: list[in
             added += 1
             continue
         room = added - len(drawn)
-        groups = buffer.draw(count)
+        groups = buffer.draw(count, asking())
         assert (groups is None) == (room < count)
-        drawn += [group[0].group for group in groups or ()]
+        drawn += [group.episodes[0].group for group in groups or ()]
+        assert len(buffer) == added - len(drawn)
         assert buffer.pending == [f"g{number}" for number in range(len(drawn), added)]
     assert drawn == [f"g{number}" for number in range(len(drawn))]
+
+
+@pytest.mark.parametrize(
+    ("draws", "said"), [([0, 0], "a group twice"), ([], "no new group"), ([-1], r"no new group \(s1-g0\)")]
+)
+async def test_a_buffer_that_gives_a_group_twice_or_nothing_new_is_refused(
+    tmp_path: Path, draws: list[int], said: str
+) -> None:
+    class Wrong(Fifo):
+        given: list[DrawnGroup] = []  # noqa: RUF012
+
+        def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
+            new = super().draw(count, context)
+            if new is None or context.step == 1:
+                self.given += new or []
+                return new
+            return [self.given[0] if place < 0 else new[place] for place in draws]
+
+    with pytest.raises(PluginError, match=said):
+        await make_bench(tmp_path, buffer=Wrong()).trainer.train()
 
 
 def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,14 @@ def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, mo
 
 
 def test_an_update_request_crosses_whole() -> None:
-    sent = UpdateRequest("default", "grpo", {"clip": 0.1}, make_batch(None, noise=0.1))
+    batch = make_batch(None, noise=0.1)
+    batch = replace(batch, weight_N=np.linspace(0, 2, len(batch)))
+    sent = UpdateRequest("default", "grpo", {"clip": 0.1}, batch)
     found = UpdateRequest.decode(sent.encode())
     assert (found.policy, found.algorithm, found.options) == (sent.policy, sent.algorithm, sent.options)
     assert (found.batch.kind, found.batch.keys) == (sent.batch.kind, sent.batch.keys)
-    for name in ("tokens_T", "offsets", "behaviour_logprobs_R", "mask_R", "temperature_N", "values_N", "group_N"):
+    arrays = {each.name for each in fields(batch)} - {"kind", "keys"}
+    for name in arrays:
         mine, theirs = getattr(found.batch, name), getattr(sent.batch, name)
         assert mine.dtype == theirs.dtype
         assert np.array_equal(mine, theirs)

@@ -56,7 +56,7 @@ def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: A
                     with torch.no_grad():
                         initial = plain_logprobs(reference, batch, int(i))[mask]
                     per_token = per_token + beta * (torch.exp(initial - current) - (initial - current) - 1)
-                total = total + per_token.mean() / (len(groups) * len(members) * len(turns))
+                total = total + batch.weight_N[i] * per_token.mean() / (len(groups) * len(members) * len(turns))
     return total
 
 
@@ -68,12 +68,15 @@ def test_the_step_size_falls_along_a_cosine_over_the_runs_updates(in_float64: Lo
     assert rates == pytest.approx([1e-2, half, 0.5e-2, 1e-2 - half, 0, 0], abs=1e-12)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_an_update_equals_a_plain_adamw_loop(in_float64: LoadedModel, checkpoint: Path, beta: float) -> None:
+@pytest.mark.parametrize(("beta", "weights"), [(0.0, (1.0,)), (0.5, (1.0,)), (0.5, (1.0, 0.25, 0.0, 3.0))])
+def test_an_update_equals_a_plain_adamw_loop(
+    in_float64: LoadedModel, checkpoint: Path, beta: float, weights: tuple[float, ...]
+) -> None:
     settings = OptimizerSection(
         learning_rate=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.95, epsilon=1e-6, max_grad_norm=0.05, warmup_steps=4
     )
     batch = make_batch(in_float64)
+    batch = replace(batch, weight_N=np.resize(weights, len(batch)))
     twin = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
     twin.model.double()
     reference = load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
@@ -90,7 +93,7 @@ def test_an_update_equals_a_plain_adamw_loop(in_float64: LoadedModel, checkpoint
         optimizer.step()
         optimizer.zero_grad()
         assert result.version == step + 1
-        assert result.metrics["loss"] == pytest.approx(loss.item(), abs=1e-9)
+        assert result.metrics["loss"] * result.weight_N.sum() == pytest.approx(loss.item(), abs=1e-9)
         assert result.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
         assert result.metrics["learning_rate"] == pytest.approx(1e-2 * (step + 1) / 4)
     expected = weights_of(twin.model)
@@ -295,6 +298,9 @@ def poisoned(batch: Batch, field: str, place: int, value: float) -> Batch:
         ("scores_N", math.nan),
         ("temperature_N", 0.0),
         ("temperature_N", math.nan),
+        ("weight_N", math.inf),
+        ("weight_N", math.nan),
+        ("weight_N", -0.5),
         ("tokens_T", 320),
         ("tokens_T", -1),
     ],
