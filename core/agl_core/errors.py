@@ -30,6 +30,10 @@ class StoreError(AglError, OSError):
     """The store cannot be opened, read or written."""
 
 
+class StoreRefusedError(StoreError):
+    """A record that cannot be stored as it is, or a question with no one answer: the store itself is well."""
+
+
 class EngineError(AglError, RuntimeError):
     """The engine did not start, died, or refused an update."""
 

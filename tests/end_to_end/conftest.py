@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,16 @@ class Agl:
 
     folder: Path
     started: list[Command] = field(default_factory=list)
+    through: tuple[str, ...] = ()
+    """The command that runs them, if they run elsewhere."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: str | Path) -> Command:
         log = self.folder / f"log-{len(self.started)}.txt"
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", **self.environment}
         command = Command(
             subprocess.Popen(
-                [Path(sys.executable).with_name("agl"), *map(str, arguments)],
+                [*self.through, Path(sys.executable).with_name("agl"), *map(str, arguments)],
                 cwd=self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -96,12 +99,16 @@ class Agl:
         found: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())
         return found
 
+    def stop(self) -> None:
+        """Kill what is still running."""
+        for command in self.started:
+            if command.process.poll() is None:
+                os.killpg(command.process.pid, signal.SIGKILL)
+                command.process.wait()
+
 
 @pytest.fixture
 def agl(tmp_path: Path) -> Iterator[Agl]:
     agl = Agl(tmp_path)
     yield agl
-    for command in agl.started:
-        if command.process.poll() is None:
-            os.killpg(command.process.pid, signal.SIGKILL)
-            command.process.wait()
+    agl.stop()

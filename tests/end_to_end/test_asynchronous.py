@@ -77,7 +77,7 @@ def brevity(episode):
 STEPS, STALENESS = 8, 4
 
 
-def configuration(folder: Path) -> Path:
+def configuration(folder: Path, **sections: Any) -> Path:
     (folder / "late_agent.py").write_text(AGENT)
     (folder / "late_rewards.py").write_text(REWARDS)
     (folder / "tasks.jsonl").write_text('{"input": "Hello, how are you?"}\n{"input": "The weather today"}\n')
@@ -103,6 +103,7 @@ def configuration(folder: Path) -> Path:
                 "algorithm": {"name": "grpo", "grpo": {"beta": 0.0, "importance_threshold": 2.0}},
                 "engine": {"name": "torch", "torch": {"cache_mib": 32, "threads": 1}},
                 "trackers": {},
+                **sections,
             }
         )
     )
@@ -162,6 +163,38 @@ def test_late_rollouts_carry_over_and_span_versions_and_those_too_old_are_droppe
     at = {id: {call.version for call in found} for id, found in evaluated.items()}
     assert {id: {int(id.split("-")[0][1:])} for id in at} == at, "weights do not move during an evaluation"
     assert all(one.started <= other.started for found in calls.values() for one, other in pairwise(found))
+
+
+def test_old_groups_are_trained_on_again_with_a_record_of_each_step(agl: Any, tmp_path: Path) -> None:
+    agl.run("train", configuration(tmp_path, buffer={"name": "prioritised"}))
+    rollouts, _, uses = recorded(tmp_path / "runs" / "late", Mode.TRAIN)
+    steps = [line for line in agl.metrics("late") if line["kind"] == "train"]
+
+    assert len(rollouts) == STEPS * 2 * 4, "replay begins no fewer new groups"
+    assert sum(line["transitions/kept"] + line["transitions/dropped"] for line in steps) == sum(map(len, uses.values()))
+    used = {id: sorted({use.step for use in found}) for id, found in uses.items()}
+    assert {id: found[0] for id, found in used.items()} == {id: each.step for id, each in rollouts.items()}
+    groups = {(rollouts[id].group, step) for id, found in used.items() for step in found[1:]}
+    assert [line["buffer/replayed"] for line in steps] == [
+        sum(step == of for _, of in groups) for step in range(1, STEPS + 1)
+    ]
+    assert len(groups) >= STEPS
+    for id, found in uses.items():
+        assert len({(use.key, use.step) for use in found}) == len(found) == 2 * len(used[id])
+        for use in found:
+            new, replayed = 2, int(steps[use.step - 1]["buffer/replayed"])
+            share = 1 / ((new + replayed) * 4 * 2)  # By group, of it by rollout, of it by call.
+            if use.step > used[id][0]:
+                assert use.dropped is None
+                assert 0 < use.weight <= share * 1.001
+            elif use.weight:
+                assert use.weight >= share * 0.999  # Of a batch or a group from which the stale ones are missing: more.
+
+    often = max(used, key=lambda id: len(used[id]))
+    shown = agl.run("show", often, "--run", tmp_path / "runs" / "late").splitlines()
+    told = [int(line.strip().removeprefix("step ").split(":")[0]) for line in shown if "weight in the loss" in line]
+    assert told == used[often] * 2
+    assert len(used[often]) > 1
 
 
 async def test_replies_begun_before_an_update_are_finished_by_the_version_that_began_them(tmp_path: Path) -> None:

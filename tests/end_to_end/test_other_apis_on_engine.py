@@ -88,3 +88,16 @@ def test_messages(stack: EngineStack, streamed: bool) -> None:
         ]
         messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": new or f"{turn}?"}]
     prefixes_are_exact(stack, key, 6)
+
+
+def test_messages_tell_the_stop_sequence(stack: EngineStack) -> None:
+    base_url = stack.url(stack.lease()).removesuffix("/v1")
+    client = anthropic.Anthropic(base_url=base_url, api_key=stack.server.agent_key, max_retries=0)
+    asked: dict[str, Any] = {**ASKED, "max_tokens": 256, "messages": [{"role": "user", "content": "Hello"}]}
+    text = "".join(block.text for block in client.messages.create(**asked).content if block.type == "text")
+    stops = ["e", "a", " ", "0"]
+    assert set(stops) & set(text), "the model's random words have none of these: use others"
+    message = client.messages.create(**asked, stop_sequences=stops)
+    assert message.stop_reason == "stop_sequence"
+    assert message.stop_sequence in stops
+    assert not set(stops) & set("".join(block.text for block in message.content if block.type == "text"))

@@ -74,9 +74,14 @@ def attach(adapters: Iterable[Adapter] | None = None) -> Attachment:
 
 
 def installed_adapters(plugins: Plugins | None = None) -> list[Adapter]:
-    """The adapters that plugins bring, with their default settings."""
-    found = (plugins or Plugins.load()).components(Kind.ADAPTER)
-    return [component.build(component.options()) for component in found.values()]
+    """The adapters that plugins bring, with their default settings; one that cannot be made is reported."""
+    adapters = []
+    for name, component in (plugins or Plugins.load()).components(Kind.ADAPTER).items():
+        try:
+            adapters.append(component.build(component.options()))
+        except Exception as error:
+            report_problem(f"Making the adapter '{name}' of {component.origin}", error)
+    return adapters
 
 
 @functools.cache

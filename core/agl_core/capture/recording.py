@@ -94,6 +94,7 @@ class Recording:
         with self._lock:
             if not self._closed:
                 self._requests[request.tool_call_id] = request
+                self._answered.discard(request.tool_call_id)
 
     def request(self, tool_call_id: str) -> ToolRequest | None:
         """The request with this id, if a response of this attempt made it."""

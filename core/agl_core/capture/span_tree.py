@@ -13,6 +13,8 @@ from agl_core.capture.spans import ModelCall, SeenSpan, ToolExecution
 from agl_core.types import Identity, OutcomeStatus
 from agl_core.wire import OutcomeReport
 
+FROM_SPANS = "otel:"
+"""The ids of outcomes that spans told begin with this."""
 _MAX_DEPTH = 1000
 
 
@@ -73,7 +75,7 @@ def outcome_of(spans: Sequence[SeenSpan], agent: str | None) -> OutcomeReport:
     failed = [each for each in (seen[-1], seen[0]) if each.status in (OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT)]
     told = next((each for each in (*failed, *seen) if failed or each.result is not None), seen[0])
     return OutcomeReport(
-        id=f"otel:{first.trace}:{first.id}",
+        id=f"{FROM_SPANS}{first.trace}:{first.id}",
         tool=seen[0].tool,
         status=told.status,
         tool_call_id=next((each.tool_call_id for each in seen if each.tool_call_id), None),

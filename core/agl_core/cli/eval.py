@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agl_core.cli.train import Seed, Set, find_run
+from agl_core.cli.train import Seed, ServerUrl, Set, find_run, reached
 
 Target = Annotated[Path, typer.Argument(help="A run's folder, or a configuration file (its initial weights).")]
 Step = Annotated[int | None, typer.Option(help="The checkpoint's step; the last by default.", show_default=False)]
 
 
-def evaluate(target: Target, step: Step = None, seed: Seed = None, set_: Set = []) -> None:  # noqa: B006
-    """Evaluate on every held-out set, greedy and sampled, and print the rewards."""
+def evaluate(
+    target: Target,
+    step: Step = None,
+    seed: Seed = None,
+    set_: Set = [],  # noqa: B006
+    server: ServerUrl = None,
+) -> None:
+    """Evaluate on every held-out set, greedy and sampled, and print the rewards.
+
+    With --server, a server elsewhere and its workers run the rollouts, as with `agl train --server`.
+    """
     from rich.console import Console
 
     from agl_core.cli.observer import ConsoleObserver
@@ -23,8 +32,9 @@ def evaluate(target: Target, step: Step = None, seed: Seed = None, set_: Set = [
     from agl_core.config.check import check
     from agl_core.config.load import load
     from agl_core.errors import CheckpointError
+    from agl_core.server.event_loop import run
     from agl_core.training.checkpoints import Checkpoints
-    from agl_core.training.run import CONFIG_FILE, new_run_dir
+    from agl_core.training.run import CONFIG_FILE, folder_of_served, new_run_dir
     from agl_core.training.run import evaluate as run_evaluation
 
     of_run = not target.is_file()
@@ -38,7 +48,9 @@ def evaluate(target: Target, step: Step = None, seed: Seed = None, set_: Set = [
         if not checkpoint.is_dir():
             kept = ", ".join(path.name for path in checkpoints.all())
             raise CheckpointError(f"{file.parent} keeps no checkpoint of step {step}. It has: {kept}.")
-    run_dir = file.parent if of_run else new_run_dir(loaded)
+    far = None if server is None else reached(loaded, file.parent if of_run else None, server)
+    fresh = new_run_dir if far is None else functools.partial(folder_of_served, far=far)
+    run_dir = file.parent if of_run else fresh(loaded)
     console = Console()
     observer = ConsoleObserver(console, loaded.config.train.steps)
-    print_evaluation(console, asyncio.run(run_evaluation(loaded, run_dir, checkpoint, observer)))
+    print_evaluation(console, run(run_evaluation(loaded, run_dir, checkpoint, observer, far=far)))

@@ -33,7 +33,7 @@ def print_summary(console: Console, summary: Summary) -> None:
         "LLM calls": f"{state.llm_calls}",
         "transitions": f"{state.kept} trained on; dropped: {dropped}",
         "checkpoint": str(summary.checkpoint or "none"),
-        "store": str(summary.run_dir / "store.sqlite"),
+        "store": f"that of {summary.server}" if summary.server else str(summary.run_dir / "store.sqlite"),
         "summary": str(summary.run_dir / "summary.json"),
     }.items():
         facts.add_row(name, value)
@@ -42,9 +42,11 @@ def print_summary(console: Console, summary: Summary) -> None:
     for problem, count in summary.problems.items():
         facts.add_row("adapter", f"{problem} ({count} times)")
     console.print(facts, highlight=False, soft_wrap=True)
-    following = (
-        f"agl train --resume {summary.run_dir}" if summary.interrupted else f"agl rollouts {summary.run_dir} --limit 5"
-    )
+    following = f"agl rollouts {summary.run_dir} --limit 5"
+    if summary.interrupted:
+        following = f"agl train --resume {summary.run_dir}" + (f" --server {summary.server}" if summary.server else "")
+    elif summary.server:
+        following = f"agl rollouts {summary.run_dir.name} --limit 5, on the machine of the server"
     console.print(f"next: {following}", highlight=False, soft_wrap=True)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agl_core.client import Server
+    from agl_core.config.load import LoadedConfig
 
 Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.", show_default=False)]
@@ -19,13 +23,36 @@ Resume = Annotated[
     Path | None,
     typer.Option(help="A run's folder: go on from its last checkpoint, as its next incarnation.", show_default=False),
 ]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option("--server", metavar="URL", help="Where `agl serve` listens, instead of here.", show_default=False),
+]
+EngineName = Annotated[
+    str | None, typer.Option("--engine", metavar="NAME", help="Overrides engine.name.", show_default=False)
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Start nothing; show what the engine would start, and what that would take."),
+]
 
 
-def train(config: Config = None, seed: Seed = None, set_: Set = [], resume: Resume = None) -> None:  # noqa: B006
+def train(
+    config: Config = None,
+    seed: Seed = None,
+    set_: Set = [],  # noqa: B006
+    resume: Resume = None,
+    server: ServerUrl = None,
+    engine: EngineName = None,
+    dry_run: DryRun = False,
+) -> None:
     """Train the agent that CONFIG names, and print the reward before and after.
 
     Everything runs on this machine: the engine in a process of its own, server and workers in this one. Ctrl-C stops
     cleanly; --resume goes on. The run's folder holds the store, metrics.jsonl, checkpoints and summary.json.
+
+    With --server, the server and its store run elsewhere (`agl serve CONFIG`) and so do the workers (`agl worker
+    CONFIG --server URL`); here are the engine, the checkpoints and the metrics. On another machine than the server's,
+    set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
     """
     from rich.console import Console
 
@@ -33,7 +60,8 @@ def train(config: Config = None, seed: Seed = None, set_: Set = [], resume: Resu
     from agl_core.cli.tables import print_summary
     from agl_core.config.check import check
     from agl_core.config.load import load
-    from agl_core.training.run import CONFIG_FILE, new_run_dir
+    from agl_core.server.event_loop import run
+    from agl_core.training.run import CONFIG_FILE, folder_of_served, new_run_dir
     from agl_core.training.run import train as run_training
 
     if config is not None and resume is None:
@@ -42,15 +70,42 @@ def train(config: Config = None, seed: Seed = None, set_: Set = [], resume: Resu
         file = find_run(resume) / CONFIG_FILE
     else:
         raise ConfigError("Name either a configuration file or, with --resume, a run's folder. See agl train --help.")
-    loaded = load(file, set_, seed)
+    chosen = [] if engine is None else [f"engine.name={engine}"]
+    loaded = load(file, [*set_, *chosen], seed)
     check(loaded)
-    run_dir = new_run_dir(loaded) if resume is None else file.parent
+    if dry_run:
+        print(described_engine(loaded), end="")
+        return
+    far = None if server is None else reached(loaded, file.parent if resume else None, server)
+    fresh = new_run_dir if far is None else functools.partial(folder_of_served, far=far)
+    run_dir = fresh(loaded) if resume is None else file.parent
     console = Console()
     console.print(f"run folder: {run_dir}", highlight=False)
     observer = ConsoleObserver(console, loaded.config.train.steps)
-    summary = asyncio.run(run_training(loaded, run_dir, observer, resume=resume is not None))
+    summary = run(run_training(loaded, run_dir, observer, resume=resume is not None, far=far))
     summary.write()
     print_summary(console, summary)
+
+
+def described_engine(loaded: LoadedConfig) -> str:
+    """What the engine of this configuration would start."""
+    from agl_core.protocols import DescribedEngine
+    from agl_core.training.session import engine_context
+
+    engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
+    if isinstance(engine, DescribedEngine):
+        return engine.describe()
+    return f"{loaded.engine.label} starts one process on this machine.\n"
+
+
+def reached(loaded: LoadedConfig, folder: Path | None, url: str) -> Server:
+    """The server at this address, with the operator's key."""
+    from agl_core.client import find_server
+    from agl_core.wire import OPERATOR_KEY
+
+    server = find_server(loaded.config, folder, url, OPERATOR_KEY)
+    assert server is not None, "an address was given"
+    return server
 
 
 def find_run(folder: Path) -> Path:

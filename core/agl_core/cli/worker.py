@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
 ServerUrl = Annotated[
     str | None,
-    typer.Option("--server", metavar="URL", help="Where `agl train` listens, if not here.", show_default=False),
+    typer.Option("--server", metavar="URL", help="Where `agl train` or `agl serve` listens.", show_default=False),
 ]
 Concurrency = Annotated[
     int | None,
@@ -51,9 +51,9 @@ def work(
 ) -> None:
     """Run rollouts for `agl train TARGET`, until that run is over. There may be any number of workers.
 
-    On the machine of `agl train`, the server and its key are found in the run's folder. Anywhere else, name the
-    server with --server and set AGL_WORKER_KEY to the same value as for `agl train`. The configuration, the agent and
-    what that needs have to be on each machine.
+    On the machine of `agl train` (or `agl serve`), the server and its key are found in the run's folder. Anywhere
+    else, name the server with --server and set AGL_WORKER_KEY to the value it has there. The configuration, the agent
+    and what that needs have to be on each machine.
 
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back at once.
@@ -117,7 +117,7 @@ async def _found(find: Callable[[], Server | None], console: Console) -> Server:
     """The server, as soon as there is one."""
     server = find()
     if server is None:
-        console.print("waiting for `agl train` to start the run", highlight=False)
+        console.print("waiting for `agl train` or `agl serve` to start the run", highlight=False)
     while server is None:
         await asyncio.sleep(_LOOK_AGAIN)
         server = find()

@@ -1,9 +1,10 @@
-"""Lightning Client: workers that lease rollouts and run the agent."""
+"""Lightning Client: workers that lease rollouts and run the agent, and the typed clients of a Lightning Server."""
 
 from agl_core.client.agent import Agent, AgentContext, load_agent
-from agl_core.client.api import LightningClient
+from agl_core.client.api import BlockingClient, LightningClient, RefusedError, UnreachableError
 from agl_core.client.attempts import Ended, Runner, agent_environment, client_variables
 from agl_core.client.choosing import choose_runner
+from agl_core.client.far import FarQueue, FarServer, FarStore
 from agl_core.client.finding import Server, find_server
 from agl_core.client.in_process import InProcess
 from agl_core.client.isolated import CommandPerAttempt, ProcessPerAttempt
@@ -12,13 +13,19 @@ from agl_core.client.worker import Worker, WorkerThread
 __all__ = [
     "Agent",
     "AgentContext",
+    "BlockingClient",
     "CommandPerAttempt",
     "Ended",
+    "FarQueue",
+    "FarServer",
+    "FarStore",
     "InProcess",
     "LightningClient",
     "ProcessPerAttempt",
+    "RefusedError",
     "Runner",
     "Server",
+    "UnreachableError",
     "Worker",
     "WorkerThread",
     "agent_environment",

@@ -1,4 +1,4 @@
-"""Where a run's server is, and the key to it, for workers apart."""
+"""Where a run's server is, and the key to it, for workers and trainers apart."""
 
 from __future__ import annotations
 
@@ -11,42 +11,55 @@ from pydantic import ValidationError
 
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError
-from agl_core.wire import SERVER_FILE, WORKER_KEY, ServerFile
+from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile
+
+_URL = re.compile(r"https?://[^\s/]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a worker has to know."""
+    """What a worker or trainer has to know."""
 
     base_url: str
     key: str = field(repr=False)
 
 
-def find_server(config: RunConfig, folder: Path | None, url: str | None) -> Server | None:
+def find_server(config: RunConfig, folder: Path | None, url: str | None, name: str = WORKER_KEY) -> Server | None:
     """The server of a run: at `url`, else as the file in the run's `folder` says, or in the newest of its name.
 
-    The key is that of AGL_WORKER_KEY, else that file's. None if there is no such file yet; ConfigError if only the key
-    is missing.
+    `name` is the variable of the key that is needed; the key is its value, else as that file says. None if there is no
+    such file yet; ConfigError if only the key is missing.
     """
-    file = _newest(config, folder)
-    base_url = (url or (file and file.base_url) or "").rstrip("/")
-    key = os.environ.get(WORKER_KEY, "").strip() or (file and file.worker_key)
+    base_url = (url or "").rstrip("/")
+    file = _newest(config, folder, base_url)
+    base_url = base_url or (file.base_url if file else "")
+    if base_url and not _URL.fullmatch(base_url):
+        raise ConfigError(f"{base_url!r} is no address of a server. Give it as http://HOST:PORT.")
+    kept = "operator_key" if name == OPERATOR_KEY else "worker_key"
+    key = os.environ.get(name, "").strip() or (file and getattr(file, kept))
     if base_url and not key:
         raise ConfigError(
-            f"The key of the server at {base_url} is not known here: set {WORKER_KEY} to the value it has where "
-            f"`agl train` runs (where it has none, it is the worker_key in the run's {SERVER_FILE})."
+            f"The key of the server at {base_url} is not known here: set {name} to the value it has where the server "
+            f"runs (where it has none, it is the {kept} in the run's {SERVER_FILE})."
         )
     return Server(base_url, key) if base_url and key else None
 
 
-def _newest(config: RunConfig, folder: Path | None) -> ServerFile | None:
+def _newest(config: RunConfig, folder: Path | None, base_url: str) -> ServerFile | None:
+    """The file of this server, if there is one, else the newest one."""
     if folder is not None:
         files = [folder / SERVER_FILE]
     else:
         same_name = re.compile(rf"{re.escape(config.name)}(-\d+)?")
         files = [each for each in config.runs.glob(f"*/{SERVER_FILE}") if same_name.fullmatch(each.parent.name)]
+    found = [read for each in files if (read := _read(each)) is not None]
+    found.sort(key=lambda each: (each[1].base_url == base_url, each[0]))
+    return found[-1][1] if found else None
+
+
+def _read(file: Path) -> tuple[float, ServerFile] | None:
+    """When it was written and what it says; None if there is none, or it is of another agl."""
     try:
-        newest = max(files, key=lambda each: each.stat().st_mtime)
-        return ServerFile.model_validate_json(newest.read_bytes())
-    except (OSError, ValueError, ValidationError):  # There is none, or it is just being replaced.
+        return file.stat().st_mtime, ServerFile.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
         return None

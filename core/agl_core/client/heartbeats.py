@@ -6,13 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 
-import httpx
-
-from agl_core.client.api import answered, authorized, unreachable
+from agl_core.client.api import BlockingClient
 from agl_core.client.link import Link
 from agl_core.errors import ServerError
 from agl_core.types import AttemptKey
-from agl_core.wire import AttemptRef, HeartbeatReply, HeartbeatRequest
+from agl_core.wire import AttemptRef, HeartbeatRequest
 
 logger = logging.getLogger(__name__)
 
@@ -58,26 +56,19 @@ class Heartbeats:
             self._held.discard(key)
 
     def _send_forever(self) -> None:
-        with httpx.Client(
-            base_url=self._base_url, headers=authorized(self._key), timeout=_TIMEOUT, trust_env=False
-        ) as http:
+        with BlockingClient(self._base_url, self._key, _TIMEOUT) as client:
             while not self._stopped:
                 self._due.wait(self._interval)
                 self._due.clear()
                 with self._lock:
                     held = frozenset(self._held)
                 if held and not self._stopped:
-                    self._send(http, held)
+                    self._send(client, held)
 
-    def _send(self, http: httpx.Client, held: frozenset[AttemptKey]) -> None:
+    def _send(self, client: BlockingClient, held: frozenset[AttemptKey]) -> None:
         refs = [AttemptRef(rollout=key.rollout, attempt=key.attempt) for key in sorted(held)]
-        body = HeartbeatRequest(worker=self._worker, attempts=refs).model_dump_json()
         try:
-            try:
-                response = http.post("/agl/v1/heartbeats", content=body, headers={"Content-Type": "application/json"})
-            except httpx.HTTPError as error:
-                raise unreachable(self._base_url, error) from error
-            reply = answered(response, HeartbeatReply)
+            reply = client.heartbeat(HeartbeatRequest(worker=self._worker, attempts=refs))
         except ServerError as error:
             self._link.failed(error)
             return

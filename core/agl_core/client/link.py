@@ -1,13 +1,20 @@
-"""Whether the server can be reached, as all parts of a worker know it together."""
+"""Whether the server can be reached, as all parts of a worker or trainer know it together."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import threading
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from agl_core.client.api import UnreachableError
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _FIRST_DELAY = 0.5
 _LONGEST_DELAY = 10.0
@@ -37,6 +44,24 @@ class Link:
             logger.warning(
                 "The Lightning Server at %s is back after %.0f seconds.", self._base_url, time.monotonic() - since
             )
+
+
+async def persistently(
+    link: Link, ask: Callable[[], Coroutine[Any, Any, Result]], gives_up: Callable[[], bool] = lambda: False
+) -> Result:
+    """The server's answer, however long it takes to be back; UnreachableError once `gives_up` says so."""
+    backoff = Backoff()
+    while True:
+        try:
+            answer = await ask()
+        except UnreachableError as error:
+            link.failed(error)
+            if gives_up():
+                raise
+            await asyncio.sleep(backoff.next())
+        else:
+            link.worked()
+            return answer
 
 
 class Backoff:

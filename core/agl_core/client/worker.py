@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import os
 import socket
@@ -16,7 +17,7 @@ from agl_core.capture import Recording
 from agl_core.client.api import LightningClient, UnreachableError
 from agl_core.client.attempts import Ended, Runner
 from agl_core.client.heartbeats import Heartbeats
-from agl_core.client.link import Backoff, Link
+from agl_core.client.link import Link, persistently
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import MAX_REPORTS, CloseRequest, Lease, LeaseRequest, RewardReport
@@ -179,22 +180,17 @@ class Worker:
 
     async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
         """The server's answer, however long it takes to be back."""
-        backoff = Backoff()
-        while True:
-            try:
-                answer = await ask()
-            except UnreachableError as error:
-                self._link.failed(error)
-                tries = None if tries is None else tries - 1
-                if tries == 0:
-                    raise
-                if self._moved():
-                    self._stopped.set()
-                    raise
-                await asyncio.sleep(backoff.next())
-            else:
-                self._link.worked()
-                return answer
+        failures = itertools.count(1)
+
+        def gives_up() -> bool:
+            if next(failures) == tries:
+                return True
+            if self._moved():
+                self._stopped.set()
+                return True
+            return False
+
+        return await persistently(self._link, ask, gives_up)
 
     async def _unless_stopped(self, asked: Coroutine[Any, Any, T]) -> T | None:
         """What was asked for, or None if the worker is to stop before that."""

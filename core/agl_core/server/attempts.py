@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from agl_core.server.faults import ApiError
+from agl_core.server.faults import NO_UPSTREAM, STOPPING, STORE_FAILED, ApiError
 from agl_core.server.lifecycle import ATTEMPT, AttemptState, step
 from agl_core.server.retries import RetryBook
 from agl_core.types import Attempt, AttemptKey, Ending, Mode, Rollout
@@ -17,6 +17,7 @@ _NO_CALL = (
     "not use agl's base URL: let it read OPENAI_BASE_URL or ANTHROPIC_BASE_URL (do not set base_url in code), or pass "
     "it `context.base_url` and `context.api_key`."
 )
+_INTERRUPTED = "The server, its store, or the model behind it was away while the agent ran, which may be why it failed:"
 _NOT_AWAITED = "The agent finished before its first LLM call did: let it wait for the reply."
 
 
@@ -34,6 +35,8 @@ class ActiveAttempt:
     started_calls: int = 0
     completed_calls: int = 0
     """Calls that were recorded while it was open."""
+    interrupted: bool = False
+    """The server was restarted under it, had no model for it, or could not record: if its agent breaks, that is why."""
     context_overflows: int = 0
     last_failure: str | None = None
     """What the last request that failed was told."""
@@ -75,6 +78,7 @@ class ActiveAttempt:
         """A request of the agent got an error instead of a reply."""
         self.last_failure = error.message
         self.context_overflows += error.is_context_overflow
+        self.interrupted |= error.code in (NO_UPSTREAM, STOPPING, STORE_FAILED)
 
 
 def attempt_key(rollout: str, number: str) -> AttemptKey | None:
@@ -90,6 +94,8 @@ def attempt_key(rollout: str, number: str) -> AttemptKey | None:
 def judge(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str | None]:
     """The ending and error to record: what the worker reports, and what only the gateway knows."""
     ending, error = request.ending, request.error
+    if ending in _TRIED_AGAIN and attempt.interrupted:
+        return Ending.LOST, f"{_INTERRUPTED} {error or ''}".rstrip()
     if ending is Ending.CRASHED and attempt.context_overflows:
         return Ending.CONTEXT_OVERFLOW, error
     if ending is not Ending.FINISHED or attempt.completed_calls:

@@ -20,6 +20,8 @@ from agl_core.types import Json
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
 
+_FEW = 64
+"""Memories of closed attempts that are kept in any case."""
 KEPT = 1000
 """So many conversations of an attempt can be continued by a reply's id; older ones are forgotten."""
 
@@ -82,12 +84,15 @@ class ReplyMemories:
 
     def __init__(self) -> None:
         self._of: dict[ActiveAttempt, ReplyMemory] = {}
+        self._limit = _FEW
 
     def of(self, attempt: ActiveAttempt) -> ReplyMemory:
-        """The memory of an attempt; those of attempts that were closed meanwhile are dropped."""
+        """The memory of an attempt. Those of closed ones are dropped each time there are twice as many as were open."""
         memory = self._of.get(attempt)
         if memory is None:
-            self._of = {other: kept for other, kept in self._of.items() if not other.closed}
+            if len(self._of) >= self._limit:
+                self._of = {other: kept for other, kept in self._of.items() if not other.closed}
+                self._limit = max(_FEW, 2 * len(self._of))
             memory = self._of[attempt] = ReplyMemory()
         return memory
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -20,19 +20,19 @@ from starlette.responses import Response
 
 from agl_core.capture import unpack_variables
 from agl_core.config.agents import is_among
-from agl_core.config.models import SamplingSection
-from agl_core.errors import nearest
+from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.protocols import Upstream
 from agl_core.server.attempts import ActiveAttempt, attempt_key
 from agl_core.server.dialect import Dialect, ModelRequest
 from agl_core.server.echoes import ReplyMemories
-from agl_core.server.faults import ApiError, attempt_closed
+from agl_core.server.faults import ApiError, attempt_closed, stopping, store_failed
 from agl_core.server.keys import Keys
+from agl_core.server.naming import named_attempt
 from agl_core.server.queue import RolloutQueue
+from agl_core.server.relay import Relay, Served
 from agl_core.server.reply import Reply, read_reply
 from agl_core.server.retries import Exchange
 from agl_core.server.sampling import DISTORTING, call_seed, effective_sampling
-from agl_core.server.upstream import UpstreamClient
 from agl_core.store.interface import Store
 from agl_core.types import Call, Json, Sampling
 from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
@@ -57,36 +57,18 @@ class Counters:
 
 
 class Gateway:
-    """Answers agents' model calls.
+    """Answers agents' model calls, by way of what `relay` forwards to."""
 
-    `versions` maps policies to versions, for upstreams that do not tell theirs; `agents` maps policies to the names
-    or patterns of the agents they answer, the first that fits wins.
-    """
-
-    def __init__(
-        self,
-        queue: RolloutQueue,
-        store: Store,
-        upstream: Upstream,
-        client: UpstreamClient,
-        *,
-        sampling: SamplingSection | None,
-        seed: int,
-        versions: Mapping[str, int],
-        keys: Keys,
-        agents: Mapping[str, Sequence[str]],
-    ) -> None:
+    def __init__(self, queue: RolloutQueue, store: Store, relay: Relay, *, keys: Keys) -> None:
         self.counters = Counters()
-        self._queue, self._store, self._upstream, self._client = queue, store, upstream, client
-        self._sampling, self._seed, self._versions, self._keys = sampling, seed, versions, keys
-        self._agents = agents
+        self._queue, self._store, self._relay, self._keys = queue, store, relay, keys
         self._memories = ReplyMemories()
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     @property
     def models(self) -> list[str]:
-        """The names that agents may ask for."""
-        return sorted(self._upstream.models)
+        """The names that agents may ask for; ApiError 503 while nothing answers."""
+        return sorted(self._relay.served().upstream.models)
 
     def check_key(self, request: Request) -> None:
         """ApiError 401 unless the request carries the key of an attempt: of the one it names, if it names one."""
@@ -116,7 +98,9 @@ class Gateway:
             )
         if attempt is not None:
             attempt.count_failure(error)
-        return dialect.refuse(error)
+        response = dialect.refuse(error)
+        response.headers.update(error.headers)
+        return response
 
     async def stop(self) -> None:
         """Give up the calls that are still in flight."""
@@ -125,36 +109,16 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _attempt_of(self, request: Request) -> ActiveAttempt:
-        """Whose call it is, by path prefix or by header; what is wrong with it is told to those with the key only."""
-        place, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
-        if "rollout" in place:
-            rollout, number = place["rollout"], place["attempt"]
-        else:
-            rollout, _, number = (header or "").rpartition("/")
-        key = attempt_key(rollout, number)
-        self._keys.check_agent(request, key)
-        if "rollout" in place and header not in (None, f"{rollout}/{number}"):
-            raise ApiError(
-                400,
-                f"The path says rollout {rollout}, attempt {number}, but the header {HEADER_ROLLOUT} says "
-                f"{header!r}. Send one of them, or the same in both.",
-                code="rollout_mismatch",
-            )
-        if "rollout" not in place and header is None:
+        """Whose call it is; what is wrong with it is told to those with a key only."""
+        attempt = named_attempt(request, self._keys, self._queue)
+        if attempt is None:
+            self._keys.check_agent(request, None)
             raise ApiError(
                 400,
                 f"agl cannot tell which rollout this call belongs to. Use the base URL that the agent was given "
                 f"(OPENAI_BASE_URL, context.base_url: …/rollout/ROLLOUT/attempt/ATTEMPT/v1), or send the header "
                 f"{HEADER_ROLLOUT}: ROLLOUT/ATTEMPT.",
                 code="rollout_missing",
-            )
-        attempt = None if key is None else self._queue.attempt(key)
-        if attempt is None:
-            raise ApiError(
-                404,
-                f"There is no attempt {number!r} of rollout {rollout!r} on this server. A call needs the rollout and "
-                f"attempt of a lease that is held now; an old base URL or another run's server does not do.",
-                code="rollout_unknown",
             )
         if attempt.closed:
             raise attempt_closed(*attempt.key)
@@ -178,7 +142,7 @@ class Gateway:
             return await asyncio.shield(exchange.task)
         except asyncio.CancelledError:
             if exchange.task.cancelled():
-                raise ApiError(503, "agl's server is stopping.", type="server_error", code="stopping") from None
+                raise stopping() from None
             raise
 
     def _forget(self, task: asyncio.Task[Reply]) -> None:
@@ -194,15 +158,16 @@ class Gateway:
         asked: ModelRequest,
         stamps: Headers,
     ) -> Reply:
+        served = self._relay.served()
         started = time.time()
         agent = _agent(stamps)
-        policy = self._policy(asked.model, agent)
-        version = self._versions.get(policy)  # Of an upstream that does not tell: the one that it began with.
-        seed = call_seed(self._seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
-        effective = effective_sampling(attempt.rollout, asked.requested, self._sampling, seed)
+        policy = _policy(served, asked.model, agent)
+        version = self._relay.versions.get(policy)  # Of an upstream that does not tell: the one that it began with.
+        seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
+        effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
         try:
-            payload, headers = await self._client.complete(
-                self._forwarded(asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
+            payload, headers = await served.client.complete(
+                _forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
             )
             reply = read_reply(payload, headers, f"{dialect.id_prefix}{uuid.uuid4().hex}", logprobs=asked.logprobs)
         except ApiError:
@@ -249,49 +214,57 @@ class Gateway:
         try:
             await self._store.put(call)
             attempt.completed_calls += not call.late
+        except StoreRefusedError:
+            raise
+        except StoreError as failed:
+            logger.error("A call of attempt %s/%s is not recorded, nor answered: %s", *attempt.key, failed)
+            raise store_failed() from failed
         finally:
             attempt.committing.discard(task)
 
-    def _policy(self, model: str, agent: str | None) -> str:
-        """The policy of a call: the agent's own, else the one named like the model, else 'default', else the only one.
 
-        So an agent that adapters recognise need not know what policies there are.
-        """
-        for policy, patterns in self._agents.items():
-            if is_among(agent, patterns):
-                return policy
-        policies = self._upstream.models
-        if model in policies:
-            return model
-        if "default" in policies:
-            return "default"
-        if len(policies) == 1:
-            return next(iter(policies))
-        caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
-        raise ApiError(
-            404,
-            f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and none "
-            f"is named {model!r} or 'default'. {nearest(model, policies)}",
-            param="model",
-            code="model_not_found",
-        )
+def _policy(served: Served, model: str, agent: str | None) -> str:
+    """The policy of a call: the agent's own, else the one named like the model, else 'default', else the only one.
 
-    def _forwarded(
-        self, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
-    ) -> dict[str, Json]:
-        body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
-        body["model"] = self._upstream.models[policy]
-        sampling = {
-            "temperature": effective.temperature,
-            "top_p": effective.top_p,
-            "max_tokens": effective.max_tokens,
-            "seed": effective.seed,
-        }
-        body.update({name: value for name, value in sampling.items() if value is not None})
-        if self._upstream.returns_ids:
-            body["return_token_ids"] = True
-            body["logprobs"] = True
-        return body
+    Of the policies that an agent's name fits, the first wins. So an agent that adapters recognise need not know what
+    policies there are.
+    """
+    for policy, patterns in served.settings.agents.items():
+        if is_among(agent, patterns):
+            return policy
+    policies = served.upstream.models
+    if model in policies:
+        return model
+    if "default" in policies:
+        return "default"
+    if len(policies) == 1:
+        return next(iter(policies))
+    caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
+    raise ApiError(
+        404,
+        f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and none "
+        f"is named {model!r} or 'default'. {nearest(model, policies)}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _forwarded(
+    upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
+) -> dict[str, Json]:
+    body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
+    body["model"] = upstream.models[policy]
+    sampling = {
+        "temperature": effective.temperature,
+        "top_p": effective.top_p,
+        "max_tokens": effective.max_tokens,
+        "seed": effective.seed,
+    }
+    body.update({name: value for name, value in sampling.items() if value is not None})
+    if upstream.returns_ids:
+        body["return_token_ids"] = True
+        body["logprobs"] = True
+    return body
 
 
 def _agent(headers: Headers) -> str | None:

@@ -1,5 +1,6 @@
-"""API keys: what workers and agents may do, and nothing else.
+"""API keys: what operators, workers and agents may do, and nothing else.
 
+operator  begin a run, say where its model is served, enqueue, cancel, read and write the store: a trainer apart
 worker    lease, heartbeat, close
 agent     the calls and spans of one attempt; made from the server's secret, so that none has to be kept
 embedded  the calls and spans of every attempt. It stands in the environment of the run's own process only, where
@@ -13,7 +14,7 @@ import hmac
 import ipaddress
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,44 +24,54 @@ from starlette.requests import Request
 from agl_core.errors import ServerError
 from agl_core.server.faults import ApiError
 from agl_core.types import AttemptKey
-from agl_core.wire import WORKER_KEY, ServerFile
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY, ServerFile
 
 _AGENT_HINT = (
     "Use the key that agl gives the agent (OPENAI_API_KEY, ANTHROPIC_API_KEY, context.api_key); an attempt's own key "
     "is good for that attempt only."
 )
 _WORKER_HINT = "These routes take the worker key, not an agent's key."
+_OPERATOR_HINT = "These routes take the operator key, not a worker's or an agent's key."
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one server. They are compared in constant time, and neither logged nor stored with the run.
 
-    `worker` is the workers' key, `secret` what the agents' keys are made of; `chosen` says that the user set the
-    workers' key.
+    `worker` and `operator` are the keys of those, `secret` what the agents' keys are made of; `chosen` has the names
+    of the variables by which the user set keys.
     """
 
     worker: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    operator: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-    chosen: bool = False
+    chosen: frozenset[str] = frozenset()
 
     @classmethod
     def of_run(cls, file: Path) -> Keys:
-        """The keys of a run: the workers' from AGL_WORKER_KEY, the others as `file` has them, else new ones."""
+        """The keys of a run: from AGL_WORKER_KEY and AGL_OPERATOR_KEY, else as `file` has them, else new ones.
+
+        ServerError if one can be no key, or both are the same.
+        """
         fresh, before = cls(), _read(file)
-        chosen = os.environ.get(WORKER_KEY, "").strip()
-        if not chosen.isascii():
-            raise ServerError(f"{WORKER_KEY} has characters that no HTTP header can carry: use ASCII only.")
-        return cls(
-            worker=chosen or (before and before.worker_key) or fresh.worker,
+        chosen = {name: key for name in (WORKER_KEY, OPERATOR_KEY) if (key := _from_environment(name))}
+        keys = cls(
+            worker=chosen.get(WORKER_KEY) or (before and before.worker_key) or fresh.worker,
+            operator=chosen.get(OPERATOR_KEY) or (before and before.operator_key) or fresh.operator,
             secret=before.agent_secret if before else fresh.secret,
-            chosen=bool(chosen),
+            chosen=frozenset(chosen),
         )
+        if keys.worker == keys.operator:
+            raise ServerError(f"{WORKER_KEY} and {OPERATOR_KEY} are the same, but open different doors: set two.")
+        return keys
 
     def write(self, file: Path, base_url: str) -> None:
         """Keep them in `file`, for its owner's eyes only; a key that the user chose is not written down."""
         content = ServerFile(
-            base_url=base_url, worker_key=None if self.chosen else self.worker, agent_secret=self.secret
+            base_url=base_url,
+            worker_key=None if WORKER_KEY in self.chosen else self.worker,
+            operator_key=None if OPERATOR_KEY in self.chosen else self.operator,
+            agent_secret=self.secret,
         )
         new = file.with_suffix(".new")
         new.unlink(missing_ok=True)
@@ -76,19 +87,33 @@ class Keys:
         """The agent's key of one attempt."""
         return self._made_of(f"{attempt.rollout}/{attempt.attempt}")
 
-    def check_host(self, host: str) -> None:
-        """ServerError if others can reach `host`, and nobody chose the key that they would need."""
-        if not self.chosen and not _is_loopback(host):
+    def check_host(self, host: str, needed: Collection[str] = (WORKER_KEY,)) -> None:
+        """ServerError if others can reach `host`, and nobody chose the keys that they would need.
+
+        `needed` are the names of their variables.
+        """
+        missing = [name for name in needed if name not in self.chosen]
+        if missing and not is_loopback(host):
             raise ServerError(
-                f"The Lightning Server does not listen on {host}, where other machines can reach it, without a key of "
-                f"your choice. Set {WORKER_KEY} here and for the workers (`openssl rand -hex 24` makes one), or use "
-                f"host 127.0.0.1."
+                f"The Lightning Server does not listen on {host}, where other machines can reach it, without keys of "
+                f"your choice. Set {' and '.join(missing)} here and where they are needed (`openssl rand -hex 24` "
+                f"makes one), or use host 127.0.0.1."
             )
 
     def check_worker(self, request: Request) -> None:
         """ApiError 401 unless the request carries the workers' key."""
         if not _carries(request, self.worker):
             raise _refusal(request, _WORKER_HINT)
+
+    def check_operator(self, request: Request) -> None:
+        """ApiError 401 unless the request carries the operator's key."""
+        if not _carries(request, self.operator):
+            raise _refusal(request, _OPERATOR_HINT)
+
+    def check_worker_or_operator(self, request: Request) -> None:
+        """ApiError 401 unless the request carries one of these keys."""
+        if not _carries(request, self.operator):
+            self.check_worker(request)
 
     def check_agent(self, request: Request, attempt: AttemptKey | None) -> None:
         """ApiError 401 unless the request carries the key of this attempt, or the embedded one."""
@@ -125,11 +150,19 @@ def _refusal(request: Request, hint: str) -> ApiError:
     return ApiError(401, f"The API key (Authorization: Bearer …, or x-api-key) {found}. {hint}", code="invalid_api_key")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address is of this machine alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _from_environment(name: str) -> str:
+    key = os.environ.get(name, "").strip()
+    if not key.isascii():
+        raise ServerError(f"{name} has characters that no HTTP header can carry: use ASCII only.")
+    return key
 
 
 def _read(file: Path) -> ServerFile | None:

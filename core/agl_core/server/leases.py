@@ -23,10 +23,15 @@ class Leases:
     """
 
     def __init__(self, *, timeout: float, grace: float, heartbeat: float, lease: float, keys: Keys) -> None:
-        self._timeout, self._longest = timeout, timeout + grace
+        self._grace = grace
+        self.limit(timeout)
         self._heartbeat, self._expiry, self._keys = heartbeat, lease, keys
         self._beating: set[str] = set()
         """Workers that have sent a heartbeat."""
+
+    def limit(self, timeout: float) -> None:
+        """Attempts that start from now on may take so many seconds."""
+        self._timeout, self._longest = timeout, timeout + self._grace
 
     def start(self, rollout: Rollout, record: Attempt) -> ActiveAttempt:
         """A new attempt."""
@@ -37,7 +42,7 @@ class Leases:
         """An attempt that a worker got from an earlier server: it has to send a heartbeat before one lease is over."""
         expires = _now() + self._expiry
         left = self._longest - (time.time() - record.started)
-        return ActiveAttempt(rollout, record, max(expires, _now() + left), expires)
+        return ActiveAttempt(rollout, record, max(expires, _now() + left), expires, interrupted=True)
 
     def lent(self, active: ActiveAttempt) -> Lease:
         """The attempt as its worker gets it."""

@@ -9,9 +9,12 @@ from agl_core.server.faults import ApiError
 
 MAX_BODY = 8 << 20
 """Bytes."""
+MAX_RECORDS = 64 << 20
+"""Bytes of a body with records, which operators alone may send."""
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10
 _OWN_LIMIT = "/v1/traces"
+_OF_RECORDS = frozenset({"/agl/v1/rollouts", "/agl/v1/store/records"})
 
 
 class RequestLimits:
@@ -36,26 +39,27 @@ class RequestLimits:
         elif scope["path"].endswith(_OWN_LIMIT):
             await self._app(scope, receive, send)
         else:
-            await self._app(scope, _limited(headers, receive), send)
+            most = MAX_RECORDS if scope["path"] in _OF_RECORDS else MAX_BODY
+            await self._app(scope, _limited(headers, receive, most), send)
 
 
-def _limited(headers: list[tuple[bytes, bytes]], receive: Receive) -> Receive:
+def _limited(headers: list[tuple[bytes, bytes]], receive: Receive, most: int) -> Receive:
     declared = dict(headers).get(b"content-length", b"")
     announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     arrived = 0
 
     async def read() -> Message:
         nonlocal arrived
-        if announced > MAX_BODY:
-            raise _too_large()
+        if announced > most:
+            raise _too_large(most)
         message = await receive()
         arrived += len(message.get("body", b""))
-        if arrived > MAX_BODY:
-            raise _too_large()
+        if arrived > most:
+            raise _too_large(most)
         return message
 
     return read
 
 
-def _too_large() -> ApiError:
-    return ApiError(413, f"The request body is larger than {MAX_BODY >> 20} MiB.", code="body_too_large")
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than {most >> 20} MiB.", code="body_too_large")

@@ -1,6 +1,6 @@
 """The rollout queue: every rollout's way from queued over running to done, durable at each step.
 
-queued ──lease──▶ running ──close_attempt──▶ done ──next_done──▶ trainer
+queued ──lease──▶ running ──close_attempt──▶ done
    ▲               │   ▲
    └─ tried again ─┘   └ heartbeat
 
@@ -13,13 +13,13 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agl_core.errors import ServerError
 from agl_core.server.attempts import ActiveAttempt, is_tried_again, judge
 from agl_core.server.faults import ApiError
+from agl_core.server.finished import Finished
 from agl_core.server.keys import Keys
 from agl_core.server.leases import Leases
 from agl_core.server.lifecycle import AttemptState, moved
@@ -72,12 +72,13 @@ class RolloutQueue:
         self._attempts: dict[AttemptKey, ActiveAttempt] = {}
         self._running: dict[AttemptKey, ActiveAttempt] = {}
         self._ended: deque[AttemptKey] = deque()
-        self._finished: OrderedDict[str, Rollout] = OrderedDict()
-        self._done: asyncio.Queue[Rollout] = asyncio.Queue()
+        self._finished = Finished(store, _REMEMBERED)
         self._enqueuing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._waiting = 0
+        self._lending = True
         self._closed = False
+        self._stopped = False
 
     @property
     def queued(self) -> int:
@@ -97,17 +98,19 @@ class RolloutQueue:
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts at the end, all or none; those that were added before, just as they are, are left alone.
 
-        ServerError if another rollout has the id of one of them, or if the queue is closed.
+        ApiError 409 if another rollout has the id of one of them, or if the queue is closed.
         """
         if self._closed:
-            raise ServerError("The rollout queue is closed: the run is over. Start a new run to add rollouts.")
+            raise ApiError(409, "The rollout queue is closed: the run is over. Start a new run to add rollouts.")
         async with self._enqueuing:
             new: dict[str, Rollout] = {}
             for each in map(_as_created, rollouts):
                 known = new.get(each.id) or self._known(each.id)
                 if known is not None and known != each:
-                    raise ServerError(
-                        f"The rollout {each.id} is already in the queue, for another task or step. Give each a new id."
+                    raise ApiError(
+                        409,
+                        f"The rollout {each.id} is already in the queue, for another task or step. Give each a new id.",
+                        code="rollout_known",
                     )
                 if known is None:
                     new[each.id] = each
@@ -133,7 +136,7 @@ class RolloutQueue:
             self._lives[rollout.id] = _Life(rollout, len(started))
             await self._hold_again(rollout, started[-1])
         for rollout in await self._store.rollouts(run=run, state=RolloutState.DONE):
-            self._remember_done(rollout)
+            self._finished.add(rollout)
         self._changed.set()
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
@@ -148,7 +151,8 @@ class RolloutQueue:
             self._waiting -= 1
         if self._closed:
             return LeaseReply(leases=[], closed=True)
-        taken = [self._queued.popitem(last=False)[1] for _ in range(min(request.capacity, len(self._queued)))]
+        count = min(request.capacity, len(self._queued)) if self._lending else 0
+        taken = [self._queued.popitem(last=False)[1] for _ in range(count)]
         started = [self._start(life, request.worker) for life in taken]
         if started:
             try:
@@ -188,26 +192,46 @@ class RolloutQueue:
             active.record = await self._record_late(active.record, request)
         return reply
 
-    async def next_done(self) -> Rollout:
-        """Take the next rollout that is done; waits for it. Its calls, outcomes and rewards are in the store."""
-        return await self._done.get()
+    async def done(self, ids: Collection[str], wait: float | None = None) -> list[Rollout]:
+        """Those of `ids` that are done, in the order in which they ended; waits until one is, or so many seconds.
 
-    def done_now(self) -> list[Rollout]:
-        """Take every further rollout that is done by now."""
-        return [self._done.get_nowait() for _ in range(self._done.qsize())]
+        Their calls, outcomes and rewards are in the store. Asking changes nothing, so it may be asked again. ApiError
+        404 if one of them was never added; 503 once the queue is stopped.
+        """
+        return await self._finished.among(ids, self._lives, wait)
 
     async def cancel(self, ids: Iterable[str]) -> None:
         """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
-        wanted = set(ids)
-        await self._cancel_queued(wanted)
-        held = [each for each in self._running.values() if each.key.rollout in wanted]
-        await asyncio.gather(*(self._end(each, CloseRequest(ending=Ending.CANCELLED)) for each in held))
-        await self._cancel_queued(wanted)  # those whose attempt was just being closed to be tried again
+        await self._stop_early(set(ids), Ending.CANCELLED)
+
+    async def abandon(self) -> None:
+        """End everything that is not done as lost: whoever added it is gone."""
+        await self._stop_early(set(self._lives), Ending.LOST)
+
+    def limit(self, *, timeout: float, attempts: int) -> None:
+        """How long attempts may take that start from now on, and how often a rollout is tried."""
+        self._leases.limit(timeout)
+        self._budget = attempts
+
+    def lend(self, lending: bool) -> None:
+        """Whether rollouts are leased now; if not, leases wait."""
+        self._lending = lending
+        self._changed.set()
+
+    def open(self) -> None:
+        """There is a run, perhaps another one: rollouts are taken in."""
+        self._closed = False
 
     def close(self) -> None:
         """The run is over: no more rollouts are taken in or leased, and workers are told so."""
         self._closed = True
         self._changed.set()
+
+    def stop(self) -> None:
+        """The server ends, not the run: whoever waits is sent away, to ask again elsewhere or later."""
+        self._stopped = True
+        self.lend(False)
+        self._finished.stop()
 
     async def watch(self) -> None:
         """Close as lost, until cancelled, every attempt that is overdue: its worker is gone."""
@@ -221,9 +245,15 @@ class RolloutQueue:
                     except Exception:
                         logger.exception("Could not record that attempt %s/%s was lost.", *each.key)
 
-    async def _cancel_queued(self, wanted: set[str]) -> None:
+    async def _stop_early(self, wanted: set[str], ending: Ending) -> None:
+        await self._end_queued(wanted, ending)
+        held = [each for each in self._running.values() if each.key.rollout in wanted]
+        await asyncio.gather(*(self._end(each, CloseRequest(ending=ending)) for each in held))
+        await self._end_queued(wanted, ending)  # those whose attempt was closed to be tried again
+
+    async def _end_queued(self, wanted: set[str], ending: Ending) -> None:
         lives = [self._queued.pop(id) for id in list(self._queued) if id in wanted]
-        rollouts = [moved(life.rollout, RolloutState.DONE, ending=Ending.CANCELLED) for life in lives]
+        rollouts = [moved(life.rollout, RolloutState.DONE, ending=ending) for life in lives]
         if rollouts:
             try:
                 await self._store.put(*rollouts)
@@ -241,7 +271,9 @@ class RolloutQueue:
     async def _wait_for_rollouts(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        while not self._queued and not self._closed and (left := until - loop.time()) > 0:
+        while not (self._queued and self._lending) and not self._closed and (left := until - loop.time()) > 0:
+            if self._stopped:
+                return
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), left)
@@ -340,7 +372,7 @@ class RolloutQueue:
 
     def _known(self, id: str) -> Rollout | None:
         life = self._lives.get(id)
-        rollout = life.rollout if life else self._finished.get(id)
+        rollout = life.rollout if life else self._finished.remembered(id)
         return rollout and _as_created(rollout)
 
     def _queue_first(self, life: _Life) -> None:
@@ -349,13 +381,7 @@ class RolloutQueue:
 
     def _finish(self, rollout: Rollout) -> None:
         del self._lives[rollout.id]
-        self._remember_done(rollout)
-        self._done.put_nowait(rollout)
-
-    def _remember_done(self, rollout: Rollout) -> None:
-        self._finished[rollout.id] = rollout
-        if len(self._finished) > _REMEMBERED:
-            self._finished.popitem(last=False)
+        self._finished.add(rollout)
 
     def _remember(self, key: AttemptKey) -> None:
         self._ended.append(key)

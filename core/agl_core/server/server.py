@@ -9,6 +9,7 @@ import errno
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,11 +33,17 @@ from agl_core.server.keys import Keys
 from agl_core.server.limits import RequestLimits
 from agl_core.server.management import Management
 from agl_core.server.messages import Messages
+from agl_core.server.openapi import document
+from agl_core.server.operations import Operations, refused
+from agl_core.server.operators import Operators
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.server.queue import RolloutQueue
+from agl_core.server.relay import Relay
 from agl_core.server.responses import Responses
-from agl_core.server.upstream import UpstreamClient
+from agl_core.server.served_run import ServedRun
 from agl_core.store.interface import Store
+from agl_core.wire import Health
+from agl_core.wire.operators import RunSettings
 
 if TYPE_CHECKING:
     from agl_core.server.otlp.over_grpc import GrpcTraces
@@ -60,24 +67,25 @@ class LightningServer:
 
     Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
     `worker_key`; `agent_key` is good for every attempt, and meant for the environment of the server's own process
-    only. `timeout` is how many seconds an attempt may take, and so a call at most; `attempts` how often a
-    rollout is tried; `heartbeat` and `lease` how workers keep what they hold (`Leases`); `hook` is `Plugins.hook`;
-    `agents` says which agents a policy answers. Port 0 takes a free one; without `otlp_port` spans come over HTTP
-    only. ServerError if `host` can be reached by others and nobody chose `keys`.
-    Without `sampling`, replies are sampled as the agents ask.
+    only. Trainers use `run`, from elsewhere with the operator's key. `timeout` is how many seconds an attempt may take,
+    and so a call at most; `attempts` how often a rollout is tried; `heartbeat` and `lease` how workers keep what they
+    hold (`Leases`); `hook` is `Plugins.hook`; `agents` says which agents a policy answers. Port 0 takes a free one;
+    without `otlp_port` spans come over HTTP only. ServerError if `host` can be reached by others and nobody chose
+    `keys`. Without `sampling`, replies are sampled as the agents ask. Without `upstream`, rollouts wait for a trainer;
+    `run` names a run to take up.
 
-    >>> async def example(store, upstream, plugins):
+    >>> async def example(store, upstream, plugins, rollout):
     ...     async with LightningServer(
     ...         store, upstream, sampling=SamplingSection(), seed=0, timeout=120, attempts=2, hook=plugins.hook
     ...     ) as server:
-    ...         await server.queue.enqueue([])
-    ...         rollout = await server.queue.next_done()
+    ...         await server.queue.enqueue([rollout])
+    ...         [rollout] = await server.queue.done([rollout.id])
     """
 
     def __init__(
         self,
         store: Store,
-        upstream: Upstream,
+        upstream: Upstream | None,
         *,
         sampling: SamplingSection | None,
         seed: int,
@@ -91,28 +99,27 @@ class LightningServer:
         heartbeat: float = 5.0,
         lease: float = 20.0,
         keys: Keys | None = None,
+        run: str | None = None,
     ) -> None:
         keys = keys or Keys()
         keys.check_host(host)
         self.queue = RolloutQueue(
             store, timeout=timeout, attempts=attempts, hook=hook, keys=keys, heartbeat=heartbeat, lease=lease
         )
-        self.versions: dict[str, int] = {}
-        """The version of each policy, for upstreams whose replies do not tell it; the trainer keeps it."""
         self.agent_key, self.worker_key = keys.embedded, keys.worker
         self.keys, self._host, self._port, self._otlp_port = keys, host, port, otlp_port
-        self._client = UpstreamClient(upstream, timeout)
-        self._gateway = Gateway(
-            self.queue,
-            store,
-            upstream,
-            self._client,
+        self._relay = Relay(self.queue.lend)
+        self._relay.withdraw()
+        self._upstream = upstream
+        self._settings = RunSettings(
             sampling=sampling,
             seed=seed,
-            versions=self.versions,
-            keys=keys,
-            agents=agents,
+            timeout=timeout,
+            attempts=attempts,
+            agents={policy: tuple(names) for policy, names in agents.items()},
         )
+        self.run = ServedRun(run, store, self.queue, self._relay)
+        self._gateway = Gateway(self.queue, store, self._relay, keys=keys)
         self._intake = SpanIntake(self.queue, store)
         self._traces = TraceService(self.queue, self._intake, keys=keys)
         self._grpc: GrpcTraces | None = None
@@ -131,6 +138,11 @@ class LightningServer:
         return self._grpc.port if self._grpc else None
 
     @property
+    def versions(self) -> dict[str, int]:
+        """The version being served of each policy, for upstreams whose replies do not tell it."""
+        return self._relay.versions
+
+    @property
     def counters(self) -> Counters:
         """What the gateway counted since its start."""
         return self._gateway.counters
@@ -138,8 +150,14 @@ class LightningServer:
     async def start(self) -> None:
         """Listen; ServerError if a port is taken."""
         listener = _bind(self._host, self._port)
+        try:
+            await self.run.take_up()
+        except BaseException:
+            listener.close()
+            raise
         self._port = listener.getsockname()[1]
-        await self._client.__aenter__()
+        if self._upstream is not None:
+            await self._relay.serve(self._upstream, self._settings, None)
         config = uvicorn.Config(
             RequestLimits(self._app()),
             lifespan="off",
@@ -162,20 +180,25 @@ class LightningServer:
         if self._otlp_port is not None:
             await self._start_grpc(self._otlp_port)
 
-    async def stop(self) -> None:
-        """End leases and calls in flight, and close the port; calling it again changes nothing."""
+    async def stop(self, *, over: bool = True) -> None:
+        """End leases and calls in flight, and close the port; calling it again changes nothing.
+
+        Workers are told that the run is over, unless it is not: then they wait for the next server.
+        """
         if self._http is None:
             return
         http, self._http = self._http, None
         serving, watching = self._tasks
-        self.queue.close()
+        if over:
+            self.queue.close()
+        self.queue.stop()
         watching.cancel()
         if self._grpc is not None:
             await self._grpc.stop()
         await self._gateway.stop()
         http.should_exit = True
         await asyncio.gather(serving, watching, return_exceptions=True)
-        await self._client.__aexit__(None, None, None)
+        await self._relay.stop()
 
     async def _start_grpc(self, port: int) -> None:
         from agl_core.server.otlp.over_grpc import GrpcTraces
@@ -200,9 +223,29 @@ class LightningServer:
         spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
         return dataclasses.asdict(self.counters) | spans
 
+    @property
+    def openapi(self) -> dict[str, Any]:
+        """What it serves, as an OpenAPI document; also at /openapi.json."""
+        return document(self._operations, [*_DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"))
+
+    @property
+    def _operations(self) -> Operations:
+        return [*Management(self.queue, self._health).operations, *Operators(self.run).operations]
+
+    def _health(self) -> Health:
+        return Health(
+            run=self.run.name,
+            incarnation=self.run.incarnation,
+            serving=self._relay.is_there,
+            queued=self.queue.queued,
+            running=self.queue.running,
+            waiting=self.queue.waiting,
+            counters=self._counted(),
+        )
+
     def _app(self) -> Starlette:
         gateway = self._gateway
-        management = Management(self.queue, keys=self.keys, counters=self._counted)
+        described = orjson.dumps(self.openapi)
         started = int(time.time())
 
         def endpoint(dialect: Dialect) -> _Endpoint:
@@ -214,17 +257,25 @@ class LightningServer:
         async def models(request: Request) -> Response:
             try:
                 gateway.check_key(request)
+                names = gateway.models
             except ApiError as error:
-                return _DIALECTS["/v1/chat/completions"].refuse(error)
-            listed = [{"id": name, "object": "model", "created": started, "owned_by": "agl"} for name in gateway.models]
+                response = _DIALECTS["/v1/chat/completions"].refuse(error)
+                response.headers.update(error.headers)
+                return response
+            listed = [{"id": name, "object": "model", "created": started, "owned_by": "agl"} for name in names]
             return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
 
+        async def openapi(request: Request) -> Response:
+            return Response(described, media_type="application/json")
+
         async def unknown(request: Request, error: Exception) -> Response:
-            path = request.url.path
+            path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
+            if path.startswith("/agl/"):
+                return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
             ours = next((each for route, each in _DIALECTS.items() if route in path), _DIALECTS["/v1/chat/completions"])
             return ours.refuse(
                 ApiError(
-                    error.status_code if isinstance(error, HTTPException) else 404,
+                    status,
                     f"agl does not serve {request.method} {path}. There are POST {', '.join(_DIALECTS)} and "
                     f"/v1/traces, and GET /v1/models, also below {_PREFIX}. Does the base URL end in /v1, as OpenAI's "
                     "clients want it, or without it, as Anthropic's does?",
@@ -241,7 +292,8 @@ class LightningServer:
                     for prefix in (_PREFIX, "")
                 ),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
-                *management.routes,
+                *(each.route(self.keys) for each in self._operations),
+                Route("/openapi.json", openapi),
             ],
             exception_handlers={404: unknown, 405: unknown},
         )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from types import TracebackType
 from zlib import crc32
 
-import aiohttp
 import orjson
 
 from agl_core.protocols import Upstream
+from agl_core.server.connections import BrokenReplyError, Endpoint
 from agl_core.server.faults import CONTEXT_OVERFLOW, ApiError
 from agl_core.types import AttemptKey, Json
 from agl_core.wire import HEADER_ROLLOUT
@@ -24,36 +25,26 @@ _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than th
 
 
 class UpstreamClient:
-    """Forwards chat completions; every failure becomes a `ApiError` that says what is wrong with which server.
-
-    aiohttp, because httpx's connection pool takes time quadratic in the number of concurrent requests.
-    """
+    """Forwards chat completions; every failure becomes a `ApiError` that says what is wrong with which server."""
 
     def __init__(self, upstream: Upstream, timeout: float) -> None:
-        self._urls = tuple(f"{url.rstrip('/')}/chat/completions" for url in upstream.urls)
-        self._headers = {
+        headers = {
             "Authorization": f"Bearer {upstream.api_key}",
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
         }
+        self._urls = tuple(f"{url.rstrip('/')}/chat/completions" for url in upstream.urls)
+        self._endpoints = {url: Endpoint(url, headers, connect=_CONNECT, idle=_KEEP_ALIVE) for url in self._urls}
         self._timeout = timeout
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> UpstreamClient:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
-            timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=_CONNECT),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent",),
-            headers=self._headers,
-        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
+        for endpoint in self._endpoints.values():
+            endpoint.close()
 
     def url(self, rollout: str) -> str:
         """The server for a rollout: always the same one, where its prefixes are cached."""
@@ -61,34 +52,26 @@ class UpstreamClient:
 
     async def complete(self, body: Mapping[str, Json], key: AttemptKey) -> tuple[bytes, Mapping[str, str]]:
         """POST a chat completion; the reply's body and headers if its status is 200."""
-        if self._session is None:
-            raise RuntimeError("use the UpstreamClient as a context manager")
         url = self.url(key.rollout)
+        stamp = {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"}
         try:
-            async with self._session.post(
-                url,
-                data=orjson.dumps(body),
-                headers={HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"},
-                allow_redirects=False,
-            ) as response:
-                payload = await response.read()
-                if response.status != 200:
-                    raise _refused(response.status, payload, url)
-                return payload, response.headers
+            async with asyncio.timeout(self._timeout):
+                reply = await self._endpoints[url].post(stamp, orjson.dumps(body))
         except TimeoutError as error:
             raise _failed(
                 504, f"The model server at {url} did not answer in {self._timeout:g} seconds.", "upstream_timeout"
             ) from error
-        except aiohttp.ClientConnectorError as error:
+        except BrokenReplyError as error:
+            raise _failed(
+                502, f"The model server at {url} broke off its reply ({error}).", "upstream_broken"
+            ) from error
+        except OSError as error:
             raise _failed(
                 502, f"The model server at {url} cannot be reached ({error}). Is the engine running?", "upstream_down"
             ) from error
-        except aiohttp.ClientError as error:
-            raise _failed(
-                502,
-                f"The model server at {url} broke off its reply ({type(error).__name__}: {error}).",
-                "upstream_broken",
-            ) from error
+        if reply.status != 200:
+            raise _refused(reply.status, reply.body, url)
+        return reply.body, reply.headers
 
 
 def _failed(status: int, message: str, code: str) -> ApiError:

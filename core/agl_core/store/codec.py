@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from agl_core.errors import StoreError
+from agl_core.errors import StoreRefusedError
 from agl_core.store import schema
 from agl_core.store.interface import Record
 from agl_core.store.pieces import Data, Pieces, join_request, join_tokens
@@ -52,16 +52,16 @@ Rows: TypeAlias = dict[Table, list[Row]]
 
 
 def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
-    """The rows of these records, without their pieces. StoreError names a record that cannot be stored."""
+    """The rows of these records, without their pieces. StoreRefusedError names a record that cannot be stored."""
     rows: Rows = {}
     for record in records:
         encoder = _ENCODERS.get(type(record))
         if encoder is None:
-            raise StoreError(f"The store keeps records (Run … Use), not {type(record).__name__}.")
+            raise StoreRefusedError(f"The store keeps records (Run … Use), not {type(record).__name__}.")
         try:
             encoder(record, rows, pieces)
         except (UnstorableError, TypeError, ValueError) as error:
-            raise StoreError(f"{name_of(record)} cannot be stored: {error}.") from error
+            raise StoreRefusedError(f"{name_of(record)} cannot be stored: {error}.") from error
     return rows
 
 
@@ -274,8 +274,17 @@ def decode_attempt(row: Row) -> Attempt:
     )
 
 
-def decode_call(row: Row, choices: tuple[Choice, ...], pieces: Mapping[int, Data]) -> Call:
-    """A row of `calls`, its values as in `schema`, with its choices and the pieces that it refers to."""
+def decode_calls(rows: Iterable[Row], choices: Iterable[Row], pieces: Mapping[int, Data]) -> list[Call]:
+    """Rows of `calls`, their values as in `schema`; rows of `choices` by position; the pieces that they refer to."""
+    of_call: dict[tuple[str, int, str], list[Choice]] = {}
+    for row in choices:
+        of_call.setdefault(row[:3], []).append(decode_choice(row))
+    n_choices = schema.CALLS.values.index("n_choices")
+    # Further choices are left from a call with the same key that this one replaced.
+    return [_decode_call(row, tuple(of_call.get(row[:3], ())[: row[n_choices]]), pieces) for row in rows]
+
+
+def _decode_call(row: Row, choices: tuple[Choice, ...], pieces: Mapping[int, Data]) -> Call:
     value = dict(zip(schema.CALLS.values, row, strict=True))
     prompt = None
     if value["prompt_blocks"] is not None:

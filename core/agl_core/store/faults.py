@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from agl_core.errors import StoreError
+from agl_core.errors import StoreError, StoreRefusedError
 
 _MEANINGS = {
     sqlite3.SQLITE_NOTADB: "is not an SQLite database. Choose another path, or move that file away.",
@@ -35,4 +35,4 @@ def explain(path: Path, error: Exception, records: str = "a record") -> StoreErr
         return StoreError(f"The store {path} {meaning} (SQLite: {error})")
     if isinstance(error, sqlite3.OperationalError | sqlite3.InternalError):
         return StoreError(f"The store {path} cannot be used: {error}. Check the file, its folder and its disk.")
-    return StoreError(f"The store {path} refused {records}: {error}. Correct it; nothing was written.")
+    return StoreRefusedError(f"The store {path} refused {records}: {error}. Correct it; nothing was written.")

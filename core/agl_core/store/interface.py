@@ -69,7 +69,7 @@ class Store(Protocol):
         """The rewards of these attempts, with provenance."""
 
     async def uses(self, attempts: Iterable[AttemptKey]) -> list[Use]:
-        """What training made of the transitions of these attempts."""
+        """What training made of the transitions of these attempts; of one that was replayed, by each step."""
 
     async def __aenter__(self) -> Store: ...
 

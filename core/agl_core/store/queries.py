@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import orjson
 
-from agl_core.errors import StoreError
+from agl_core.errors import StoreRefusedError
 from agl_core.store import codec, schema
 from agl_core.store.pieces import Data, numbers_in
 from agl_core.store.schema import Table
-from agl_core.types import Attempt, AttemptKey, Call, Choice, Outcome, Reward, Rollout, Run, Use
+from agl_core.types import Attempt, AttemptKey, Call, Outcome, Reward, Rollout, Run, Use
 
 _PREFIX_MATCHES_SHOWN = 5
 
@@ -39,10 +38,12 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
     ).fetchall()
     found = [codec.decode_rollout(row) for row in rows]
     if not found:
-        raise StoreError(f"No rollout in {where} has an id that starts with {prefix!r}. `agl rollouts` lists them.")
+        raise StoreRefusedError(
+            f"No rollout in {where} has an id that starts with {prefix!r}. `agl rollouts` lists them."
+        )
     if len(found) > 1 and found[0].id != prefix:
         more = ", …" if len(found) == _PREFIX_MATCHES_SHOWN else ""
-        raise StoreError(
+        raise StoreRefusedError(
             f"Several rollouts in {where} have ids that start with {prefix!r}: "
             f"{', '.join(each.id for each in found)}{more}. Give more of the id."
         )
@@ -60,15 +61,10 @@ def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Ca
     """Those of these attempts: by attempt as asked, then in the order they started."""
     unique = tuple(dict.fromkeys(keys))
     rows = _of_attempts(connection, schema.CALLS, unique, "asked.key, calls.sequence, calls.seq").fetchall()
-    choices: dict[tuple[str, int, str], list[Choice]] = defaultdict(list)
-    for row in _of_attempts(connection, schema.CHOICES, unique, "choices.position"):
-        choices[row[:3]].append(codec.decode_choice(row))
-    values = schema.CALLS.values
-    references = [values.index(name) for name in ("request_pieces", "prompt_blocks")]
-    pieces = _pieces(connection, {number for row in rows for value in references for number in numbers_in(row[value])})
-    n_choices = values.index("n_choices")
-    # Further choices are left from a call with the same key that this one replaced.
-    return [codec.decode_call(row, tuple(choices[row[:3]][: row[n_choices]]), pieces) for row in rows]
+    choices = _of_attempts(connection, schema.CHOICES, unique, "choices.position")
+    references = [schema.CALLS.values.index(name) for name in ("request_pieces", "prompt_blocks")]
+    numbers = {number for row in rows for value in references for number in numbers_in(row[value])}
+    return codec.decode_calls(rows, choices, _pieces(connection, numbers))
 
 
 def outcomes(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Outcome]:

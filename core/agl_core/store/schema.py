@@ -83,7 +83,7 @@ REWARDS = Table(
 USES = Table(
     "uses",
     ("attempt_key", "call", "choice", "step", "credit", "advantage", "weight", "dropped"),
-    ("attempt_key", "call", "choice"),
+    ("attempt_key", "call", "choice", "step"),
 )
 
 TABLES = (ATTEMPT_KEYS, PIECES, RUNS, ROLLOUTS, ATTEMPTS, CALLS, CHOICES, OUTCOMES, REWARDS, USES)
@@ -248,7 +248,25 @@ _VERSION_2 = """
 ALTER TABLE calls ADD COLUMN state TEXT;  -- NULL: nobody told it
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2)
+_VERSION_3 = """
+CREATE TABLE uses_by_step (
+    seq INTEGER PRIMARY KEY,
+    attempt_key INTEGER NOT NULL,
+    call TEXT NOT NULL,
+    choice INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    credit REAL,
+    advantage REAL,
+    weight REAL NOT NULL,
+    dropped TEXT,
+    UNIQUE (attempt_key, call, choice, step)
+);
+INSERT INTO uses_by_step SELECT seq, attempt_key, call, choice, step, credit, advantage, weight, dropped FROM uses;
+DROP TABLE uses;
+ALTER TABLE uses_by_step RENAME TO uses;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3)
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from typing import Any
 from agl_core.errors import PluginError
 from agl_core.learning import ScoringRule, score
 from agl_core.store.interface import Store
-from agl_core.training.arrivals import Arrivals, Queue
 from agl_core.training.progress import Phase
 from agl_core.training.recorded import recorded_episodes
+from agl_core.training.serving import Queue
 from agl_core.types import DropReason, Ending, Episode, Json, Reward, Rollout
 
 logger = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class Judged:
 
 
 class Collector:
-    """Makes episodes with rewards of rollouts. `check_health` raises if a part of the run has died."""
+    """Makes episodes with rewards of rollouts.
+
+    `check_health` raises if a part of the run has died, so that nobody waits for ever.
+    """
 
     def __init__(
         self,
@@ -51,8 +57,8 @@ class Collector:
         hook: Any,
         check_health: Callable[[], None],
     ) -> None:
-        self._store, self._rules, self._endings, self._hook = store, rules, endings, hook
-        self._arrivals = Arrivals(queue, check_health)
+        self._store, self._queue, self._rules, self._endings, self._hook = store, queue, rules, endings, hook
+        self._check_health = check_health
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> Collected:
         """Enqueue the groups and wait for all of them; cancelled, it cancels what is still out."""
@@ -77,11 +83,11 @@ class Collector:
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Have these rollouts run; each is to be awaited with `finished`, or cancelled."""
-        await self._arrivals.enqueue(rollouts)
+        await self._queue.enqueue(rollouts)
 
     async def finished(self, ids: Collection[str]) -> list[Judged]:
-        """Those of `ids` that are done, each once; waits until there is one. Several may wait at once."""
-        rollouts = await self._arrivals.take(ids)
+        """Those of `ids` that are done; waits until there is one. Several may wait at once, each for its own."""
+        rollouts = await self._done(ids)
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
         scored = [await score(episode, self._rules, self._endings) for episode in episodes]
         new = [reward for episode, _ in scored for reward in _given(episode)]
@@ -91,7 +97,18 @@ class Collector:
 
     async def cancel(self, ids: Collection[str]) -> None:
         """End these rollouts as cancelled; nobody waits for them any more."""
-        await self._arrivals.cancel(ids)
+        await self._queue.cancel(ids)
+
+    async def _done(self, ids: Collection[str]) -> list[Rollout]:
+        asking = asyncio.ensure_future(self._queue.done(ids))
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=_HEALTH_INTERVAL)
+                if not asking.done():
+                    self._check_health()
+            return asking.result()
+        finally:
+            asking.cancel()
 
 
 def tell_of_failed_rules(collected: Collected) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 from agl_core.config import PolicyPlan, RunConfig
 from agl_core.learning import PolicyCredit, Prepared, prepare, without_stale
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import Buffer, Engine, Progress, TaskSource, UpdateResult
+from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource, UpdateResult
 from agl_core.store.interface import Store
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Collector
@@ -64,7 +64,9 @@ class Trainer:
     observer: Observer
     hook: Any
     versions: dict[str, int]
-    """The gateway's record of the version being served of each policy."""
+    """The version being served of each policy."""
+    publish: Callable[[dict[str, int]], Awaitable[None]]
+    """Tells the gateway of new versions."""
     state: RunState = field(default_factory=RunState)
     saved_step: int = 0
     """The step of the latest checkpoint."""
@@ -97,7 +99,7 @@ class Trainer:
                 step = self.state.step + 1
                 started, tokens = time.monotonic(), await self._tokens()
                 with self.observer.phase("rollouts", step) as phase:
-                    drawn = await self._experience.draw(last - self.state.step, phase)
+                    drawn = await self._experience.draw(last - self.state.step, self._draw_context(step), phase)
                 await uninterrupted(self._learn(step, drawn, started, tokens))
                 if step % self.config.eval.every == 0 or step == last:
                     await self._evaluate()
@@ -118,24 +120,32 @@ class Trainer:
             incarnation=self.incarnation,
         )
 
+    @property
+    def _min_group_size(self) -> int:
+        settings = self.config.train
+        return min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
+
+    def _draw_context(self, step: int) -> DrawContext:
+        staleness = self.config.asynchronous.max_staleness
+        return DrawContext(step, self.config.seed, self.versions, staleness, self._min_group_size)
+
     async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record; once the weights move, the record has to follow."""
-        settings = self.config.train
         ages = staleness_metrics(drawn.episodes, self.versions)
         prepared = prepare(
             without_stale(drawn.groups, self.versions, self.config.asynchronous.max_staleness),
             self._credit,
-            agents=settings.agents,
-            min_group_size=min(settings.min_group_size, settings.group_size),  # Groups may be made smaller than that.
+            weights=drawn.weights,
+            agents=self.config.train.agents,
+            min_group_size=self._min_group_size,
             step=step,
         )
         rolled_out = time.monotonic()
         results = await self._update(step, prepared)
         updated = time.monotonic()
-        uses = await self._store_uses(step, prepared, results)
-        await self._store_step(step, drawn.rollouts)
+        uses = await self._record(step, prepared, results, drawn.rollouts)
         drops = Counter(use.dropped for use in uses if use.dropped)
-        found = episode_metrics(drawn.episodes)
+        found = episode_metrics(drawn.new)
         stats = await self.engine.stats()
         metrics = {
             **found,
@@ -148,6 +158,8 @@ class Trainer:
             "transitions/dropped": float(drops.total()),
             "groups/in_flight": float(drawn.in_flight),
             "groups/carried_over": float(drawn.carried_over),
+            "buffer/replayed": float(drawn.replayed),
+            "buffer/size": float(drawn.buffered),
             "seconds/rollouts": rolled_out - started,
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
@@ -156,7 +168,7 @@ class Trainer:
         state = self.state
         state.step = step
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
-        state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in drawn.episodes)
+        state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in drawn.new)
         state.kept += len(uses) - drops.total()
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
@@ -177,11 +189,17 @@ class Trainer:
                     _part(phase, number, len(training)),
                 )
                 self.versions[policy] = result.version
+                await self.publish(dict(self.versions))
                 self.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
         return results
 
-    async def _store_uses(self, step: int, prepared: Prepared, results: Mapping[str, UpdateResult]) -> list[Use]:
-        """What training made of every transition."""
+    async def _record(
+        self, step: int, prepared: Prepared, results: Mapping[str, UpdateResult], rollouts: Sequence[Rollout]
+    ) -> list[Use]:
+        """Store, all or nothing, what training made of every transition, and of which step each rollout is.
+
+        That is the step that trained on it, which may not be the one that it was planned for.
+        """
         uses = [
             Use(*key, step=step, credit=credit, advantage=advantage, weight=weight, dropped=reason)
             for policy, result in results.items()
@@ -195,14 +213,9 @@ class Trainer:
             )
         ]
         uses += prepared.dropped
-        await self.store.put(*uses)
-        return uses
-
-    async def _store_step(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A rollout is recorded with the step that trained on it, which may not be the one it was planned for."""
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
-        if moved:
-            await self.store.put(*moved)
+        await self.store.put(*uses, *moved)
+        return uses
 
     async def _tokens(self) -> dict[str, float]:
         """The engine's counters of tokens prefilled, reused and decoded, since it started."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from agl_core.errors import CheckpointError
 from agl_core.learning import staleness
 from agl_core.protocols import Tracker
 from agl_core.types import Episode, FinishReason
@@ -83,10 +84,23 @@ class MetricsLog:
         self._path, self._trackers, self._incarnation = path, trackers, incarnation
 
     def forget_after(self, step: int) -> None:
-        """Take out the lines of superseded steps, when a run resumes from an earlier checkpoint."""
+        """Take out the lines of superseded steps, when a run resumes from an earlier checkpoint.
+
+        A last line that a kill or a full disk cut off goes with them; CheckpointError if another one cannot be read.
+        """
         if not self._path.exists():
             return
-        kept = [line for line in self._path.read_bytes().splitlines() if orjson.loads(line)["step"] <= step]
+        lines, kept = self._path.read_bytes().splitlines(), []
+        for number, line in enumerate(lines, 1):
+            try:
+                if orjson.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+                if number < len(lines):
+                    raise CheckpointError(
+                        f"Line {number} of {self._path} is no line of metrics ({error!r}). Remove it, or mend it, and "
+                        f"resume again."
+                    ) from error
         part = self._path.with_suffix(".part")
         part.write_bytes(b"".join(line + b"\n" for line in kept))
         os.replace(part, self._path)

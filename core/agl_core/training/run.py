@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from agl_core.client import BlockingClient, FarServer, Server
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, dump
 from agl_core.errors import CheckpointError
-from agl_core.store.interface import Store
+from agl_core.server import LightningServer
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import MetricsLog
 from agl_core.training.progress import Observer
 from agl_core.training.report import Summary
+from agl_core.training.serving import near_server
 from agl_core.training.session import Session, open_session
-from agl_core.types import Ending, RolloutState, Run
+from agl_core.wire.operators import FinishRequest, VersionsRequest
 
 CONFIG_FILE = "config.toml"
+METRICS_FILE = "metrics.jsonl"
 
 
 def new_run_dir(loaded: LoadedConfig) -> Path:
@@ -40,87 +41,108 @@ def new_run_dir(loaded: LoadedConfig) -> Path:
     raise CheckpointError(f"{base} and thousands of folders beside it are taken. Remove some or set `name`.")
 
 
-async def train(loaded: LoadedConfig, run_dir: Path, observer: Observer, *, resume: bool = False) -> Summary:
-    """Train in `run_dir`, from its last checkpoint if `resume`; returns what came of it, also when interrupted."""
+def folder_of_served(loaded: LoadedConfig, far: Server) -> Path:
+    """The folder, here, of the run that a server elsewhere serves: of the same name, and without a trained run.
+
+    On the server's own machine it is the very folder that has the store.
+    """
+    with BlockingClient(far.base_url, far.key) as client:
+        name = client.health().run or loaded.config.name
+    folder = loaded.config.runs / name
+    if (folder / METRICS_FILE).exists():
+        raise CheckpointError(
+            f"The run {name} that the server at {far.base_url} serves has been trained already, in {folder}. Go on "
+            f"with `agl train --resume {folder} --server {far.base_url}`, or serve a new one (`agl serve CONFIG --set "
+            f"name=ANOTHER`)."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(dump(loaded.config))
+    return folder
+
+
+async def train(
+    loaded: LoadedConfig, run_dir: Path, observer: Observer, *, resume: bool = False, far: Server | None = None
+) -> Summary:
+    """Train in `run_dir`, from its last checkpoint if `resume`; returns what came of it, also when interrupted.
+
+    `far` is the server to use instead of one in this process.
+    """
     config = loaded.config
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep_checkpoints)
     weights = checkpoints.latest() if resume and checkpoints.all() else None
     state = read_state(weights) if weights else RunState()
-    store: Store = loaded.store.build(run_dir)
-    async with store:
-        incarnation = await _begin(store, loaded, run_dir.name, state.step if resume else None)
-        log = MetricsLog(
-            run_dir / "metrics.jsonl",
-            [tracker.build(run_dir) for tracker in loaded.trackers.values()],
-            incarnation,
+    for caution in cautions(loaded):
+        observer.say(caution)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(_open_server(loaded, run_dir, far))
+        session = await stack.enter_async_context(
+            open_session(
+                loaded, run_dir, server, observer, weights=weights, resumed_step=state.step if resume else None
+            )
         )
+        log = MetricsLog(
+            run_dir / METRICS_FILE,
+            [tracker.build(run_dir) for tracker in loaded.trackers.values()],
+            session.incarnation,
+        )
+        stack.callback(log.close)
         log.forget_after(state.step if weights else -1)
-        for caution in cautions(loaded):
-            observer.say(caution)
-        try:
-            async with open_session(loaded, run_dir, incarnation, store, observer, weights) as session:
-                trainer = _trainer(loaded, run_dir, session, incarnation, checkpoints, log, observer, state)
-                interrupted = await _until_done(trainer, observer)
-                worker = session.worker and session.worker.worker
-                return Summary(
-                    run_dir=run_dir,
-                    seed=config.seed,
-                    state=state,
-                    interrupted=interrupted,
-                    checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
-                    abandoned=worker.abandoned if worker else 0,
-                    problems=dict(worker.problems) if worker else {},
-                )
-        finally:
-            log.close()
+        trainer = _trainer(loaded, run_dir, session, checkpoints, log, observer, state)
+        interrupted = await _until_done(trainer, observer)
+        await session.serving.finish(FinishRequest(incarnation=session.incarnation, over=not interrupted))
+        worker = session.worker and session.worker.worker
+        return Summary(
+            run_dir=run_dir,
+            seed=config.seed,
+            state=state,
+            interrupted=interrupted,
+            checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
+            abandoned=worker.abandoned if worker else 0,
+            problems=dict(worker.problems) if worker else {},
+            server=far.base_url if far else None,
+        )
 
 
-async def evaluate(loaded: LoadedConfig, run_dir: Path, checkpoint: Path | None, observer: Observer) -> list[Any]:
+async def evaluate(
+    loaded: LoadedConfig, run_dir: Path, checkpoint: Path | None, observer: Observer, *, far: Server | None = None
+) -> list[Any]:
     """Evaluate a checkpoint (None: the initial weights) on every held-out set; one entry per set and mode."""
     step = read_state(checkpoint).step if checkpoint else 0
-    store: Store = loaded.store.build(run_dir)
-    async with store:
-        incarnation = await _begin(store, loaded, run_dir.name, step)
-        async with open_session(loaded, run_dir, incarnation, store, observer, checkpoint) as session:
-            entries, _, _ = await session.evaluator.evaluate(step)
-            return entries
+    async with (
+        _open_server(loaded, run_dir, far) as server,
+        open_session(loaded, run_dir, server, observer, weights=checkpoint, resumed_step=step) as session,
+    ):
+        entries, _, _ = await session.evaluator.evaluate(step)
+        return entries
 
 
-async def _begin(store: Store, loaded: LoadedConfig, run: str, resumed_step: int | None) -> int:
-    """Record this incarnation; what an earlier one left unfinished is lost."""
-    earlier = [r for r in await store.runs() if r.id == run]
-    incarnation = max((r.incarnation for r in earlier), default=-1) + 1
-    left = [
-        rollout
-        for state in (RolloutState.QUEUED, RolloutState.RUNNING)
-        for rollout in await store.rollouts(run=run, state=state)
-    ]
-    config = loaded.config.model_dump(mode="json")
-    await store.put(
-        Run(run, incarnation, time.time(), config, resumed_step if earlier else None),
-        *(replace(rollout, state=RolloutState.DONE, ending=Ending.LOST) for rollout in left),
-    )
-    return incarnation
+def _open_server(
+    loaded: LoadedConfig, run_dir: Path, far: Server | None
+) -> AbstractAsyncContextManager[LightningServer | FarServer]:
+    """The server of a run, in this process or at `far`."""
+    return near_server(loaded, run_dir) if far is None else FarServer(far.base_url, far.key)
 
 
 def _trainer(
     loaded: LoadedConfig,
     run_dir: Path,
     session: Session,
-    incarnation: int,
     checkpoints: Checkpoints,
     log: MetricsLog,
     observer: Observer,
     state: RunState,
 ) -> Trainer:
+    async def publish(versions: dict[str, int]) -> None:
+        await session.serving.publish(VersionsRequest(incarnation=session.incarnation, versions=versions))
+
     return Trainer(
         config=loaded.config,
         policies=loaded.policies,
         run=run_dir.name,
-        incarnation=incarnation,
+        incarnation=session.incarnation,
         tasks=session.tasks["train"],
         engine=session.engine,
-        store=session.store,
+        store=session.serving.store,
         collector=session.collector,
         buffer=loaded.buffer.build(),
         evaluator=session.evaluator,
@@ -128,7 +150,8 @@ def _trainer(
         log=log,
         observer=observer,
         hook=loaded.plugins.hook,
-        versions=session.server.versions,
+        versions=session.versions,
+        publish=publish,
         state=state,
         saved_step=state.step,
     )

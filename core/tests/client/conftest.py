@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "server"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "server")]
 
 from stack import Stack, make_rollout, running_stack
 
@@ -35,7 +35,7 @@ class Workplace:
         """One rollout per input, all to the end by this worker, which is stopped then."""
         rollouts = [make_rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(inputs)]
         await self.stack.server.queue.enqueue(rollouts)
-        done = [await self.stack.server.queue.next_done() for _ in rollouts]
+        done = [each for rollout in rollouts for each in await self.stack.server.queue.done([rollout.id])]
         await worker.stop()
         ended = {}
         for rollout in done:

@@ -175,7 +175,7 @@ async def test_stopping_the_worker_ends_its_processes(workplace: Any, tmp_path: 
     await workplace.stack.server.queue.enqueue([make_rollout("w0", task=task)])
     await until(lambda: file.exists() and len(file.read_text().splitlines()) == 3)
     await worker.stop()
-    rollout = await workplace.stack.server.queue.next_done()
+    [rollout] = await workplace.stack.server.queue.done(["w0"])
     assert rollout.ending is Ending.CANCELLED
     assert [pid for pid in map(int, file.read_text().split()) if is_alive(pid)] == []
     assert not [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from road import Road
 from stack import make_rollout, until
 
 from agl_core.capture import reward
@@ -64,42 +65,6 @@ async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None
     assert worker.alive
 
 
-class Road:
-    """The way to a server, which can be closed and opened again, as when the server is killed and restarted."""
-
-    def __init__(self, base_url: str) -> None:
-        self._port = int(base_url.rpartition(":")[2])
-        self._listening: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def open(self) -> None:
-        self._listening = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
-        self.port = self._listening.sockets[0].getsockname()[1]
-
-    def close(self) -> None:
-        assert self._listening is not None
-        self._listening.close()
-        for each in self._open:
-            each.close()
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        self._open |= {writer, back}
-
-        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(ConnectionError):
-                while data := await source.read(2**16):
-                    sink.write(data)
-            sink.close()
-
-        await asyncio.gather(pump(reader, back), pump(there, writer))
-
-
 @contextlib.asynccontextmanager
 async def working(place: Any, agent: Any, **options: Any) -> AsyncIterator[tuple[Worker, Road, asyncio.Task[None]]]:
     """A worker of this loop, on a road that can be closed."""
@@ -140,7 +105,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
             await until(lambda: worker.endings.total() == 1)
             assert (worker.running, queue.running, task.done()) == (1, 1, False)
             await road.open()
-            assert (await queue.next_done()).ending is Ending.FINISHED
+            assert (await queue.done(["w0"]))[0].ending is Ending.FINISHED
             await until(lambda: "is back" in caplog.text)
     said = [record.message for record in caplog.records if record.name == "agl_core.client.link"]
     assert len(said) == 2, said
@@ -196,7 +161,7 @@ async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(wor
         await until(lambda: not queue.waiting)
         await queue.enqueue([make_rollout("w2")])
         release.set()
-        assert (await queue.next_done()).id == "w0"
+        assert await queue.done(["w0"])
         assert not task.done()
         worker.drain(3600)  # the second signal
         await asyncio.wait_for(task, 20)
@@ -204,7 +169,7 @@ async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(wor
     [attempt] = await workplace.stack.store.attempts("w1")
     assert attempt.ending is Ending.LOST
     async with working(workplace, agent):
-        done = [await queue.next_done() for _ in range(2)]
+        done = [each for id in ("w1", "w2") for each in await queue.done([id])]
     assert {(each.id, each.ending, each.counted_attempt) for each in done} == {
         ("w1", Ending.FINISHED, 1),
         ("w2", Ending.FINISHED, 0),

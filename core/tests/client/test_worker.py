@@ -174,7 +174,7 @@ async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
     await worker.stop()
     assert not worker.alive
     assert time.monotonic() - begun < 20
-    rollout = await workplace.stack.server.queue.next_done()
+    [rollout] = await workplace.stack.server.queue.done(["w0"])
     assert rollout.ending is Ending.CANCELLED
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from agl_core.errors import StoreError
+from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store.interface import Record
 from agl_core.types import Attempt, AttemptKey, Call, Mode, Outcome, Reward, Rollout, RolloutState, Run, Use
 
@@ -64,6 +64,8 @@ class MemoryStore:
         ][:limit]
 
     async def rollout(self, prefix: str) -> Rollout:
+        if prefix not in self._rollouts:
+            raise StoreRefusedError(f"No rollout has the id {prefix!r}.")
         return self._rollouts[prefix]
 
     async def attempts(self, rollout: str) -> list[Attempt]:

@@ -107,7 +107,10 @@ async def running_stack(
     upstream_fields: Callable[[ScriptedUpstream], dict[str, Any]] | None = None,
     **options: Any,
 ) -> AsyncIterator[Stack]:
-    """`options` override those of LightningServer, `upstream_fields` those of Upstream; the store is in memory."""
+    """`options` override those of LightningServer, `upstream_fields` those of Upstream; the store is in memory.
+
+    With `upstream=None` the server has none.
+    """
     async with ScriptedUpstream() as scripted:
         fields: dict[str, Any] = {"urls": (scripted.url,), "models": {"default": "served"}, "api_key": "upstream-key"}
         fields.update(upstream_fields(scripted) if upstream_fields else {})
@@ -119,7 +122,8 @@ async def running_stack(
             "hook": Hooks(),
         }
         store = MemoryStore() if store is None else store
-        async with LightningServer(store, Upstream(**fields), **{**settings, **options}) as server:
+        upstream = options.pop("upstream", Upstream(**fields))
+        async with LightningServer(store, upstream, **{**settings, **options}) as server:
             yield Stack(server, store, scripted)
 
 

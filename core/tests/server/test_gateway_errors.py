@@ -185,7 +185,7 @@ async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
     assert attempt is not None
     assert attempt.context_overflows == 2
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="BadRequestError"))
-    assert (await stack.server.queue.next_done()).ending is Ending.CONTEXT_OVERFLOW
+    assert (await stack.server.queue.done([key.rollout]))[0].ending is Ending.CONTEXT_OVERFLOW
 
 
 async def test_an_agent_whose_calls_all_failed_is_told_why(stack: Stack) -> None:
@@ -199,12 +199,20 @@ async def test_an_agent_whose_calls_all_failed_is_told_why(stack: Stack) -> None
     assert "scripted failure" in (attempt.error or "")
 
 
-async def test_a_store_that_fails_costs_the_reply(stack: Stack) -> None:
+async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent that breaks of it has not failed its task: the rollout is tried again."""
     key = await stack.lease()
+    await stack.client(key).chat.completions.create(**GOOD)
     stack.store.failing = True
     response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
-    assert response.status_code == 500
-    assert "Traceback" not in response.text
-    attempt = stack.server.queue.attempt(key)
-    assert attempt is not None
-    assert attempt.completed_calls == 0
+    assert (response.status_code, error_of(response)["code"]) == (503, "store_failed")
+    assert int(response.headers["retry-after"]) > 0
+    assert "scripted failure" in caplog.text
+    assert "Traceback" not in caplog.text + response.text
+    stack.store.failing = False
+    assert not (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="500"))).counted
+    [attempt] = await stack.store.attempts(key.rollout)
+    assert attempt.ending is Ending.LOST
+    assert len(await stack.calls(key)) == 1

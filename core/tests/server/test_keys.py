@@ -189,20 +189,28 @@ async def test_it_listens_on_any_loopback_address(host: str) -> None:
 
 async def test_an_address_of_another_machine_says_so() -> None:
     with pytest.raises(ServerError, match="an address of this machine"):
-        async with running_stack(host="192.0.2.7", keys=Keys(chosen=True)):
+        async with running_stack(host="192.0.2.7", keys=Keys(chosen=frozenset({"AGL_WORKER_KEY"}))):
             pass
 
 
 def test_keys_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGL_WORKER_KEY", raising=False)
+    for name in ("AGL_WORKER_KEY", "AGL_OPERATOR_KEY"):
+        monkeypatch.delenv(name, raising=False)
     file = tmp_path / "server.json"
     first = Keys.of_run(file)
     first.write(file, "http://127.0.0.1:1")
     again = Keys.of_run(file)
-    assert (again.worker, again.secret, again.chosen) == (first.worker, first.secret, False)
+    assert again == first
+    assert not again.chosen
     again.write(file, "http://127.0.0.1:2")
     content = json.loads(file.read_text())
-    assert content == {"base_url": "http://127.0.0.1:2", "worker_key": first.worker, "agent_secret": first.secret}
+    assert content == {
+        "base_url": "http://127.0.0.1:2",
+        "worker_key": first.worker,
+        "operator_key": first.operator,
+        "agent_secret": first.secret,
+    }
+    assert len({first.worker, first.operator, first.secret, first.embedded}) == 4
     assert Keys.of_run(tmp_path / "another.json").worker != first.worker
     file.write_text("{")
     assert Keys.of_run(file).secret != first.secret
@@ -229,9 +237,17 @@ def test_a_key_of_your_choice_comes_first_and_is_not_written_down(
     made.write(file, "http://127.0.0.1:1")
     monkeypatch.setenv("AGL_WORKER_KEY", "  chosen-by-me\n")
     chosen = Keys.of_run(file)
-    assert (chosen.worker, chosen.secret, chosen.chosen) == ("chosen-by-me", made.secret, True)
+    assert (chosen.worker, chosen.operator, chosen.secret) == ("chosen-by-me", made.operator, made.secret)
+    assert chosen.chosen == {"AGL_WORKER_KEY"}
     chosen.write(file, "http://127.0.0.1:1")
     assert "chosen-by-me" not in file.read_text()
+    monkeypatch.setenv("AGL_OPERATOR_KEY", "chosen-too")
+    Keys.of_run(file).write(file, "http://127.0.0.1:1")
+    assert "chosen" not in file.read_text()
+    monkeypatch.setenv("AGL_OPERATOR_KEY", "chosen-by-me")
+    with pytest.raises(ServerError, match="are the same"):
+        Keys.of_run(file)
+    monkeypatch.delenv("AGL_OPERATOR_KEY")
     monkeypatch.setenv("AGL_WORKER_KEY", "schlüssel")
     with pytest.raises(ServerError, match="ASCII"):
         Keys.of_run(file)
@@ -252,7 +268,7 @@ async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest
             with pytest.raises(openai.AuthenticationError):
                 await stack.client(AttemptKey("b", 0), api_key=lease.key).chat.completions.create(**GOOD)
             await client.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-        secrets = [keys.worker, keys.secret, keys.embedded, lease.key]
+        secrets = [keys.worker, keys.operator, keys.secret, keys.embedded, lease.key]
         stored = await asyncio.to_thread(lambda: b"".join(each.read_bytes() for each in tmp_path.iterdir()))
     assert b"hello" in stored
     assert [each for each in secrets if each.encode() in stored] == []

@@ -201,7 +201,7 @@ async def test_the_late_result_of_a_lost_attempt_is_recorded_and_does_not_count(
     assert active is not None
     active.completed_calls = 1
     assert (await queue.close_attempt(again, FINISHED)).counted
-    done = await queue.next_done()
+    [done] = await queue.done(["a"])
     assert (done.ending, done.counted_attempt) == (Ending.FINISHED, 1)
 
 
@@ -265,7 +265,7 @@ async def test_a_run_is_taken_up_from_the_store(clock: Clock, tmp_path: Path) ->
         assert found["gone"] is RolloutState.QUEUED, "its worker sent no heartbeat"
         assert found["kept"] is RolloutState.RUNNING
         assert (await queue.close_attempt(kept, FINISHED)).counted
-        assert (await queue.next_done()).ending is Ending.FINISHED, "a call from before the restart counts"
+        assert (await queue.done(["kept"]))[0].ending is Ending.FINISHED, "a call from before the restart counts"
         assert await lent(queue, "v") == [AttemptKey("gone", 1)]
         with pytest.raises(ServerError, match="already in the queue"):
             await queue.enqueue([make_rollout("first", step=9)])

@@ -63,7 +63,6 @@ class Lives(RuleBasedStateMachine):
         """With their workers."""
         self.told_that_it_counts: set[AttemptKey] = set()
         self.endings: dict[AttemptKey, Ending] = {}
-        self.taken: list[str] = []
 
     @initialize()
     def begin(self) -> None:
@@ -154,6 +153,10 @@ class Lives(RuleBasedStateMachine):
     def cancel(self, place: int) -> None:
         self.run(self.if_it_can_be_written(self.queue.cancel([self.created[place % len(self.created)]])))
 
+    @rule()
+    def abandon(self) -> None:
+        self.run(self.if_it_can_be_written(self.queue.abandon()))
+
     @rule(seconds=st.sampled_from([1, 10, 21, 71]))
     def wait(self, seconds: int) -> None:
         self.run(self.clock.advance(seconds))
@@ -167,7 +170,6 @@ class Lives(RuleBasedStateMachine):
         async def again() -> None:
             self.watching.cancel()
             await asyncio.wait([self.watching])
-            self.taken += [each.id for each in self.queue.done_now()]
             await self.start_queue()
             await self.queue.restore("run")
 
@@ -209,7 +211,7 @@ class Lives(RuleBasedStateMachine):
                 assert rollout.counted_attempt == attempts[-1].attempt
                 assert rollout.ending is attempts[-1].ending
             elif rollout.state is RolloutState.DONE:
-                assert rollout.ending is Ending.CANCELLED
+                assert rollout.ending in (Ending.CANCELLED, Ending.LOST)
             else:
                 assert (rollout.counted_attempt, rollout.ending) == (None, None)
 
@@ -226,8 +228,7 @@ class Lives(RuleBasedStateMachine):
                 for each in (await self.queue.lease(LeaseRequest(worker="z", capacity=4096, wait=0))).leases:
                     key = AttemptKey(each.rollout, each.attempt)
                     await self.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-            self.taken += [each.id for each in self.queue.done_now()]
-            assert sorted(self.taken) == sorted(self.created)
+            assert sorted(each.id for each in await self.queue.done(self.created, 0)) == sorted(self.created)
 
         try:
             self.run(finish())

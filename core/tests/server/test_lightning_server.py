@@ -46,7 +46,7 @@ async def test_a_worker_leases_and_closes_over_the_wire(stack: Stack) -> None:
         first, second = [await client.close_attempt(key, request) for _ in range(2)]
         assert first.counted
         assert second.counted
-        assert (await stack.server.queue.next_done()).ending is Ending.FINISHED
+        assert (await stack.server.queue.done(["a"]))[0].ending is Ending.FINISHED
         with pytest.raises(ServerError, match=r"404.*no attempt 0 of rollout nobody"):
             await client.close_attempt(AttemptKey("nobody", 0), request)
         stack.server.queue.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.resources.chat import completions
+from instrumented import instrumenting, resource_methods
 from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
@@ -63,19 +63,17 @@ async def intake(tmp_path: Path) -> AsyncIterator[IntakeStack]:
 
 @pytest.fixture
 def instrument() -> Iterator[Any]:
-    """Instruments the OpenAI client, and undoes it afterwards; not all of them undo it all by themselves."""
-    patched = [(kind, "create", kind.create) for kind in (completions.Completions, completions.AsyncCompletions)]
-    used = []
+    with instrumenting() as instrument:
+        yield instrument
 
-    def instrument(kind: Any, provider: TracerProvider) -> None:
-        used.append(kind())
-        used[-1].instrument(tracer_provider=provider)
 
-    yield instrument
-    for each in reversed(used):
-        each.uninstrument()
-    for kind, name, original in patched:
-        setattr(kind, name, original)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_client_is_afterwards_as_it_was(vocabulary: str) -> None:
+    before = resource_methods()
+    with instrumenting() as instrument:
+        instrument(VOCABULARIES[vocabulary][0], TracerProvider(shutdown_on_exit=False))
+    after = resource_methods()
+    assert [key for key, value in after.items() if before.get(key) is not value] == []
 
 
 async def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:

@@ -10,6 +10,7 @@ from stack import Hooks, make_rollout
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server import RolloutQueue
+from agl_core.server.faults import no_upstream
 from agl_core.server.keys import Keys
 from agl_core.types import Attempt, AttemptKey, Ending, OutcomeStatus, Rollout, RolloutState
 from agl_core.wire import CloseRequest, LeaseReply, LeaseRequest, OutcomeReport, RewardReport
@@ -174,7 +175,7 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
         rewards=[RewardReport(name="own", value=0.5), RewardReport(name="own", value=0.25)],
     )
     assert (await queue.close_attempt(key, request)).counted
-    done = await queue.next_done()
+    [done] = await queue.done(["a"])
     assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 0)
     assert await store.rollout("a") == done
     (attempt,) = await store.attempts("a")
@@ -194,18 +195,104 @@ async def test_the_same_report_twice_changes_nothing(queue: RolloutQueue, store:
     written, fired = list(store.written), list(hooks.fired)
     assert first == second == await queue.close_attempt(key, FINISHED)
     assert (store.written, hooks.fired) == (written, fired)
-    assert (await queue.next_done()).id == "a"
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(queue.next_done(), 0.01)
+    assert [each.id for each in await queue.done(["a"])] == ["a"]
 
 
-async def test_what_is_done_is_taken_once_in_order(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout(name) for name in "abc"])
-    for key in [await leased(queue, calls=1) for _ in "abc"]:
+async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_they_ended(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout(name) for name in "abcd"])
+    a, b, c, _ = [await leased(queue, calls=1) for _ in "abcd"]
+    asking = [asyncio.ensure_future(queue.done(ids)) for ids in (["a", "b"], ["d", "b"])]
+    for key in (c, b):
         await queue.close_attempt(key, FINISHED)
-    assert (await queue.next_done()).id == "a"
-    assert [rollout.id for rollout in queue.done_now()] == ["b", "c"]
-    assert queue.done_now() == []
+    assert [[each.id for each in await asked] for asked in asking] == [["b"], ["b"]]
+    await queue.close_attempt(a, FINISHED)
+    for _ in range(2):
+        assert [each.id for each in await queue.done(list("dabca"))] == ["c", "b", "a"]
+    assert await queue.done(["d"], wait=0.01) == await queue.done([]) == []
+
+
+async def test_who_gives_up_takes_nothing_from_the_others(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    asking = [asyncio.ensure_future(queue.done(["a"])) for _ in range(2)]
+    await asyncio.sleep(0)
+    asking[0].cancel()
+    await queue.close_attempt(await leased(queue, calls=1), FINISHED)
+    assert [each.id for each in await asking[1]] == ["a"]
+
+
+async def test_what_memory_has_forgotten_is_answered_from_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make_rollout("a")])
+    await queue.close_attempt(await leased(queue, calls=1), FINISHED)
+    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
+    await restarted.enqueue([make_rollout("b")])
+    assert await restarted.done(["b", "a"]) == await queue.done(["a"])
+    for unknown in (["b", "nobody"], ["b", ""]):
+        with pytest.raises(ServerError, match="no rollout"):
+            await restarted.done(unknown)
+
+
+async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue)
+    asking, leasing = asyncio.ensure_future(queue.done(["a"])), asyncio.ensure_future(lease(queue, wait=30))
+    await asyncio.sleep(0)
+    queue.stop()
+    with pytest.raises(ServerError, match="stopping"):
+        await asking
+    assert await leasing == LeaseReply(leases=[], closed=False), "the run is not over"
+    active = queue.attempt(key)
+    assert active is not None
+    assert not active.closed
+
+
+async def test_nothing_is_lent_until_it_is_allowed_again(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a")])
+    queue.lend(False)
+    assert not (await lease(queue, wait=0.01)).leases
+    waiting = asyncio.ensure_future(lease(queue, wait=30))
+    await asyncio.sleep(0)
+    queue.lend(True)
+    assert [each.rollout for each in (await waiting).leases] == ["a"]
+
+
+async def test_what_a_trainer_left_is_lost_and_not_tried_again(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make_rollout(id) for id in "abc"])
+    done, running = await leased(queue, calls=1), await leased(queue, calls=1)
+    await queue.close_attempt(done, FINISHED)
+    await queue.abandon()
+    assert {each.id: each.ending for each in await store.rollouts()} == {
+        "a": Ending.FINISHED,
+        "b": Ending.LOST,
+        "c": Ending.LOST,
+    }
+    assert (queue.queued, queue.running) == (0, 0)
+    assert not (await queue.close_attempt(running, FINISHED)).counted
+
+
+async def test_new_limits_hold_for_what_starts_from_then_on(queue: RolloutQueue) -> None:
+    await queue.enqueue([make_rollout("a"), make_rollout("b")])
+    assert (await lease(queue)).leases[0].timeout == 30
+    queue.limit(timeout=7, attempts=1)
+    reply = await lease(queue)
+    assert reply.leases[0].timeout == 7
+    assert (await queue.close_attempt(AttemptKey("b", 0), CRASHED)).counted, "there is one try now"
+
+
+@pytest.mark.parametrize("ending", [Ending.CRASHED, Ending.TIMED_OUT])
+async def test_an_agent_that_broke_while_its_server_was_away_is_tried_again(
+    queue: RolloutQueue, store: MemoryStore, ending: Ending
+) -> None:
+    """It had made calls, so it would be data; but what broke it may have been ours."""
+    await queue.enqueue([make_rollout("a")])
+    key = await leased(queue, calls=1)
+    active = queue.attempt(key)
+    assert active is not None
+    active.count_failure(no_upstream())
+    assert not (await queue.close_attempt(key, CloseRequest(ending=ending, error="Boom"))).counted
+    [attempt] = await store.attempts("a")
+    assert attempt.ending is Ending.LOST
+    assert attempt.error is not None
+    assert attempt.error.endswith("Boom")
 
 
 async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQueue) -> None:
@@ -213,7 +300,7 @@ async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQ
     key = await leased(queue, calls=1)
     assert (await queue.close_attempt(key, CRASHED)).counted
     assert not (await queue.close_attempt(key, FINISHED)).counted
-    assert (await queue.next_done()).ending is Ending.CRASHED
+    assert (await queue.done(["a"]))[0].ending is Ending.CRASHED
 
 
 async def test_a_worker_that_changes_its_mind_is_not_heard(queue: RolloutQueue, store: MemoryStore) -> None:
@@ -246,7 +333,7 @@ async def test_tried_again_if_no_call_completed(queue: RolloutQueue, store: Memo
     second = await leased(queue)
     assert second == AttemptKey("a", 1), "a rollout that is tried again goes before new ones"
     assert (await queue.close_attempt(second, CloseRequest(ending=ending))).counted, "the budget is used up"
-    done = await queue.next_done()
+    [done] = await queue.done(["a"])
     assert (done.ending, done.counted_attempt) == (ending, 1)
 
 
@@ -254,7 +341,7 @@ async def test_tried_again_if_no_call_completed(queue: RolloutQueue, store: Memo
 async def test_an_attempt_in_which_the_policy_acted_is_data(queue: RolloutQueue, ending: Ending) -> None:
     await queue.enqueue([make_rollout("a")])
     assert (await queue.close_attempt(await leased(queue, calls=1), CloseRequest(ending=ending))).counted
-    assert (await queue.next_done()).counted_attempt == 0
+    assert (await queue.done(["a"]))[0].counted_attempt == 0
 
 
 async def test_a_lost_attempt_is_tried_again_whatever_it_did(queue: RolloutQueue) -> None:
@@ -272,7 +359,7 @@ async def test_other_endings_are_final(queue: RolloutQueue, ending: Ending) -> N
 async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, store: MemoryStore) -> None:
     await queue.enqueue([make_rollout("a")])
     await queue.close_attempt(await leased(queue), FINISHED)
-    assert (await queue.next_done()).ending is Ending.NO_CALL
+    assert (await queue.done(["a"]))[0].ending is Ending.NO_CALL
     (attempt,) = await store.attempts("a")
     assert attempt.error is not None
     assert "OPENAI_BASE_URL" in attempt.error
@@ -285,20 +372,20 @@ async def test_context_overflow_is_an_ending_of_its_own(
 ) -> None:
     await queue.enqueue([make_rollout("a")])
     await queue.close_attempt(await leased(queue, calls=calls, overflows=1), request_)
-    assert (await queue.next_done()).ending is Ending.CONTEXT_OVERFLOW
+    assert (await queue.done(["a"]))[0].ending is Ending.CONTEXT_OVERFLOW
 
 
 async def test_an_agent_that_recovered_from_an_overflow_finished(queue: RolloutQueue) -> None:
     await queue.enqueue([make_rollout("a")])
     await queue.close_attempt(await leased(queue, calls=1, overflows=1), FINISHED)
-    assert (await queue.next_done()).ending is Ending.FINISHED
+    assert (await queue.done(["a"]))[0].ending is Ending.FINISHED
 
 
 async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, store: MemoryStore) -> None:
     await queue.enqueue([make_rollout(id) for id in "abc"])
     key = await leased(queue, calls=1)
     await queue.cancel(["a", "b", "unknown"])
-    done = [await queue.next_done() for _ in range(2)]
+    done = await queue.done(["a", "b"])
     assert {each.id: (each.ending, each.counted_attempt) for each in done} == {
         "a": (Ending.CANCELLED, 0),
         "b": (Ending.CANCELLED, None),
@@ -332,7 +419,7 @@ async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
     await asyncio.sleep(0)
     store.writable.set()
     await asyncio.gather(closing, cancelling)
-    assert (await queue.next_done()).ending is Ending.CANCELLED
+    assert (await queue.done(["a"]))[0].ending is Ending.CANCELLED
     assert queue.queued == queue.running == 0
 
 
@@ -342,7 +429,7 @@ async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hoo
     watching = asyncio.ensure_future(queue.watch())
     for _ in range(2):
         assert (await lease(queue, wait=30)).leases
-    done = await queue.next_done()
+    [done] = await queue.done(["a"])
     watching.cancel()
     assert (done.ending, done.counted_attempt) == (Ending.LOST, 1)
     assert [each.error for each in await store.attempts("a") if each.error and "worker w" in each.error]
@@ -357,7 +444,7 @@ async def test_an_end_that_could_not_be_written_is_not_forgotten(store: MemorySt
         await queue.close_attempt(key, FINISHED)
     store.failing = False
     watching = asyncio.ensure_future(queue.watch())
-    assert (await queue.next_done()).ending is Ending.LOST
+    assert (await queue.done(["a"]))[0].ending is Ending.LOST
     watching.cancel()
 
 
@@ -379,7 +466,7 @@ async def test_a_hook_that_raises_is_logged_and_stops_nothing(
     hooks.raising = True
     await queue.enqueue([make_rollout("a")])
     await queue.close_attempt(await leased(queue, calls=1), FINISHED)
-    assert (await queue.next_done()).ending is Ending.FINISHED
+    assert (await queue.done(["a"]))[0].ending is Ending.FINISHED
     assert caplog.text.count("RuntimeError: a plugin's mistake") == 2
 
 
@@ -399,7 +486,9 @@ async def test_every_rollout_is_done_exactly_once_under_concurrency(queue: Rollo
                 await asyncio.gather(queue.close_attempt(key, request), queue.close_attempt(key, request))
 
     workers = [asyncio.ensure_future(work()) for _ in range(5)]
-    done = [(await queue.next_done()).id for _ in ids]
+    done: list[str] = []
+    while len(done) < len(ids):
+        done += [each.id for each in await queue.done([id for id in ids if id not in done])]
     queue.close()
     await asyncio.gather(*workers)
     assert sorted(done) == sorted(ids)

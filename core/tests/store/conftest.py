@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+sys.path.append(str(Path(__file__).parent))
+
+from agl_core.client import FarServer
+from agl_core.config.models import SamplingSection
+from agl_core.plugins import Plugins
+from agl_core.server import LightningServer
+from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Attempt, AttemptKey, Call, Choice, FinishReason, Mode, Rollout, Task
 
@@ -21,9 +29,24 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def store(path: Path) -> AsyncIterator[SqliteStore]:
+async def near(path: Path) -> AsyncIterator[SqliteStore]:
+    """The store in a file."""
     async with SqliteStore(path) as opened:
         yield opened
+
+
+@pytest.fixture(params=["near", "far"])
+async def store(near: SqliteStore, request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """It, and the same behind a server: what is true of one is true of the other."""
+    if request.param == "near":
+        yield near
+        return
+    settings: dict[str, Any] = {"seed": 0, "timeout": 30, "attempts": 1, "hook": Plugins().hook}
+    async with (
+        LightningServer(near, None, sampling=SamplingSection(), **settings) as server,
+        FarServer(server.base_url, server.keys.operator) as far,
+    ):
+        yield far.store
 
 
 @pytest.fixture

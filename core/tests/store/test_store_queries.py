@@ -13,11 +13,11 @@ import pytest
 from agl_core.errors import StoreError
 from agl_core.store import queries
 from agl_core.store.database import connect_reader
-from agl_core.store.sqlite import SqliteStore
+from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Mode, Outcome, OutcomeStatus, RolloutState, Run
 
 
-async def test_runs_come_oldest_first(store: SqliteStore) -> None:
+async def test_runs_come_oldest_first(store: Store) -> None:
     recorded = [Run("b", 0, 5.0, {}), Run("a", 0, 6.0, {}), Run("b", 1, 7.0, {}, resumed_step=3)]
     for run in recorded:
         await store.put(run)
@@ -39,7 +39,7 @@ async def test_runs_come_oldest_first(store: SqliteStore) -> None:
         ({"run": "none"}, []),
     ],
 )
-async def test_rollouts_by(store: SqliteStore, make_rollout: Any, wanted: dict[str, Any], expected: list[str]) -> None:
+async def test_rollouts_by(store: Store, make_rollout: Any, wanted: dict[str, Any], expected: list[str]) -> None:
     await store.put(
         make_rollout("d", run="one", step=0, group="g1", state=RolloutState.DONE),
         make_rollout("c", run="one", step=1, group="g2"),
@@ -49,7 +49,7 @@ async def test_rollouts_by(store: SqliteStore, make_rollout: Any, wanted: dict[s
     assert [rollout.id for rollout in await store.rollouts(**wanted)] == expected
 
 
-async def test_a_rollout_by_the_start_of_its_id(store: SqliteStore, make_rollout: Any, path: Path) -> None:
+async def test_a_rollout_by_the_start_of_its_id(store: Store, make_rollout: Any, path: Path) -> None:
     await store.put(*(make_rollout(id) for id in ("ab1", "ab10", "b%_", "ü\U0010ffff")))
     for prefix, expected in {"ab10": "ab10", "ab1": "ab1", "b": "b%_", "b%_": "b%_", "ü": "ü\U0010ffff"}.items():
         assert (await store.rollout(prefix)).id == expected
@@ -60,13 +60,13 @@ async def test_a_rollout_by_the_start_of_its_id(store: SqliteStore, make_rollout
             await store.rollout(missing)
 
 
-async def test_attempts_are_in_order(store: SqliteStore, make_attempt: Any) -> None:
+async def test_attempts_are_in_order(store: Store, make_attempt: Any) -> None:
     await store.put(make_attempt("r", 1), make_attempt("other", 0), make_attempt("r", 0))
     assert await store.attempts("r") == [make_attempt("r", 0), make_attempt("r", 1)]
     assert await store.attempts("none") == []
 
 
-async def test_calls_of_many_attempts(store: SqliteStore, make_call: Any) -> None:
+async def test_calls_of_many_attempts(store: Store, make_call: Any) -> None:
     rollouts = [f"r{number}" for number in range(1500)]
     await store.put(
         *(make_call(f"{rollout}-{sequence}", rollout, sequence=sequence) for rollout in rollouts for sequence in (1, 0))
@@ -79,7 +79,7 @@ async def test_calls_of_many_attempts(store: SqliteStore, make_call: Any) -> Non
     assert await store.calls([]) == []
 
 
-async def test_outcomes_are_in_the_order_they_were_recorded(store: SqliteStore) -> None:
+async def test_outcomes_are_in_the_order_they_were_recorded(store: Store) -> None:
     def outcome(id: str, rollout: str) -> Outcome:
         return Outcome(id, rollout, 0, "add", OutcomeStatus.OK)
 
@@ -90,7 +90,7 @@ async def test_outcomes_are_in_the_order_they_were_recorded(store: SqliteStore) 
     assert [each.id for each in found] == ["z", "y", "a"]
 
 
-async def test_no_query_by_key_scans_a_table(store: SqliteStore, path: Path, make_call: Any, make_rollout: Any) -> None:
+async def test_no_query_by_key_scans_a_table(store: Store, path: Path, make_call: Any, make_rollout: Any) -> None:
     await store.put(make_rollout("r"), make_call("c", "r"))
     keys = [AttemptKey("r", 0), AttemptKey("s", 1)]
     asked: list[str] = []
@@ -113,7 +113,7 @@ async def test_no_query_by_key_scans_a_table(store: SqliteStore, path: Path, mak
     connection.close()
 
 
-async def test_reads_run_while_writes_do(store: SqliteStore, make_call: Any, calls_of: Any) -> None:
+async def test_reads_run_while_writes_do(store: Store, make_call: Any, calls_of: Any) -> None:
     async def write_then_read(number: int) -> None:
         await store.put(make_call(f"c{number}", f"r{number}"))
         assert f"c{number}" in await calls_of(store, f"r{number}")

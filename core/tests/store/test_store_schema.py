@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from agl_core.errors import StoreError
 from agl_core.store import schema
 from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Use
 
 NEXT = """
 ALTER TABLE rollouts ADD COLUMN note TEXT NOT NULL DEFAULT 'none';
@@ -59,12 +61,32 @@ async def test_an_older_file_is_brought_up_to_date_and_keeps_its_rows(
     assert ask(path, "SELECT name FROM sqlite_master WHERE name = 'notes'") == []
 
 
+async def test_a_file_with_one_use_of_each_transition_takes_one_of_each_step(
+    path: Path, monkeypatch: pytest.MonkeyPatch, make_call: Any
+) -> None:
+    call, use = make_call("c"), Use("r", 0, "c", 0, 1, 1.0, 0.5, 0.25)
+    with monkeypatch.context() as older:
+        older.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:2])
+        async with SqliteStore(path) as store:
+            await store.put(call)
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO uses SELECT 1, seq, 'c', 0, 1, 1.0, 0.5, 0.25, NULL FROM attempt_keys")
+    connection.close()
+    async with SqliteStore(path) as store:
+        assert await store.uses([call.key]) == [use]
+        changed, again = replace(use, weight=0.75), replace(use, step=2)
+        await store.put(again, changed)
+        assert await store.uses([call.key]) == [changed, again]
+
+
 async def test_a_reader_does_not_migrate(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with SqliteStore(path):
         pass
     before = content(path)
     known(monkeypatch, NEXT)
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 2, this agl reads version 3.*Open it once"):
+    old = len(schema.MIGRATIONS) - 1
+    told = rf"store\.sqlite has schema version {old}, this agl reads version {old + 1}.*Open it once"
+    with pytest.raises(StoreError, match=told):
         await SqliteStore(path, read_only=True).open()
     assert content(path) == before
 
@@ -89,9 +111,11 @@ async def test_a_newer_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
         known(newer, NEXT)
         async with SqliteStore(path):
             pass
-    with pytest.raises(StoreError, match=r"has schema version 3, and this agl knows versions up to 2\. Use the agl"):
+    known_now = len(schema.MIGRATIONS)
+    told = rf"has schema version {known_now + 1}, and this agl knows versions up to {known_now}\. Use the agl"
+    with pytest.raises(StoreError, match=told):
         await SqliteStore(path, read_only=read_only).open()
-    assert ask(path, "PRAGMA user_version") == [(3,)]
+    assert ask(path, "PRAGMA user_version") == [(known_now + 1,)]
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -15,7 +15,7 @@ from agl_core.config import PolicyPlan, RunConfig
 from agl_core.config.resolve import Chosen
 from agl_core.learning import identical
 from agl_core.plugins import Component, Kind, Need, NoOptions, Plugins
-from agl_core.protocols import Buffer, Progress, UpdateResult
+from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
 from agl_core.training.buffers import Fifo
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Judged
@@ -84,6 +84,11 @@ def transition(rollout: str, turn: int, version: int | None, policy: str = "defa
         response_ids=np.arange(3, dtype=np.int32),
         logprobs=np.full(3, -0.5, np.float32),
     )
+
+
+def asking(step: int = 1, seed: int = 0, version: int = 0, max_staleness: int = 4, at_least: int = 1) -> DrawContext:
+    """What a buffer is told."""
+    return DrawContext(step, seed, {"default": version}, max_staleness, at_least)
 
 
 @dataclass
@@ -218,6 +223,9 @@ def make_bench(
     engine.version = (state or RunState()).step
     versions = {"default": engine.version}
     collector = ScriptedCollector(versions)
+
+    async def publish(versions: dict[str, int]) -> None: ...
+
     parts: dict[str, Any] = {"engine": engine, "collector": collector, "evaluator": NoEvaluation(), "log": log}
     trainer = Trainer(
         config=config,
@@ -226,11 +234,12 @@ def make_bench(
         incarnation=incarnation,
         tasks=Numbers(),
         store=store,
-        buffer=buffer or Fifo(),
+        buffer=Fifo() if buffer is None else buffer,
         checkpoints=Checkpoints(folder, keep=100),
         observer=Silent(),
         hook=Plugins().hook,
         versions=versions,
+        publish=publish,
         state=replace(state) if state else RunState(),
         **parts,
     )

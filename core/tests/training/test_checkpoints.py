@@ -71,3 +71,23 @@ def test_resuming_takes_out_the_metrics_of_later_steps(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1]
     assert lines[1] == {"step": 1, "kind": "train", "incarnation": 0, "reward/mean": 0.1}
     assert logged[3] == (3, {"train/reward/mean": 0.3})
+
+
+def test_a_line_of_metrics_that_was_cut_off_does_not_keep_a_run_from_resuming(tmp_path: Path) -> None:
+    """By a kill or a full disk: it is the last one, at any of its bytes. Another one is somebody's mistake."""
+    path = tmp_path / "metrics.jsonl"
+    for step in range(3):
+        MetricsLog(path, [], incarnation=0).write(step, "train", {"loss": 0.5})
+    whole = path.read_bytes()
+    kept = b"".join(whole.splitlines(keepends=True)[:2])
+    for end in range(len(kept) + 1, len(whole)):
+        path.write_bytes(whole[:end])
+        MetricsLog(path, [], incarnation=1).forget_after(1)
+        assert path.read_bytes() == kept, whole[:end]
+
+    for broken in (b'{"step":1', b"{}", b"[]", b"3", b""):
+        content = kept + broken + b"\n" + kept
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"Line 3 of {path}"):
+            MetricsLog(path, [], incarnation=1).forget_after(1)
+        assert path.read_bytes() == content

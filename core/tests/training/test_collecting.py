@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,7 @@ from stack import make_rollout
 from agl_core.errors import EngineError, PluginError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
-from agl_core.training import arrivals
-from agl_core.training.arrivals import Arrivals
+from agl_core.training import collect
 from agl_core.training.collect import Collector
 from agl_core.training.progress import Silent
 from agl_core.types import Attempt, Ending, Episode, Rollout, RolloutState
@@ -26,36 +25,26 @@ class ScriptedQueue:
     def __init__(self) -> None:
         self.enqueued: list[str] = []
         self.cancelled: list[str] = []
-        self._done: asyncio.Queue[Rollout] = asyncio.Queue()
+        self._done: dict[str, Rollout] = {}
+        self._changed = asyncio.Event()
 
     def finish(self, *ids: str, ending: Ending = Ending.FINISHED) -> None:
         for id in ids:
-            done = make_rollout(id, state=RolloutState.DONE, ending=ending, counted_attempt=0)
-            self._done.put_nowait(done)
+            self._done[id] = make_rollout(id, state=RolloutState.DONE, ending=ending, counted_attempt=0)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         self.enqueued += [rollout.id for rollout in rollouts]
 
-    async def next_done(self) -> Rollout:
-        return await self._done.get()
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        while not (found := [rollout for id, rollout in self._done.items() if id in ids]):
+            await self._changed.wait()
+        return found
 
-    def done_now(self) -> list[Rollout]:
-        return [self._done.get_nowait() for _ in range(self._done.qsize())]
-
-    async def cancel(self, ids: Sequence[str]) -> None:
+    async def cancel(self, ids: Collection[str]) -> None:
         self.cancelled += ids
         self.finish(*ids, ending=Ending.CANCELLED)
-
-
-async def arriving(*ids: str) -> tuple[ScriptedQueue, Arrivals]:
-    queue = ScriptedQueue()
-    arrived = Arrivals(queue, lambda: None)
-    await arrived.enqueue([make_rollout(id) for id in ids])
-    return queue, arrived
-
-
-def names(rollouts: Sequence[Rollout]) -> list[str]:
-    return [rollout.id for rollout in rollouts]
 
 
 async def settle() -> None:
@@ -64,67 +53,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_each_gets_its_own_and_late_askers_get_what_came_before() -> None:
-    queue, arrived = await arriving("a", "b", "c", "d")
-    one, other = asyncio.create_task(arrived.take({"a"})), asyncio.create_task(arrived.take({"b", "d"}))
-    queue.finish("c")
-    await settle()
-    assert not one.done()
-    assert not other.done()
-
-    queue.finish("d", "b")
-    assert names(await other) == ["d", "b"]
-    queue.finish("a")
-    assert names(await one) == ["a"]
-    assert names(await arrived.take({"c", "a"})) == ["c"]
-
-
-async def test_one_who_gives_up_takes_nothing_from_the_others() -> None:
-    queue, arrived = await arriving("a", "b")
-    one, other = asyncio.create_task(arrived.take({"a"})), asyncio.create_task(arrived.take({"b"}))
-    await settle()
-    one.cancel()
-    await settle()
-    queue.finish("a", "b")
-    assert names(await other) == ["b"]
-    assert names(await arrived.take({"a"})) == ["a"]
-
-
-async def test_when_all_give_up_nothing_is_lost_and_nobody_is_left_waiting() -> None:
-    queue, arrived = await arriving("a")
-    waiting = asyncio.create_task(arrived.take({"a"}))
-    await settle()
-    waiting.cancel()
-    await settle()
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-    again = asyncio.create_task(arrived.take({"a"}))
-    queue.finish("a")
-    assert names(await again) == ["a"]
-
-
-async def test_what_was_cancelled_comes_to_nobody() -> None:
-    queue, arrived = await arriving("a", "b")
-    await arrived.cancel({"a"})
-    queue.finish("b")
-    assert names(await arrived.take({"a", "b"})) == ["b"]
-    waiting = asyncio.create_task(arrived.take({"a"}))
-    await settle()
-    assert not waiting.done()
-    waiting.cancel()
-
-
-async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> None:
-        raise EngineError("the worker is gone")
-
-    monkeypatch.setattr(arrivals, "_HEALTH_INTERVAL", 0.01)
-    with pytest.raises(EngineError, match="is gone"):
-        await Arrivals(ScriptedQueue(), check).take({"a"})
-
-
-def collecting(queue: ScriptedQueue, store: MemoryStore, rule: object = lambda episode: 0.5) -> Collector:
+def collecting(
+    queue: ScriptedQueue,
+    store: MemoryStore,
+    rule: object = lambda episode: 0.5,
+    check: Callable[[], None] = lambda: None,
+) -> Collector:
     endings = dict.fromkeys(Ending, "score")
-    return Collector(store, queue, [ScoringRule("half", rule)], endings, Plugins().hook, lambda: None)  # type: ignore[arg-type]
+    return Collector(store, queue, [ScoringRule("half", rule)], endings, Plugins().hook, check)  # type: ignore[arg-type]
 
 
 async def recorded(store: MemoryStore, *ids: str) -> list[Rollout]:
@@ -147,6 +83,17 @@ async def test_training_rollouts_that_end_during_an_evaluation_wait_for_training
     assert [each.rollout for each in collected.episodes] == ["e0", "e1"]
     found = await collector.finished({"t0", "t1"})
     assert [(each.rollout.id, each.episode.terminal) for each in found] == [("t0", 0.5), ("t1", 0.5)]
+
+
+async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise EngineError("the worker is gone")
+
+    monkeypatch.setattr(collect, "_HEALTH_INTERVAL", 0.01)
+    with pytest.raises(EngineError, match="is gone"):
+        await collecting(ScriptedQueue(), MemoryStore(), check=check).finished({"a"})
+    await settle()
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "somebody is left waiting"
 
 
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:

@@ -14,9 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from starlette.requests import Request
 
 from agl_core.capture.spans import Span
-from agl_core.server.attempts import attempt_key
-from agl_core.server.faults import ApiError
 from agl_core.server.keys import Keys
+from agl_core.server.naming import named_attempt, told_key
 from agl_core.server.otlp.decoding import attributes_of, spans_of
 from agl_core.server.otlp.intake import SpanIntake
 from agl_core.server.queue import RolloutQueue
@@ -45,22 +44,8 @@ class TraceService:
 
         ApiError 401, 400 or 404.
         """
-        place, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
-        path = f"{place['rollout']}/{place['attempt']}" if "rollout" in place else None
-        told = path or header
-        if told is None:
-            return self._keys.holder(request, self._queue.held())
-        key = _told_key(told)
-        self._keys.check_agent(request, key)
-        if None not in (path, header) and path != header:
-            raise ApiError(
-                400,
-                f"The path says {path}, but the header {HEADER_ROLLOUT} says {header!r}. Send one of them.",
-                code="rollout_mismatch",
-            )
-        if key is None or self._queue.attempt(key) is None:
-            raise ApiError(404, f"There is no attempt {told!r} on this server.", code="rollout_unknown")
-        return key
+        named = named_attempt(request, self._keys, self._queue)
+        return named.key if named else self._keys.holder(request, self._queue.held())
 
     async def export(
         self, request: ExportTraceServiceRequest, attempt: AttemptKey | None
@@ -87,7 +72,7 @@ def _by_attempt(
     refused: Counter[str] = Counter()
     for resource in request.resource_spans:
         told = attributes_of(resource.resource.attributes).get(RESOURCE_ROLLOUT)
-        key = attempt or _told_key(str(told))
+        key = attempt or told_key(str(told))
         for span in spans_of(resource):
             if span is None:
                 refused["their trace or span id is not valid"] += 1
@@ -104,8 +89,3 @@ def _reply(refused: Counter[str]) -> ExportTraceServiceResponse:
     reasons = "; ".join(f"{count} spans: {reason}" for reason, count in refused.items())
     partial = ExportTracePartialSuccess(rejected_spans=refused.total(), error_message=reasons)
     return ExportTraceServiceResponse(partial_success=partial)
-
-
-def _told_key(told: str) -> AttemptKey | None:
-    rollout, _, number = told.rpartition("/")
-    return attempt_key(rollout, number)

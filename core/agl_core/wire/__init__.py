@@ -1,10 +1,14 @@
-"""What crosses the wire between Lightning Server and Lightning Clients: headers, paths and bodies."""
+"""What crosses the wire between Lightning Server and Lightning Clients: headers, paths and bodies.
+
+Here is what agents and workers need; what a trainer apart asks of the server is in `wire.operators`.
+"""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from agl_core.types import Ending, Mode, OutcomeStatus
+from agl_core.wire.body import Body
 
 HEADER_ROLLOUT = "x-agl-rollout"
 """`ROLLOUT/ATTEMPT`: which attempt a request belongs to; the same as the path prefix /rollout/R/attempt/A."""
@@ -21,6 +25,8 @@ HEADER_POLICY = "x-agl-policy-version"
 
 WORKER_KEY = "AGL_WORKER_KEY"
 """The environment variable that holds the workers' key."""
+OPERATOR_KEY = "AGL_OPERATOR_KEY"
+"""The environment variable that holds the operator's key, which a trainer apart needs."""
 SERVER_FILE = "server.json"
 """In the run's folder: a `ServerFile`, readable by its owner alone."""
 MAX_REPORTS = 10_000
@@ -32,19 +38,16 @@ def rollout_path(rollout: str, attempt: int) -> str:
     return f"/rollout/{rollout}/attempt/{attempt}"
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ServerFile(_Body):
-    """How workers on the same machine find a run's server, and how its keys survive a restart."""
+class ServerFile(Body):
+    """How workers and trainers on the same machine find a run's server, and how its keys survive a restart."""
 
     base_url: str
     worker_key: str | None = Field(repr=False, description="None: it is in the environment, and is not written down.")
+    operator_key: str | None = Field(None, repr=False, description="None: as for the workers' key.")
     agent_secret: str = Field(repr=False, description="What the agents' keys are made of.")
 
 
-class LeaseRequest(_Body):
+class LeaseRequest(Body):
     """POST /agl/v1/leases: a worker asks for rollouts."""
 
     worker: str = Field(min_length=1, max_length=200)
@@ -52,7 +55,7 @@ class LeaseRequest(_Body):
     wait: float = Field(0.0, ge=0, le=60, description="Seconds to wait for the first one.")
 
 
-class Lease(_Body):
+class Lease(Body):
     """One attempt, lent to a worker."""
 
     rollout: str
@@ -71,31 +74,35 @@ class Lease(_Body):
     )
 
 
-class LeaseReply(_Body):
+class LeaseReply(Body):
+    """What a worker is lent."""
+
     leases: list[Lease]
     closed: bool = Field(False, description="There will be no more: the run is over.")
 
 
-class AttemptRef(_Body):
+class AttemptRef(Body):
     """Names one attempt."""
 
     rollout: str
-    attempt: int = Field(ge=0)
+    attempt: int = Field(ge=0, lt=2**31)
 
 
-class HeartbeatRequest(_Body):
+class HeartbeatRequest(Body):
     """POST /agl/v1/heartbeats: a worker lives, and still runs these attempts."""
 
     worker: str = Field(min_length=1, max_length=200)
     attempts: list[AttemptRef] = Field(max_length=4096)
 
 
-class HeartbeatReply(_Body):
+class HeartbeatReply(Body):
+    """What became of the attempts that a heartbeat named."""
+
     lost: list[AttemptRef] = Field(description="Those of them that no longer count: the worker ends them.")
     closed: bool = Field(False, description="The run is over.")
 
 
-class OutcomeReport(_Body):
+class OutcomeReport(Body):
     """A tool outcome as an adapter reports it."""
 
     id: str
@@ -112,14 +119,14 @@ class OutcomeReport(_Body):
     ended: float | None = None
 
 
-class RewardReport(_Body):
+class RewardReport(Body):
     """A reward that the agent itself reports."""
 
     name: str = "reward"
     value: float = Field(allow_inf_nan=False)
 
 
-class CloseRequest(_Body):
+class CloseRequest(Body):
     """POST /agl/v1/rollouts/R/attempts/A/close: how an attempt ended; sending it again changes nothing."""
 
     ending: Ending
@@ -129,5 +136,34 @@ class CloseRequest(_Body):
     rewards: list[RewardReport] = Field([], max_length=MAX_REPORTS)
 
 
-class CloseReply(_Body):
+class CloseReply(Body):
+    """What the end of an attempt was taken for."""
+
     counted: bool = Field(description="False: another attempt counts, or this one was already closed otherwise.")
+
+
+class Health(Body):
+    """GET /agl/v1/health: what the server is doing."""
+
+    status: str = "ok"
+    run: str | None = Field(description="The run that it serves; None: no trainer has begun one yet.")
+    incarnation: int | None = Field(description="Which incarnation of the run it is; None: none has begun yet.")
+    serving: bool = Field(description="Whether a trainer's engine is there to answer model calls.")
+    queued: int = Field(description="Rollouts that wait for a worker.")
+    running: int = Field(description="Attempts that workers hold.")
+    waiting: int = Field(description="Requests for a lease that wait for a rollout.")
+    counters: dict[str, int] = Field(description="What gateway and OTLP intake counted since the server's start.")
+
+
+class Problem(Body):
+    """What was wrong with a request."""
+
+    message: str = Field(description="What, where, and what to do.")
+    type: str
+    code: str | None = None
+
+
+class ErrorReply(Body):
+    """The body of every answer that is no success."""
+
+    error: Problem

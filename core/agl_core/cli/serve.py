@@ -1,0 +1,83 @@
+"""`agl serve`: the server and the store of a run, for a trainer and workers elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agl_core.cli.train import Set
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agl_core.config.load import LoadedConfig
+
+Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
+Host = Annotated[str | None, typer.Option(help="The address to listen on, instead of server.host.", show_default=False)]
+Port = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="The port to listen on, instead of server.port.", show_default=False),
+]
+
+
+def serve(
+    target: Target,
+    host: Host = None,
+    port: Port = None,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Serve a run: gateway, rollout queue and store, for `agl train --server` and `agl worker --server`.
+
+    The run's folder, runs/NAME, holds the store. What an earlier server left there is taken up: queued rollouts stay
+    queued, and workers keep what they run. So the server may be killed at any time; start it again by the same
+    command, and trainer and workers go on.
+
+    To be reached from other machines, give it an address of this one with --host, and set AGL_WORKER_KEY and
+    AGL_OPERATOR_KEY here, the first for the workers and the second for the trainer. What crosses the network is not
+    encrypted. Ctrl-C or SIGTERM stops it; workers and trainer wait for the next one.
+    """
+    from rich.console import Console
+
+    from agl_core.config.load import dump, load
+    from agl_core.server.event_loop import run
+    from agl_core.training.run import CONFIG_FILE
+
+    changes = [f"server.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]
+    file = target / CONFIG_FILE if target.is_dir() else target
+    loaded = load(file, [*set_, *changes])
+    run_dir = target if target.is_dir() else loaded.config.runs / loaded.config.name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / CONFIG_FILE).exists():
+        (run_dir / CONFIG_FILE).write_text(dump(loaded.config))
+    run(_serve(loaded, run_dir, file, Console()))
+
+
+async def _serve(loaded: LoadedConfig, run_dir: Path, file: Path, console: Console) -> None:
+    from agl_core.training.serving import server_apart
+
+    async with server_apart(loaded, run_dir) as server:
+        queue = server.queue
+        if queue.queued or queue.running:
+            console.print(f"taken up: {queue.queued} rollouts queued, {queue.running} running", highlight=False)
+        console.print(f"serving {run_dir} at {server.base_url}", highlight=False, soft_wrap=True)
+        if loaded.config.server.host in ("0.0.0.0", "::"):
+            console.print("from other machines, use an address of this one in its place", highlight=False)
+        console.print(f"train:  agl train {file} --server {server.base_url}", highlight=False, soft_wrap=True)
+        console.print(f"work:   agl worker {file} --server {server.base_url}", highlight=False, soft_wrap=True)
+        await _until_told()
+        console.print("stopping; trainer and workers wait for the next server", highlight=False)
+
+
+async def _until_told() -> None:
+    """Return on Ctrl-C or SIGTERM; a second one gets the default treatment."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for each in signals:
+        loop.add_signal_handler(each, told.set)
+    await told.wait()
+    for each in signals:
+        loop.remove_signal_handler(each)

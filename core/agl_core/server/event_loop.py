@@ -1,0 +1,26 @@
+"""The event loop on which the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # Windows has none
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None  # type: ignore[no-redef]
+
+Result = TypeVar("Result")
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run` on uvloop's event loop where there is one: it takes less of every request's time.
+
+    >>> async def example() -> int:
+    ...     return 1
+    >>> run(example())
+    1
+    """
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)

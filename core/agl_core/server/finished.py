@@ -1,0 +1,84 @@
+"""Rollouts that are done: those that memory keeps, the others in the store, and who waits for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Container
+from typing import NamedTuple
+
+from agl_core.errors import StoreRefusedError
+from agl_core.server.faults import ApiError, stopping
+from agl_core.store.interface import Store
+from agl_core.types import Rollout, RolloutState
+
+
+class _Ended(NamedTuple):
+    number: int
+    """Which it was of all that ended here."""
+    rollout: Rollout
+
+
+class Finished:
+    """The last `kept` of them are in memory."""
+
+    def __init__(self, store: Store, kept: int) -> None:
+        self._store, self._kept = store, kept
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._count = 0
+        self._next = asyncio.Event()
+        self._stopped = False
+
+    def add(self, rollout: Rollout) -> None:
+        """One more is done."""
+        self._count += 1
+        self._ended[rollout.id] = _Ended(self._count, rollout)
+        if len(self._ended) > self._kept:
+            self._ended.popitem(last=False)
+        arrived, self._next = self._next, asyncio.Event()
+        arrived.set()
+
+    def remembered(self, id: str) -> Rollout | None:
+        """The rollout, if it is in memory."""
+        ended = self._ended.get(id)
+        return ended and ended.rollout
+
+    async def among(self, ids: Collection[str], alive: Container[str], wait: float | None) -> list[Rollout]:
+        """Those of `ids` that are done, in the order in which they ended; waits until one is, or so many seconds.
+
+        The others have to be `alive`: ApiError 404 if one is neither. 503 if this is stopped meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        until = None if wait is None else loop.time() + wait
+        wanted = set(ids)
+        forgotten = [id for id in wanted if id not in alive and id not in self._ended]
+        before = [await self._stored(id) for id in sorted(forgotten)]
+        while True:
+            found = sorted(self._ended[id] for id in wanted if id in self._ended)
+            if found or before or not wanted:
+                return before + [each.rollout for each in found]
+            if self._stopped:
+                raise stopping()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._next.wait()
+            except TimeoutError:
+                return []
+
+    def stop(self) -> None:
+        """Send away who waits."""
+        self._stopped = True
+        self._next.set()
+
+    async def _stored(self, id: str) -> Rollout:
+        try:
+            rollout = await self._store.rollout(id)
+        except StoreRefusedError:
+            rollout = None
+        if rollout is None or rollout.id != id or rollout.state is not RolloutState.DONE:
+            raise ApiError(
+                404,
+                f"There is no rollout {id!r} in the queue of this server. Add it first; is this the run's own server?",
+                code="rollout_unknown",
+            )
+        return rollout

@@ -1,0 +1,104 @@
+"""The run that a server serves, and whose turn it is: of its incarnations only the latest is heard."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agl_core.protocols import Upstream
+from agl_core.server.faults import ApiError, superseded
+from agl_core.server.queue import RolloutQueue
+from agl_core.server.relay import Relay
+from agl_core.store.interface import Store
+from agl_core.types import Run
+from agl_core.wire.operators import BeginReply, BeginRequest, FinishRequest, Registration, VersionsRequest
+
+
+class ServedRun:
+    """What a trainer needs of the server, in its own process or over HTTP (`agl_core.training.serving.Serving`).
+
+    `name` is the run's; without one, the first that is begun is served. ApiError 409 answers a trainer that another
+    one has replaced.
+    """
+
+    def __init__(self, name: str | None, store: Store, queue: RolloutQueue, relay: Relay) -> None:
+        self.name, self.store, self.queue = name, store, queue
+        self.incarnation: int | None = None
+        self._relay = relay
+        self._beginning = asyncio.Lock()
+
+    async def take_up(self) -> None:
+        """Go on where an earlier server of the run left off; to be called before anybody is served."""
+        if self.name is not None:
+            await self.queue.restore(self.name)
+            latest = await self._latest(self.name)
+            self.incarnation = None if latest is None else latest.incarnation
+
+    async def begin(self, request: BeginRequest) -> BeginReply:
+        """A trainer begins the next incarnation; what earlier ones left unfinished ends as lost.
+
+        The same beginning said again is the same one.
+        """
+        async with self._beginning:
+            if self.name is None:
+                self.name = request.run
+                await self.take_up()
+            self.check_run(request.run)
+            latest = await self._latest(request.run)
+            if latest is None or latest.started != request.started:
+                self._relay.withdraw()
+                await self.queue.abandon()
+                number = 0 if latest is None else latest.incarnation + 1
+                step = None if latest is None else request.resumed_step
+                latest = Run(request.run, number, request.started, request.config, step)
+                await self.store.put(latest)
+            self.incarnation = latest.incarnation
+            self.queue.open()
+            return BeginReply(incarnation=latest.incarnation)
+
+    async def serve(self, registration: Registration) -> None:
+        """Forward model calls to this trainer's engine from now on."""
+        self.check_current(registration.incarnation)
+        settings = registration.settings
+        upstream = Upstream(
+            urls=registration.urls,
+            models=registration.models,
+            api_key=registration.api_key,
+            returns_ids=registration.returns_ids,
+            context_length=registration.context_length,
+        )
+        self.queue.limit(timeout=settings.timeout, attempts=settings.attempts)
+        self._relay.versions.update(registration.versions)
+        await self._relay.serve(upstream, settings, registration.expires)
+
+    async def publish(self, request: VersionsRequest) -> None:
+        """Policies were updated."""
+        self.check_current(request.incarnation)
+        self._relay.versions.update(request.versions)
+
+    async def finish(self, request: FinishRequest) -> None:
+        """The trainer stops: rollouts wait for the next one, unless the run is over, which workers are told."""
+        self.check_current(request.incarnation)
+        self._relay.withdraw()
+        if request.over:
+            self.queue.close()
+
+    def check_run(self, name: str) -> None:
+        """ApiError 409 unless this is the run that is served."""
+        if name != self.name:
+            raise ApiError(
+                409,
+                f"This server serves the run {self.name!r}, not {name!r}. Resume that one, or start another server "
+                f"(`agl serve`) for yours.",
+                code="another_run",
+            )
+
+    def check_current(self, incarnation: int) -> None:
+        """ApiError 409 unless this is the incarnation of now."""
+        if self.incarnation is None:
+            raise ApiError(409, "No trainer has begun a run on this server: begin one first.", code="not_begun")
+        if incarnation != self.incarnation:
+            raise superseded(incarnation, self.incarnation)
+
+    async def _latest(self, name: str) -> Run | None:
+        runs = [run for run in await self.store.runs() if run.id == name]
+        return max(runs, key=lambda run: run.incarnation, default=None)

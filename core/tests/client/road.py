@@ -1,0 +1,42 @@
+"""The way to a server, which a test can close and open again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+
+class Road:
+    """The way to a server, which can be closed and opened again, as when the server is killed and restarted."""
+
+    def __init__(self, base_url: str) -> None:
+        self._port = int(base_url.rpartition(":")[2])
+        self._listening: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def open(self) -> None:
+        self._listening = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
+        self.port = self._listening.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        assert self._listening is not None
+        self._listening.close()
+        for each in self._open:
+            each.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._open |= {writer, back}
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await source.read(2**16):
+                    sink.write(data)
+            sink.close()
+
+        await asyncio.gather(pump(reader, back), pump(there, writer))

@@ -1,0 +1,60 @@
+"""Which server a worker or a trainer goes to, and with which key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agl_core.client import Server, find_server
+from agl_core.errors import ConfigError
+from agl_core.server import Keys
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in (WORKER_KEY, OPERATOR_KEY):
+        monkeypatch.delenv(name, raising=False)
+    return SimpleNamespace(name="calc", runs=tmp_path)
+
+
+def serve(config: Any, run: str, port: int, age: float) -> Keys:
+    folder: Path = config.runs / run
+    folder.mkdir()
+    keys = Keys()
+    keys.write(folder / "server.json", f"http://127.0.0.1:{port}")
+    os.utime(folder / "server.json", (1e9 - age, 1e9 - age))
+    return keys
+
+
+def test_the_newest_server_of_the_name_unless_one_is_named(config: Any) -> None:
+    assert find_server(config, None, None) is None
+    old, new = serve(config, "calc", 1, age=9), serve(config, "calc-2", 2, age=5)
+    serve(config, "calculus", 3, age=1)
+    (config.runs / "calc-3").mkdir()
+    (config.runs / "calc-3" / "server.json").write_text("{")
+    assert find_server(config, None, None) == Server("http://127.0.0.1:2", new.worker)
+    assert find_server(config, None, None, OPERATOR_KEY) == Server("http://127.0.0.1:2", new.operator)
+    assert find_server(config, None, "http://127.0.0.1:1/") == Server("http://127.0.0.1:1", old.worker)
+    assert find_server(config, config.runs / "calc", None, OPERATOR_KEY) == Server("http://127.0.0.1:1", old.operator)
+
+
+def test_a_key_of_the_environment_comes_first_and_one_has_to_be_known(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"set AGL_OPERATOR_KEY.*operator_key"):
+        find_server(config, None, "http://elsewhere:1", OPERATOR_KEY)
+    monkeypatch.setenv(OPERATOR_KEY, " mine ")
+    assert find_server(config, None, "http://elsewhere:1", OPERATOR_KEY) == Server("http://elsewhere:1", "mine")
+    with pytest.raises(ConfigError, match="set AGL_WORKER_KEY"):
+        find_server(config, None, "http://elsewhere:1")
+
+
+@pytest.mark.parametrize("url", ["elsewhere:1", "ftp://elsewhere", "http://", "http://a/b c"])
+def test_what_is_no_address_is_said_at_once(config: Any, url: str) -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        find_server(config, None, url)
