@@ -1,0 +1,50 @@
+"""Runs that are struck at random moments; helpers beside this file and the server's are importable from the tests."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "core" / "tests" / "server")]
+
+pytest.register_assert_rewrite("fault_checks", "fault_run", "fault_storm")
+
+if TYPE_CHECKING:
+    from fault_run import TinyRun
+
+Begin: TypeAlias = "Callable[..., TinyRun]"
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of everything that a test draws; a failure shows it."""
+    chosen = int(os.environ.get("AGL_FAULT_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"AGL_FAULT_SEED={chosen}")
+    return chosen
+
+
+@pytest.fixture
+def chance(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> Iterator[Begin]:
+    """Makes a run, see `TinyRun`; nothing of it is left afterwards."""
+    from fault_run import TinyRun
+
+    made: list[TinyRun] = []
+
+    def make(**arguments: Any) -> TinyRun:
+        made.append(TinyRun(tmp_path / f"run-{len(made)}", **arguments))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.stop()

@@ -1,0 +1,161 @@
+"""What has to be true of a run, whatever happened to its processes: nothing lost, nothing twice, nothing left open."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fault_parts import LEDGER, checksum
+from fault_run import Recorded, TinyRun
+from scripted_upstream import END_TOKEN, logprob
+
+from agl_core.types import AttemptKey, Call, Ending, Mode, Rollout, RolloutState, Run, TransitionKey
+
+
+def check_acknowledged(run: TinyRun) -> int:
+    """Every reply that an agent got is in the store once, with every token; how many there were."""
+    acknowledged = run.acknowledged()  # Before the store is read: what is in it by then must be there.
+    calls = {call.id: call for call in _each_once(run.recorded().calls)} if acknowledged else {}
+    for entry in acknowledged:
+        call = calls.get(entry["call"])
+        assert call is not None, f"acknowledged, and not in the store: {entry}"
+        assert call.key == AttemptKey(entry["rollout"], entry["attempt"])
+        assert not call.late, entry
+        assert call.request["messages"] == entry["messages"]
+        (choice,) = call.choices
+        assert choice.message["content"] == entry["content"]
+        assert call.prompt_ids is not None
+        assert choice.response_ids is not None
+        assert choice.logprobs is not None
+        assert call.prompt_ids.tolist() == list(json.dumps(entry["messages"]).encode())
+        assert choice.response_ids.tolist() == [*entry["content"].encode(), END_TOKEN]
+        assert choice.logprobs.tolist() == [np.float32(logprob(token)) for token in choice.response_ids.tolist()]
+    return len(acknowledged)
+
+
+def check_ended(run: TinyRun, steps: int) -> None:
+    """A run that has ended made so many steps, and trained on each sample that counts once."""
+    recorded = run.recorded()
+    staleness = run.settings.get("async", {}).get("max_staleness", 0)
+    assert run.summary()["steps"] == steps
+    assert not run.summary()["interrupted"]
+    check_acknowledged(run)
+    _check_lives(run, recorded)
+    _check_metrics(run.folder / "metrics.jsonl", steps)
+    made = _effective(recorded, steps, may_wait=staleness > 0)
+    _check_plan(made, steps, run.settings["train"], in_order=staleness == 0)
+    _check_samples(recorded, made, run.folder / "checkpoints" / f"step-{steps:06d}" / LEDGER, staleness)
+
+
+def _each_once(calls: Iterable[Call]) -> list[Call]:
+    """The calls, after checking that none was recorded twice: no two agents ask the same, nor does one twice."""
+    found = list(calls)
+    for key in ("id", "conversation"):
+        names = Counter(call.id if key == "id" else json.dumps(call.request["messages"]) for call in found)
+        twice = [name for name, count in names.items() if count > 1]
+        assert not twice, f"calls recorded twice, by {key}: {[c for c in found if c.id in twice] or twice}"
+    return found
+
+
+def _check_lives(run: TinyRun, recorded: Recorded) -> None:
+    """Every rollout is done, by one of its attempts at most; no attempt was run twice."""
+    attempts = {attempt.key: attempt for attempt in recorded.attempts}
+    for rollout in recorded.rollouts:
+        assert rollout.state is RolloutState.DONE, rollout
+        if rollout.counted_attempt is not None:
+            counted = attempts[AttemptKey(rollout.id, rollout.counted_attempt)]
+            assert counted.ending is rollout.ending, (rollout, counted)
+        else:
+            assert rollout.ending in (Ending.LOST, Ending.CANCELLED), rollout
+    begun = Counter((e["begun"]["rollout"], e["begun"]["attempt"]) for e in run.noted() if "begun" in e)
+    assert [key for key, count in begun.items() if count > 1] == []
+    assert begun.keys() <= attempts.keys()
+
+
+def _check_metrics(path: Path, steps: int) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, steps + 1))
+
+
+def _effective(recorded: Recorded, steps: int, *, may_wait: bool) -> dict[int, list[Rollout]]:
+    """By step, the training rollouts of the incarnation whose step counts.
+
+    Where groups may wait for a later step than they were planned for (`may_wait`), those that none has used do not
+    count: the next incarnation begins them again.
+    """
+    of_group = {rollout.id: rollout.group for rollout in recorded.rollouts}
+    used_at = {of_group[use.rollout]: use.step for use in recorded.uses}
+    made: dict[int, list[Rollout]] = defaultdict(list)
+    for rollout in recorded.rollouts:
+        step = used_at.get(rollout.group, 0 if may_wait else rollout.step)
+        if rollout.mode is Mode.TRAIN and 1 <= step <= steps and _counts(rollout, step, recorded.runs):
+            made[step].append(rollout)
+    return made
+
+
+def _counts(rollout: Rollout, step: int, runs: Iterable[Run]) -> bool:
+    """Whether no later incarnation went on from before this step of the rollout's."""
+    later = [run for run in runs if run.incarnation > rollout.incarnation]
+    return all(run.resumed_step is not None and step <= run.resumed_step for run in later)
+
+
+def _check_plan(made: Mapping[int, list[Rollout]], steps: int, settings: Mapping[str, Any], *, in_order: bool) -> None:
+    """Each task of the plan had its group, once, and each group all its members, none of them lost."""
+    assert sorted(made) == list(range(1, steps + 1))
+    tasks: Counter[int] = Counter()
+    for step, rollouts in made.items():
+        by_group: dict[str, list[Rollout]] = defaultdict(list)
+        for rollout in rollouts:
+            by_group[rollout.group].append(rollout)
+            assert rollout.ending not in (Ending.LOST, Ending.CANCELLED, None), rollout
+        assert len(by_group) == settings["groups_per_step"], (step, sorted(by_group))
+        for members in by_group.values():
+            assert sorted(member.member for member in members) == list(range(settings["group_size"])), members
+            tasks[int(members[0].task.id)] += 1
+    assert set(tasks.values()) == {1}, tasks
+    assert not in_order or sorted(tasks) == list(range(len(tasks)))
+
+
+def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger: Path, staleness: int) -> None:
+    """Each call that counts was used at the step of its rollout, once; the engine was trained on just those."""
+    calls: dict[AttemptKey, list[Call]] = defaultdict(list)
+    for call in _each_once(recorded.calls):
+        calls[call.key].append(call)
+    uses: dict[TransitionKey, list[Any]] = defaultdict(list)
+    for use in recorded.uses:
+        uses[use.key].append(use)
+    used: set[TransitionKey] = set()
+    trained: list[list[Any]] = []
+    for step in sorted(made):
+        batch = []
+        for rollout in made[step]:
+            assert rollout.counted_attempt is not None
+            for call in calls[AttemptKey(rollout.id, rollout.counted_attempt)]:
+                if call.late:
+                    continue
+                key = TransitionKey(*call.key, call.id, 0)
+                assert [use.step for use in uses[key]] == [step], (key, uses[key])
+                used.add(key)
+                if uses[key][0].dropped is None:
+                    assert call.version is not None
+                    assert step - 1 - staleness <= call.version <= step - 1, (step, call.version)
+                    batch.append([*key, _checksum(call)])
+        trained.append(sorted(batch))
+    effective = {rollout.id for rollouts in made.values() for rollout in rollouts}
+    strays = [key for key in uses if key.rollout in effective and key not in used]
+    assert strays == [], f"used in training, and not of an attempt that counts: {strays}"
+    saved = json.loads(ledger.read_text())
+    assert [sorted(update) for update in saved["updates"]] == [batch for batch in trained if batch]
+    assert any(trained)
+
+
+def _checksum(call: Call) -> int:
+    (choice,) = call.choices
+    assert call.prompt_ids is not None
+    assert choice.response_ids is not None
+    assert choice.logprobs is not None
+    return checksum(call.prompt_ids, choice.response_ids, choice.logprobs)

@@ -1,0 +1,175 @@
+"""A TCP proxy that breaks connections: at seeded byte counts it closes, resets, delays or swallows.
+
+with FaultyProxy("http://127.0.0.1:8000", random.Random(7), share=0.2) as proxy:
+    ...  # talk to proxy.url instead
+proxy.done  # how often it did what to whom
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import urlsplit, urlunsplit
+
+_CHUNK = 2**16
+_LONGEST_DELAY = 1.0
+_SWALLOWING = 2.0
+"""Seconds after which a connection that swallows everything is reset, as a firewall would."""
+_MOST_BYTES = 8_000
+"""A connection is kept for several requests: some of its breaks hit a later one."""
+
+
+class How(StrEnum):
+    """What becomes of a connection."""
+
+    CLOSE = "closed"
+    RESET = "reset"
+    DELAY = "delayed"
+    SWALLOW = "swallowed"
+
+
+class Direction(StrEnum):
+    """Which way the bytes go that are counted."""
+
+    REQUEST = "request"
+    REPLY = "reply"
+
+
+@dataclass(frozen=True)
+class Break:
+    """After so many bytes one way this happens."""
+
+    how: How
+    direction: Direction
+    after: int
+    delay: float
+
+
+class FaultyProxy:
+    """Carries connections to the host and port of `target`, and breaks this share of them, in a thread of its own."""
+
+    def __init__(self, target: str, chance: random.Random, share: float) -> None:
+        self.url = ""
+        """Like `target`, by way of the proxy; known once it has started."""
+        self.done: Counter[tuple[str, Direction, How]] = Counter()
+        """How often what was broken: by what the first request of the connection was for, `worker` or `agent`."""
+        self._target, self._chance, self._share = urlsplit(target), chance, share
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="faulty-proxy")
+        self._listening = threading.Event()
+        self._stopped = asyncio.Event()
+
+    def start(self) -> str:
+        self._thread.start()
+        self._listening.wait()
+        return self.url
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    def __enter__(self) -> FaultyProxy:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_stopped())
+
+    async def _until_stopped(self) -> None:
+        server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        self.url = urlunsplit(self._target._replace(netloc=f"127.0.0.1:{port}"))
+        self._listening.set()
+        await self._stopped.wait()
+        server.close()
+
+    def _drawn(self) -> Break | None:
+        chance = self._chance
+        if chance.random() >= self._share:
+            return None
+        return Break(
+            how=chance.choice(list(How)),
+            direction=chance.choice(list(Direction)),
+            after=int(_MOST_BYTES ** chance.random()),
+            delay=chance.uniform(0, _LONGEST_DELAY),
+        )
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, until either side ends it or it breaks."""
+        drawn, sides = self._drawn(), [writer]
+        end = How.RESET
+        try:
+            there, back = await asyncio.open_connection(self._target.hostname, self._target.port)
+            sides.append(back)
+            first = await reader.read(_CHUNK)
+            whose = "worker" if first.startswith(b"POST /agl/") else "agent"
+            pumps = [
+                asyncio.create_task(self._pump(reader, back, whose, _only(drawn, Direction.REQUEST), first)),
+                asyncio.create_task(self._pump(there, writer, whose, _only(drawn, Direction.REPLY))),
+            ]
+            try:
+                done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                end = done.pop().result()
+            finally:
+                for each in pumps:
+                    each.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
+        except OSError:  # Nobody is there just now, or a side reset the connection.
+            pass
+        finally:
+            for each in sides:
+                _end(each, end)
+
+    async def _pump(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        whose: str,
+        drawn: Break | None,
+        first: bytes = b"",
+    ) -> How:
+        """Carry bytes one way, `first` before all others; returns how the connection is to end."""
+        carried = 0
+        while data := first or await source.read(_CHUNK):
+            first = b""
+            if drawn is not None and carried + len(data) >= drawn.after:
+                before, data = data[: drawn.after - carried], data[drawn.after - carried :]
+                self.done[whose, drawn.direction, drawn.how] += 1
+                sink.write(before)
+                await sink.drain()
+                if drawn.how in (How.CLOSE, How.RESET):
+                    return drawn.how
+                await asyncio.sleep(_SWALLOWING if drawn.how is How.SWALLOW else drawn.delay)
+                if drawn.how is How.SWALLOW:
+                    return How.RESET
+                drawn = None
+            carried += len(data)
+            sink.write(data)
+            await sink.drain()
+        return How.CLOSE
+
+
+def _only(drawn: Break | None, direction: Direction) -> Break | None:
+    return drawn if drawn is not None and drawn.direction is direction else None
+
+
+def _end(side: asyncio.StreamWriter, how: How) -> None:
+    """Close a connection after what was written, or reset it at once."""
+    if how is How.RESET:
+        connection = side.get_extra_info("socket")
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        side.transport.abort()
+    else:
+        side.close()

@@ -1,0 +1,344 @@
+"""A run of seconds in processes of its own, each of which a test may end at any moment and start again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+from fault_agent import NOTES
+
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Attempt, Call, Rollout, Run, Use
+
+HERE = Path(__file__).parent
+AGL = Path(sys.executable).with_name("agl")
+PATIENCE = 240.0
+"""Seconds after which a run hangs: a hundred times what anything here takes on a machine with nothing else to do."""
+FOR_EVER = 100_000
+"""Steps of a run that goes on until it is told how many it is to make."""
+
+_LOOK = 0.02
+_TELL = 2.0
+_TAIL = 40
+
+
+class HungError(AssertionError):
+    """What had to happen did not; says what every process was doing instead."""
+
+
+@dataclass
+class Part:
+    """One process of the run, with what it started."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL it alone, as a crash would; what it started has to notice by itself."""
+        children = psutil.Process(self.pid).children(recursive=True) if self.running else []
+        self.process.kill()
+        self.process.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive, f"{self.name} was killed, and left behind: {alive}"
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL:])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Everything in the store."""
+
+    runs: list[Run]
+    rollouts: list[Rollout]
+    attempts: list[Attempt]
+    calls: list[Call]
+    uses: list[Use]
+
+
+def _train(run: TinyRun) -> list[str]:
+    return ["train", *(["--resume", str(run.folder)] if run.begun else [str(run.config)]), *run.overrides]
+
+
+def _serve(run: TinyRun) -> list[str]:
+    return ["serve", str(run.folder if run.begun else run.config)]
+
+
+def _train_elsewhere(run: TinyRun) -> list[str]:
+    """For its first start a user waits until the server serves; later the trainer waits by itself."""
+    which = ["--resume", str(run.folder)]
+    if "trainer" not in run.parts:
+        run.until(lambda: "serving" in run.parts["server"].log.read_text(), "the server served")
+        which = [str(run.config)]
+    return ["train", *which, "--server", f"http://127.0.0.1:{run.settings['server']['port']}", *run.overrides]
+
+
+SHAPES: Mapping[str, Mapping[str, Callable[[TinyRun], list[str]]]] = {
+    "together": {"training": _train},
+    "apart": {"server": _serve, "trainer": _train_elsewhere},
+}
+"""The processes of a run besides its workers, and how each is started, in this order; the last one trains."""
+
+
+class TinyRun:
+    """A run in a folder: start its parts, strike them, wait for its end, and read what it left.
+
+    `changes` are settings by dotted key, `environment` is added to all its processes'. Workers reach the server by
+    `server`, if that is given, instead of by the run's folder.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        *,
+        shape: str = "together",
+        workers: int = 2,
+        environment: Mapping[str, str] | None = None,
+        server: str | None = None,
+        **changes: Any,
+    ) -> None:
+        self.place, self.folder = place, place / "runs" / "tiny"
+        self.config, self.store = place / "tiny.toml", self.folder / "store.sqlite"
+        self.notes = place / "notes.jsonl"
+        self.overrides: list[str] = []
+        """Further arguments of `agl train`."""
+        self.parts: dict[str, Part] = {}
+        self._shape, self._workers, self._server = SHAPES[shape], workers, server
+        self._environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "200",
+            "PYTHONPATH": os.pathsep.join([str(HERE / "child"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "AGL_FAULTS_FOLDER": str(place),
+            NOTES: str(self.notes),
+            **(environment or {}),
+        }
+        self._logs = 0
+        place.mkdir(parents=True, exist_ok=True)
+        self.notes.touch()
+        if len(self.central) > 1:  # Trainer and server are told where to meet.
+            changes = {"server.port": free_port(), **changes}
+        self.settings = _configuration(place, changes)
+        self.config.write_text(tomli_w.dumps(self.settings))
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a run to go on with."""
+        return (self.folder / "config.toml").is_file()
+
+    @property
+    def central(self) -> list[str]:
+        """The names of the parts that are no workers."""
+        return list(self._shape)
+
+    @property
+    def trainer(self) -> Part:
+        return self.parts[self.central[-1]]
+
+    @property
+    def workers(self) -> list[Part]:
+        return [part for name, part in self.parts.items() if name not in self._shape]
+
+    def start(self) -> None:
+        """Start everything."""
+        for name in (*self._shape, *(f"worker {number}" for number in range(self._workers))):
+            self.begin(name)
+
+    def begin(self, name: str) -> Part:
+        """Start a part, or start it again, as its user would."""
+        if name in self._shape and self.folder.exists() and not self.begun:
+            shutil.rmtree(self.folder)  # It was killed before it wrote down what it was to do.
+        if name in self._shape:
+            arguments = self._shape[name](self)
+        else:
+            arguments = ["worker", str(self.config), "--concurrency=3"]
+            arguments += ["--server", self._server] if self._server else []
+        self._logs += 1
+        log = self.place / f"{self._logs:03d}-{name.replace(' ', '-')}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [AGL, *arguments],
+                cwd=self.place,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.parts[name] = Part(name, process, log)
+        return self.parts[name]
+
+    def until(self, condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
+        """Wait for a condition; HungError if it does not come, or a part ends by itself before it."""
+        deadline = time.monotonic() + patience
+        while not condition():
+            ended = [part for part in self.parts.values() if not part.running]
+            if ended:
+                codes = ", ".join(f"{part.name} with {part.process.returncode}" for part in ended)
+                raise HungError(f"{codes} ended, before {what}\n{self.diagnosis()}")
+            if time.monotonic() > deadline:
+                raise HungError(f"{patience:g} seconds were not enough until {what}\n{self.diagnosis()}")
+            time.sleep(_LOOK)
+
+    def finish(self, patience: float = PATIENCE) -> None:
+        """Wait until training has ended well, then end what would wait for more of it: a server, workers it missed."""
+        self._ended(self.trainer, patience)
+        assert self.trainer.process.returncode == 0, self.trainer.tail()
+        for part in self.parts.values():
+            part.process.terminate()
+        for part in self.parts.values():
+            self._ended(part, patience)
+            assert part.process.returncode in (0, -signal.SIGTERM), part.tail()
+
+    def _ended(self, part: Part, patience: float) -> None:
+        try:
+            part.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise HungError(f"{part.name} did not end in {patience:g} s\n{self.diagnosis()}") from None
+
+    def finish_after(self, more_steps: int) -> int:
+        """Have a run that goes on for ever end some steps after its last checkpoint; how many it has made then."""
+        trainer = self.trainer
+        trainer.kill()
+        steps = max((int(path.name[-6:]) for path in (self.folder / "checkpoints").glob("step-*")), default=0)
+        self.overrides = [f"--set=train.steps={steps + more_steps}"]
+        self.begin(trainer.name)
+        self.finish()
+        return steps + more_steps
+
+    def stop(self) -> None:
+        """End what is left, in any case."""
+        for part in self.parts.values():
+            if part.running:
+                os.killpg(part.pid, signal.SIGKILL)
+                part.process.wait()
+
+    def running_agents(self) -> list[int]:
+        """The processes of agents that are under way."""
+        begun = [entry["begun"]["pid"] for entry in self.noted() if "begun" in entry]
+        return [pid for pid in begun[-20:] if _is_forked(pid)]
+
+    def noted(self) -> list[dict[str, Any]]:
+        """What the agents noted so far."""
+        *lines, _ = self.notes.read_bytes().split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def acknowledged(self) -> list[dict[str, Any]]:
+        """The replies that agents got so far."""
+        return [entry["acknowledged"] for entry in self.noted() if "acknowledged" in entry]
+
+    def recorded(self) -> Recorded:
+        """What is in the store now, whoever else has it open."""
+
+        async def read() -> Recorded:
+            async with SqliteStore(self.store, read_only=True) as store:
+                runs, rollouts = await store.runs(), await store.rollouts()
+                attempts = [attempt for each in rollouts for attempt in await store.attempts(each.id)]
+                keys = [attempt.key for attempt in attempts]
+                return Recorded(runs, rollouts, attempts, await store.calls(keys), await store.uses(keys))
+
+        return asyncio.run(read())
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+    def diagnosis(self) -> str:
+        """What every process is doing, and the end of its log."""
+        told: list[str] = []
+        for part in self.parts.values():
+            state = "running" if part.running else f"ended with {part.process.returncode}"
+            told.append(f"===== {part.name} ({part.pid}): {state}; the end of {part.log.name}:\n{part.tail()}")
+            if part.running:
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(part.pid)
+                    told += [self._doing(each) for each in (process, *process.children(recursive=True))]
+        return "\n".join(told)
+
+    def _doing(self, process: psutil.Process) -> str:
+        answer = self.place / f"doing-{process.pid}.txt"
+        answer.unlink(missing_ok=True)
+        if process.status() == psutil.STATUS_STOPPED or not _listens(process.pid):
+            return f"--- {process.pid} is {process.status()}"
+        process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _TELL
+        while not answer.exists() and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        time.sleep(_LOOK)
+        return f"--- {process.pid}: {answer.read_text() if answer.exists() else 'it does not answer'}"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _is_forked(pid: int) -> bool:
+    """Whether this is the process of an agent, and lives."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "agl_core.client.forker" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def _listens(pid: int) -> bool:
+    """Whether the process catches SIGUSR1: it would be ended by it otherwise."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc", str(pid), "status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return False
+
+
+def _configuration(place: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "config_version": 1,
+        "name": "tiny",
+        "runs": str(place / "runs"),
+        "folder": str(HERE),
+        "plugins": [str(HERE / "fault_parts.py")],
+        "agent": {"entry": "fault_agent:solve", "attach": False},
+        "tasks": {"train": {"source": "counting"}},
+        "policies": {"default": {"model": {"path": "a-ledger"}}},
+        "sampling": {"max_tokens": 400},
+        "train": {"steps": FOR_EVER, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1},
+        "eval": {"tasks": 2, "modes": ["eval-greedy"], "every": 5},
+        "workers": {"embedded": False, "timeout": 30.0, "attempts": 30},
+        "server": {"heartbeat": 0.5, "lease": 3.0},
+        "rewards": {"parity": {}},
+        "algorithm": {"name": "none"},
+        "engine": {"name": "ledger"},
+        "trackers": {},
+    }
+    for key, value in changes.items():
+        *tables, last = key.split(".")
+        table = data
+        for name in tables:
+            table = table.setdefault(name, {})
+        table[last] = value
+    return data

@@ -1,0 +1,22 @@
+"""Whatever is killed, and whenever: what was acknowledged is there, and every sample is trained on once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from fault_run import SHAPES, TinyRun
+from fault_storm import drawn_run, storm
+
+KILLS = 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kills_at_random_moments_only_cost_time(
+    tiny_run: Callable[..., TinyRun], chance: random.Random, shape: str
+) -> None:
+    run = tiny_run(**drawn_run(shape, chance))
+    assert len(list(storm(run, chance, KILLS))) == KILLS

@@ -1,0 +1,61 @@
+"""A worker that is stopped, loses what it held, and comes back with it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+from fault_checks import check_ended
+from fault_run import TinyRun
+
+from agl_core.types import Attempt, Ending
+
+STEPS = 5
+
+
+def held_by(run: TinyRun, pid: int) -> list[Attempt]:
+    """The attempts of a worker."""
+    return [attempt for attempt in run.recorded().attempts if f":{pid}:" in attempt.worker]
+
+
+def has_asked(run: TinyRun, pid: int) -> bool:
+    """Whether an agent that the worker runs just now got a reply in training."""
+    asked = {entry["rollout"] for entry in run.acknowledged()}
+    return bool(asked) and any(each.rollout in asked and each.ending is None for each in held_by(run, pid))
+
+
+@pytest.mark.slow
+def test_what_a_stopped_worker_comes_back_with_does_not_count(
+    tiny_run: Callable[..., TinyRun], chance: random.Random
+) -> None:
+    run = tiny_run(**{"train.steps": STEPS, "workers.concurrency": 2})
+    run.start()
+    worker = chance.choice(run.workers)
+    run.until(lambda: has_asked(run, worker.pid), "an agent of the worker got a reply")
+    stopped = [psutil.Process(worker.pid)]
+    if chance.random() < 0.5:  # Its agents too: they go on with calls of an attempt that is over.
+        stopped += stopped[0].children(recursive=True)
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    held = {attempt.key for attempt in held_by(run, worker.pid) if attempt.ending is None}
+
+    def lost() -> set[object]:
+        return {attempt.key for attempt in held_by(run, worker.pid) if attempt.ending is Ending.LOST}
+
+    run.until(lambda: held <= lost(), "the stopped worker lost what it held")
+    for process in reversed(stopped):
+        os.kill(process.pid, signal.SIGCONT)
+    run.finish()
+    check_ended(run, STEPS)
+
+    recorded = run.recorded()
+    counted = {(rollout.id, rollout.counted_attempt) for rollout in recorded.rollouts}
+    assert held
+    assert not held & counted
+    assert not {(use.rollout, use.attempt) for use in recorded.uses} & held
+    after = [attempt for attempt in recorded.attempts if attempt.key in held]
+    assert {attempt.ending for attempt in after} == {Ending.LOST}
