@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agl_autogen.recording import Recorded, attach, record
+    from agl_autogen.plugin import attach
+    from agl_autogen.recording import Recorded, record
 
 __all__ = ["Recorded", "attach", "record"]
 
 
 def __getattr__(name: str) -> Any:
     # The plugin is loaded in every agl process, also where nobody uses AutoGen: its import waits for a use.
+    if name == "attach":
+        from agl_autogen.plugin import attach
+
+        return attach
     if name in __all__:
         from agl_autogen import recording
 

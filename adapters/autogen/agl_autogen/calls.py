@@ -16,7 +16,6 @@ from autogen_core.logging import LLMCallEvent
 from autogen_core.models import ChatCompletionClient, CreateResult
 
 from agl_autogen import messages as words
-from agl_autogen.watching import Arguments, Watch, argument, watch
 from agl_core.capture import (
     ActiveAttempt,
     CapturedRollout,
@@ -27,6 +26,8 @@ from agl_core.capture import (
     guarded,
     jsonable,
 )
+from agl_core.capture.spans import loads
+from agl_core.capture.watching import Arguments, Watch, argument, watch
 from agl_core.types import Call
 
 _MAX_REQUEST = 1 << 24
@@ -75,7 +76,7 @@ class _ModelCall(Watch):
             self._outer._is_told = True
         for asked in item.content:
             if isinstance(asked, FunctionCall):
-                arguments = words.parsed(asked.arguments)
+                arguments = loads(asked.arguments)
                 self._recording.asked(ToolRequest(asked.id, asked.name, arguments, self._who.agent))
         if self._captured and not self._captured.is_finished and not item.cached:
             self._captured.call(self._call(self._captured.id, item))

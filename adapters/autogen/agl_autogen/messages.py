@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,18 +66,6 @@ def choice(result: CreateResult, reply: Mapping[str, Any]) -> Choice:
 def prompt_ids(reply: Mapping[str, Any]) -> Tokens | None:
     """The token ids of the prompt, if the endpoint returned them."""
     return _ids(reply.get("prompt_token_ids"))
-
-
-def parsed(arguments: str) -> Json:
-    """The arguments of a tool call; as they are if they are no JSON.
-
-    >>> parsed('{"a": 1}'), parsed("{a")
-    ({'a': 1}, '{a')
-    """
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
 
 
 def _openai_messages(message: LLMMessage) -> Iterator[dict[str, Json]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import agl_core
 from agl_core import hookimpl
 from agl_core.plugins import Register
 
@@ -31,6 +32,14 @@ class AgentChatAdapter:
         from agl_autogen import agents
 
         agents.attach_agentchat()
+
+
+def attach() -> None:
+    """See every AutoGen agent of this process, with no change to its code; calling it again changes nothing.
+
+    agl's workers do it by themselves. Outside any rollout and any `record` nothing is done.
+    """
+    agl_core.attach([AutoGenCoreAdapter(), AgentChatAdapter()])
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""What a user's own code calls: attaching, and recording with no server of agl's and any endpoint."""
+"""Recording with no server of agl's and any endpoint."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ from typing import Any
 # Before our own modules are: its import attaches the adapter, which must not find them half imported.
 import autogen_core  # noqa: F401
 
-from agl_autogen import agents, calls, tools
+from agl_autogen import calls
+from agl_autogen.plugin import attach
 from agl_core.capture import CapturedRollout, current_attempt, describe_error, running
 from agl_core.types import Episode, Transition
-
-
-def attach() -> None:
-    """See every AutoGen agent of this process, with no change to its code; calling it again changes nothing.
-
-    Outside any rollout and any `record` nothing is done.
-    """
-    agents.attach()
-    agents.attach_agentchat()
-    calls.attach()
-    tools.attach()
 
 
 class Recorded:

@@ -13,8 +13,8 @@ from typing import Any
 from autogen_core.models import FunctionExecutionResult
 from autogen_core.tools import BaseTool, ToolResult, Workbench
 
-from agl_autogen.watching import Arguments, Watch, argument, watch
 from agl_core.capture import Identity, Recording, current_attempt, current_identity, guarded, outcome_report
+from agl_core.capture.watching import Arguments, Watch, argument, watch
 from agl_core.learning.outcomes import message_status
 from agl_core.types import OutcomeStatus
 

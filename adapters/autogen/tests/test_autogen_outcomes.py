@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from autogen_core.tools import (
     ToolSchema,
     Workbench,
 )
+from autogen_ext.tools.mcp import McpWorkbench, StdioServerParams
 from pydantic import BaseModel
 from scripted_upstream import CallTools, Say
 
@@ -191,6 +193,33 @@ class Remote(Workbench):
         return {}
 
     async def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+MCP_SERVER = """
+from mcp.server.fastmcp import FastMCP
+
+server = FastMCP("test")
+
+@server.tool()
+def double(number: int) -> int:
+    return 2 * number
+
+@server.tool()
+def refuse() -> str:
+    raise ValueError("refused")
+
+server.run()
+"""
+
+
+async def test_the_tools_of_an_mcp_server(run: Any) -> None:
+    parameters = StdioServerParams(command=sys.executable, args=["-c", MCP_SERVER], read_timeout_seconds=60)
+    async with McpWorkbench(parameters) as workbench:
+        told = await run(("double", {"number": 21}), ("refuse", {}), workbench=workbench)
+    doubled, refused = sorted(told, key=lambda outcome: outcome.tool)
+    assert (doubled.tool, doubled.status, doubled.result) == ("double", OutcomeStatus.OK, "42")
+    assert (refused.tool, refused.status) == ("refuse", OutcomeStatus.ERROR)
+    assert "refused" in refused.result
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
+import agl_core
 from agl_core.capture import (
     Capture,
     CapturedRollout,
@@ -238,6 +239,8 @@ class AglCallback(_Handler):
     def __init__(self, keep: int = 1000) -> None:
         self._alone = Capture(keep)
         super().__init__(self._alone)
+        # What it tells of a call goes with the call's request.
+        agl_core.attach([])
 
     def episodes(self) -> list[Episode]:
         """The runs of the agent that have ended, in the order they started, as text (`has_ids` is False)."""
@@ -256,7 +259,7 @@ class AglCallback(_Handler):
 
 @functools.cache
 def attach() -> None:
-    """See every LangChain and LangGraph agent of this process, with no change to its code.
+    """Hand a handler to every LangChain and LangGraph agent of this process.
 
     It reaches sync, async and batch calls and bare threads; an agent that is given an `AglCallback` is seen once.
     Outside any rollout it does nothing.

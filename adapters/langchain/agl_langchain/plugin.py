@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import agl_core
 from agl_core import hookimpl
 from agl_core.plugins import Register
 
@@ -15,6 +16,14 @@ class LangChainAdapter:
         from agl_langchain.callback import attach
 
         attach()
+
+
+def attach() -> None:
+    """See every LangChain and LangGraph agent of this process, with no change to its code; again changes nothing.
+
+    agl's workers do it by themselves. Outside any rollout it does nothing.
+    """
+    agl_core.attach([LangChainAdapter()])
 
 
 @hookimpl

@@ -15,6 +15,7 @@ from langchain_core.tracers import context as langchain_context
 import agl_core
 import agl_langchain
 from agl_core.capture import ActiveAttempt, Recording, reports
+from agl_langchain import callback
 
 Script = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -162,12 +163,17 @@ def seen_by_agl() -> Iterator[None]:
 
 
 @pytest.fixture
-def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`agl_langchain.attach()`, undone afterwards."""
-    monkeypatch.setattr(langchain_context, "_configure_hooks", list(langchain_context._configure_hooks))
+def attached() -> None:
     agl_langchain.attach()
+
+
+@pytest.fixture(autouse=True)
+def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What attaches in a test is undone."""
+    monkeypatch.setattr(langchain_context, "_configure_hooks", list(langchain_context._configure_hooks))
     yield
-    agl_langchain.attach.cache_clear()
+    agl_core.attach([]).detach()
+    callback.attach.cache_clear()
 
 
 @pytest.fixture(params=["callback", "attach", "both"])

@@ -1,4 +1,4 @@
-"""What the tools did, seen where the SDK runs them.
+"""What the tools did, seen where the SDK runs them; and the seams at which the SDK is watched.
 
 By the time the SDK's hooks and spans tell of a tool, an exception or a timeout has become a text for the model. So
 some of its inner functions are wrapped (`_SEAMS`). What another version of the SDK does not have is reported as a
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -24,7 +23,9 @@ from agents.tool import default_tool_timeout_error_message
 from agents.tracing import get_current_trace
 
 from agl_core.capture import CapturedRollout, Recording, current_attempt, guarded, outcome_report, report_problem
+from agl_core.capture.spans import loads
 from agl_core.types import Identity, OutcomeStatus
+from agl_openai_agents import state
 from agl_openai_agents.identity import who_calls
 
 _Function: TypeAlias = Callable[..., Any]
@@ -157,6 +158,7 @@ def _sees_unknown_tools(process: _Function) -> _Function:
     """Where the SDK looks up the tools that a response asks for; one that does not exist never runs."""
 
     def process_seen(*args: Any, **kwargs: Any) -> Any:
+        state.has_answered()
         try:
             processed = process(*args, **kwargs)
         except ModelBehaviorError as error:
@@ -202,7 +204,7 @@ def _report(source: Any, result: Any, status: OutcomeStatus | None = None, start
         result,
         status=status,
         tool_call_id=call.call_id or None,
-        arguments=_parsed(call.arguments),
+        arguments=loads(call.arguments or "{}"),
         agent=who.agent,
         span=who.span,
         parent_span=who.parent_span,
@@ -213,17 +215,12 @@ def _report(source: Any, result: Any, status: OutcomeStatus | None = None, start
         recording.outcome(report)
 
 
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments) if arguments else {}
-    except ValueError:
-        return arguments
-
-
 _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
     ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", _sees_results),
     ("agents.run_internal.tool_execution", "_execute_tool_input_guardrails", _sees_refusals),
     ("agents.run_internal.turn_resolution", "process_model_response", _sees_unknown_tools),
     ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _sees_failures),
     ("agents.mcp.util", "result_structured_content", _sees_mcp_results),
+    ("agents.run_internal.run_loop", "get_new_response", state.tells_context),
+    ("agents.run_internal.run_loop", "run_single_turn_streamed", state.tells_context),
 )

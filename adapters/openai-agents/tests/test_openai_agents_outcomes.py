@@ -282,9 +282,9 @@ def test_an_agent_used_as_a_tool_that_waits_for_approval_has_no_outcome_yet(
 
 
 MCP_SERVER = """
-from mcp.server import MCPServer
+from mcp.server.fastmcp import FastMCP
 
-server = MCPServer("test")
+server = FastMCP("test")
 
 @server.tool()
 def double(number: int) -> int:

@@ -6,15 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agl_otel.alone import episodes, transitions
-    from agl_otel.processor import AglSpanProcessor, attach
+    from agl_otel.plugin import attach
+    from agl_otel.processor import AglSpanProcessor
 
 __all__ = ["AglSpanProcessor", "attach", "episodes", "transitions"]
 
 
 def __getattr__(name: str) -> Any:
     # The plugin is loaded in every agl process, also where nobody uses OpenTelemetry: its import waits for a use.
-    if name in __all__:
-        from agl_otel import alone, processor
+    if name == "AglSpanProcessor":
+        from agl_otel.processor import AglSpanProcessor
 
-        return getattr(processor, name, None) or getattr(alone, name)
+        return AglSpanProcessor
+    if name == "attach":
+        from agl_otel.plugin import attach
+
+        return attach
+    if name in __all__:
+        from agl_otel import alone
+
+        return getattr(alone, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

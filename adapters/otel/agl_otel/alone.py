@@ -75,7 +75,7 @@ class Traces:
     """The latest `keep` traces with LLM calls whose root has ended in this process."""
 
     def __init__(self, keep: int) -> None:
-        self.keep = keep
+        self._keep = keep
         self._lock = threading.Lock()
         self._running: dict[tuple[str, str], _Trace] = {}
         self._ended: dict[tuple[str, str], _Trace] = {}
@@ -100,7 +100,7 @@ class Traces:
             trace.has_calls |= _is_call(span)
             if trace.has_ended and trace.has_calls:
                 self._ended[trace.root] = trace
-                while len(self._ended) > self.keep:
+                while len(self._ended) > self._keep:
                     del self._ended[next(iter(self._ended))]
 
     def ended(self) -> list[list[Span]]:

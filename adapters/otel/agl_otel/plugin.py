@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import agl_core
 from agl_core import hookimpl
 from agl_core.plugins import Register
 from agl_core.types import Identity
@@ -18,6 +19,15 @@ class OtelAdapter:
         from agl_otel.processor import attach
 
         return attach()
+
+
+def attach() -> None:
+    """See the spans of every tracer provider of this process, with no change to the agent; again changes nothing.
+
+    agl's workers do it by themselves. Outside any rollout it does nothing. Which spans there are is the agent's
+    affair: no client or framework is instrumented by this.
+    """
+    agl_core.attach([OtelAdapter()])
 
 
 @hookimpl

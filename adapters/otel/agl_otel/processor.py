@@ -16,8 +16,8 @@ from agl_core.capture import Identity, Recording, current_attempt, guarded
 from agl_core.capture.span_tree import agent_of, identity_of, outcome_of, outermost_execution
 from agl_core.capture.spans import SeenSpan, ToolExecution, see
 from agl_core.types import Episode, Transition
-from agl_core.wire import OutcomeReport
 from agl_otel.alone import Traces, episode_of
+from agl_otel.plugin import attach as attach_to_process
 from agl_otel.sdk import plain
 
 _MAX_RUNNING = 20_000
@@ -78,7 +78,7 @@ class _Running:
         outermost.same.append((len(around), seen))
         if outermost is node:
             spans = [each for _, each in sorted(node.same, key=lambda same: same[0])]
-            _report(node.recording, outcome_of(spans, agent_of(lineage)))
+            node.recording.outcome(outcome_of(spans, agent_of(lineage)))
 
     def identity(self) -> Identity | None:
         """Who makes a call that is sent now."""
@@ -93,35 +93,51 @@ class _Running:
         return node
 
 
-class AglSpanProcessor(SpanProcessor):
-    """Add it to the tracer provider that you already have:
+class _Telling(SpanProcessor):
+    """Tells the attempt that is running what its spans say."""
 
-        provider.add_span_processor(AglSpanProcessor())
-
-    In a rollout it says who makes each call and what the tools did. Outside any rollout, with no server and any
-    endpoint, it keeps the latest `keep` traces that have LLM calls; `episodes` and `transitions` give them as data.
-    """
-
-    def __init__(self, keep: int = 1000) -> None:
-        self._running, self._alone = _of_this_process(), Traces(keep)
+    def __init__(self) -> None:
+        self._running = _of_this_process()
 
     @guarded
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        in_attempt = self._running.start(span, trace.get_current_span(parent_context))
-        if self._alone.keep and not in_attempt:
-            self._alone.start(plain(span))
+        self._running.start(span, trace.get_current_span(parent_context))
 
     @guarded
     def on_end(self, span: ReadableSpan) -> None:
         self._running.end(span)
-        if self._alone.keep:
-            self._alone.end(plain(span))
 
     def shutdown(self) -> None:
         """Nothing: what it kept stays."""
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return True
+
+
+class AglSpanProcessor(_Telling):
+    """Add it to the tracer provider that you already have:
+
+        provider.add_span_processor(AglSpanProcessor())
+
+    In a rollout it says who makes each call and what the tools did; to put that on the calls' requests, it attaches
+    agl to this process. Outside any rollout, with no server and any endpoint, it keeps the latest `keep` traces that
+    have LLM calls; `episodes` and `transitions` give them as data.
+    """
+
+    def __init__(self, keep: int = 1000) -> None:
+        super().__init__()
+        self._alone = Traces(keep)
+        attach_to_process()
+
+    @guarded
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        if not self._running.start(span, trace.get_current_span(parent_context)):
+            self._alone.start(plain(span))
+
+    @guarded
+    def on_end(self, span: ReadableSpan) -> None:
+        self._running.end(span)
+        self._alone.end(plain(span))
 
     def episodes(self) -> list[Episode]:
         """The traces that have ended, in the order they did."""
@@ -138,12 +154,11 @@ class AglSpanProcessor(SpanProcessor):
 
 @functools.cache
 def attach() -> Callable[[], Identity | None]:
-    """See the spans of every tracer provider of this process: the global one, and those made from now on.
+    """Add a processor to every tracer provider of this process: the global one, and those made from now on.
 
-    It returns who makes a call that is sent now. Outside any rollout it does nothing. Which spans there are is the
-    agent's affair: no client or framework is instrumented by this.
+    It returns who makes a call that is sent now.
     """
-    processor = AglSpanProcessor(keep=0)
+    processor = _Telling()
     init = TracerProvider.__init__
 
     @functools.wraps(init)
@@ -166,10 +181,3 @@ def _of_this_process() -> _Running:
 def _key(span: ReadableSpan | trace.Span) -> _Key:
     context = span.get_span_context()
     return (context.trace_id, context.span_id) if context else (0, 0)
-
-
-def _report(recording: Recording, report: OutcomeReport) -> None:
-    """Keep the outcome, unless the framework's own adapter told of that tool call already."""
-    told = (each.id for each in recording.outcomes if each.tool_call_id == report.tool_call_id is not None)
-    if all(id.startswith("otel:") for id in told):
-        recording.outcome(report)

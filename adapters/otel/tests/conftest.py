@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.resources.chat import completions
 from opentelemetry.sdk.trace import TracerProvider
 
 import agl_core
@@ -23,6 +21,7 @@ from agl_otel.plugin import OtelAdapter
 
 sys.path.append(str(Path(__file__).parents[3] / "core" / "tests" / "server"))
 
+from instrumented import instrumenting
 from stack import Stack, running_stack
 
 
@@ -54,15 +53,19 @@ async def attempts() -> AsyncIterator[Attempts]:
         yield Attempts(stack)
 
 
-@pytest.fixture
-def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a worker does before it loads an agent, undone afterwards."""
+@pytest.fixture(autouse=True)
+def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What attaches in a test is undone."""
     monkeypatch.setattr(TracerProvider, "__init__", TracerProvider.__init__)
-    monkeypatch.setattr(processor, "attach", functools.cache(processor.attach.__wrapped__))
-    attachment = agl_core.attach([OtelAdapter()])
-    assert attachment.failed == {}
     yield
-    attachment.detach()
+    agl_core.attach([]).detach()
+    processor.attach.cache_clear()
+
+
+@pytest.fixture
+def attached(detached: None) -> None:
+    """What a worker does before it loads an agent."""
+    assert agl_core.attach([OtelAdapter()]).failed == {}
 
 
 @pytest.fixture
@@ -72,19 +75,8 @@ def provider() -> TracerProvider:
 
 @pytest.fixture
 def instrument() -> Iterator[Callable[[Any, TracerProvider], None]]:
-    """Instruments the OpenAI client, and undoes it afterwards; not all of them undo it all by themselves."""
-    patched = [(kind, "create", kind.create) for kind in (completions.Completions, completions.AsyncCompletions)]
-    used = []
-
-    def instrument(kind: Any, provider: TracerProvider) -> None:
-        used.append(kind())
-        used[-1].instrument(tracer_provider=provider)
-
-    yield instrument
-    for each in reversed(used):
-        each.uninstrument()
-    for kind, name, original in patched:
-        setattr(kind, name, original)
+    with instrumenting() as instrument:
+        yield instrument
 
 
 @pytest.fixture(autouse=True)

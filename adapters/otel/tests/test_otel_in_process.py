@@ -194,15 +194,43 @@ async def test_error_timeout_and_empty_are_told_apart(
     assert (outcome.error is not None) == (status in (OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT))
 
 
+@pytest.mark.parametrize("adapter_first", [True, False])
 async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
-    attached: None, attempts: Any, provider: TracerProvider
+    adapter_first: bool, attached: None, attempts: Any, provider: TracerProvider
 ) -> None:
-    active = await attempts.start()
-    active.recording.outcome(OutcomeReport(id="langchain:1", tool="add", status=OutcomeStatus.OK, tool_call_id="c1"))
+    active, tracer = await attempts.start(), provider.get_tracer("agent")
+    attempts.stack.upstream.script(CallTools([("add", {}), ("add", {})]))
     with running(active):
-        for id in ("c1", "c2", "c2"):
-            provider.get_tracer("agent").start_span("add", attributes=tool(id)).end()
-    assert [o.tool_call_id for o in active.recording.outcomes] == ["c1", "c2", "c2"]
+        one, other = (each.id for each in (await ask(attempts.stack.client(), tools=[ADD])).tool_calls)
+        told = OutcomeReport(id="langchain:1", tool="add", status=OutcomeStatus.ERROR, tool_call_id=one)
+        if adapter_first:
+            active.recording.outcome(told)
+        for id in (one, other, other):
+            tracer.start_span("add", attributes=tool(id)).end()
+        if not adapter_first:
+            active.recording.outcome(told)
+    (transition,) = (await attempts.end(active)).transitions
+    assert [(o.tool_call_id, str(o.status)) for o in transition.outcomes] == [
+        (one, "error"),
+        (other, "ok"),
+        (other, "ok"),
+    ]
+
+
+async def test_the_processor_alone_names_agents(attempts: Any) -> None:
+    """Added to a provider where nothing of agl's is attached, as where [agent] attach is off."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    for _ in range(2):
+        provider.add_span_processor(AglSpanProcessor())
+    active = await attempts.start()
+    attempts.stack.upstream.script(CallTools([("add", {})]), Say("3"))
+    with running(active), provider.get_tracer("agent").start_as_current_span("a", attributes=agent("solver")):
+        message = await ask(attempts.stack.client(), tools=[ADD])
+        provider.get_tracer("agent").start_span("add", attributes=tool(message.tool_calls[0].id)).end()
+        await ask(attempts.stack.client())
+    episode = await attempts.end(active)
+    assert [t.agent for t in episode.transitions] == ["solver", "solver"]
+    assert [[str(o.status) for o in t.outcomes] for t in episode.transitions] == [["ok"], []]
 
 
 async def test_work_that_goes_on_after_its_span_and_in_a_thread(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.resources.chat import completions
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor
 from scripted_upstream import Say
 from stack import running_stack
@@ -16,9 +15,9 @@ from stack import running_stack
 README = Path(__file__).parent.parent / "README.md"
 
 
-async def test_the_snippets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (completions.Completions, completions.AsyncCompletions):
-        monkeypatch.setattr(kind, "create", kind.create)
+async def test_the_snippets(
+    instrument: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     snippets = [text for language, text in blocks if language == "python"]
     assert len(snippets) == 2
