@@ -10,8 +10,6 @@ ORACLES ?= .venv-oracles
 # Each after those it depends on: older pips find them in this order only.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
-# Without what it needs (4 GB: veRL, Ray, vLLM), for its tests that need none of it; `make test-verl` has all.
-LATER := algorithms/verl
 EXAMPLES := langchain langchain-openai matplotlib
 # What the algorithms of veRL and TRL import; the rest of what the two ask for stays out.
 ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray codetiming pydantic \
@@ -69,14 +67,13 @@ clean: ## Remove the environment and all caches; runs are kept
 	rm -rf $(VENV) $(ORACLES) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml) $(LATER:%=%/pyproject.toml)
+$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "agl needs Python 3.11 or newer. Name one, for instance: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing into $(VENV), once (1.6 GB, some minutes) '
 	@set -o pipefail; export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
-	{ $(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) && \
-	$(BIN)/python -m pip install --progress-bar off --no-deps $(LATER:%=-e %); } 2>&1 \
+	$(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) 2>&1 \
 		| tee $(VENV)/install.log | awk '/^Collecting/ && ++found % 4 == 0 { printf "."; fflush() }' \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"

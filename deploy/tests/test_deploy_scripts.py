@@ -126,7 +126,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("AGL_")},
         "PATH": os.pathsep.join([str(tmp_path / "bin"), BESIDE_PYTHON]),
-        "PYTHONPATH": str(tmp_path / "modules"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "modules"), os.environ["PYTHONPATH"]]),
         "CALLED": str(tmp_path / "called"),
         "TRAINS": "0",
         "VENV": str(tmp_path / "venv"),
