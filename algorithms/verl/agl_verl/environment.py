@@ -1,0 +1,33 @@
+"""Environment variables by which the processes of a run know what they belong to."""
+
+from __future__ import annotations
+
+ENGINE_VARIABLE = "AGL_VERL_ENGINE"
+"""Set to 1 in every process of agl's veRL engine: a veRL run of its own is left as it is."""
+CPU_VARIABLE = "AGL_VERL_CPU"
+"""Set to 1 in every process of an engine that has no GPU."""
+
+
+def variables(*, cpu: bool, api_key: str, deterministic: bool, cache_mib: int) -> dict[str, str]:
+    """What every process of the engine needs in its environment, whatever node it is on."""
+    common = {
+        ENGINE_VARIABLE: "1",
+        "VLLM_API_KEY": api_key,
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TRANSFER_QUEUE_ENABLE": "1",
+    }
+    if deterministic:
+        common |= {"VERL_FULL_DETERMINISM": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONHASHSEED": "0"}
+    if not cpu:
+        return common
+    return common | {
+        CPU_VARIABLE: "1",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # veRL has its FSDP engine under the names of GPUs only.
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, cache_mib // 1024)),  # in GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }

@@ -1,0 +1,259 @@
+"""Which key of agl's configuration becomes which of veRL's, and what is left to the user. Plain values, no veRL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from agl_core.config.models import LoraSection, OptimizerSection
+from agl_core.errors import ConfigError
+from agl_verl.cpu import WORKER_EXTENSION
+from agl_verl.native import NativeOptions
+from agl_verl.wire import Settings
+
+DECIDED = {
+    "data": "[tasks] and [train]",
+    "reward": "[rewards]",
+    "reward_model": "[rewards]",
+    "custom_reward_function": "[rewards]",
+    "algorithm": "[algorithm]",
+    "actor_rollout_ref.actor.clip_ratio": "[algorithm] clip and clip_high",
+    "actor_rollout_ref.actor.clip_ratio_low": "[algorithm] clip",
+    "actor_rollout_ref.actor.clip_ratio_high": "[algorithm] clip_high",
+    "actor_rollout_ref.actor.ppo_epochs": "[algorithm] epochs",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "[algorithm] minibatches",
+    "actor_rollout_ref.actor.shuffle": "[algorithm] minibatches",
+    "actor_rollout_ref.actor.loss_agg_mode": "[algorithm] aggregation",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "algorithm.name, for instance 'verl:gspo'",
+    "actor_rollout_ref.actor.use_kl_loss": "[algorithm] beta",
+    "actor_rollout_ref.actor.kl_loss_coef": "[algorithm] beta",
+    "actor_rollout_ref.actor.entropy_coeff": "nothing: agl's losses have no entropy term",
+    "actor_rollout_ref.actor.optim.lr": "[policies.NAME.optimizer] learning_rate",
+    "actor_rollout_ref.rollout.n": "[train] group_size",
+    "actor_rollout_ref.rollout.temperature": "[sampling] temperature",
+    "actor_rollout_ref.rollout.top_p": "[sampling]",
+    "actor_rollout_ref.rollout.top_k": "[sampling]",
+    "actor_rollout_ref.rollout.val_kwargs": "[eval]",
+    "actor_rollout_ref.rollout.agent": "[agent]",
+    "actor_rollout_ref.rollout.multi_turn": "[agent]",
+    "actor_rollout_ref.rollout.name": "nothing: agl's gateway needs vLLM's servers",
+    "critic.ppo_epochs": "[algorithm.ppo] critic_epochs",
+    "critic.ppo_mini_batch_size": "[algorithm.ppo] minibatches",
+    "critic.cliprange_value": "[algorithm.ppo] value_clip",
+    "critic.optim.lr": "[algorithm.ppo] critic_learning_rate",
+    "critic.enable": "algorithm.name",
+    "trainer.nnodes": "[engine.verl] nodes",
+    "trainer.n_gpus_per_node": "[engine.verl] gpus_per_node",
+    "trainer.total_epochs": "[train] steps",
+    "trainer.total_training_steps": "[train] steps",
+    "trainer.save_freq": "[train] checkpoint_every",
+    "trainer.test_freq": "[eval] every",
+    "trainer.val_before_train": "[eval]",
+    "trainer.val_only": "agl eval",
+    "trainer.resume_mode": "agl train --resume",
+    "trainer.resume_from_path": "agl train --resume",
+    "trainer.default_local_dir": "`runs`",
+    "trainer.logger": "[trackers]",
+    "trainer.v1": "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)",
+    "transfer_queue.enable": "nothing: transitions go through it",
+    "ray_kwargs": "[engine.verl] address, nodes and gpus_per_node",
+    "distillation": "nothing: agl has no teacher",
+}
+"""Keys of veRL, each with all below it, that agl decides; and where."""
+
+LONGEST = 2**20
+"""Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
+_A = "actor_rollout_ref"
+_DTYPES = {"float32": ("fp32", "float32"), "bfloat16": ("bf16", "bfloat16")}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a run takes of a cluster."""
+
+    nodes: int
+    per_node: int
+    device: str
+    replicas: int
+
+    def __str__(self) -> str:
+        units = "CPU worker processes" if self.device == "cpu" else "GPUs"
+        return (
+            f"{self.nodes} (nodes) x {self.per_node} = {self.nodes * self.per_node} {units}, which train and serve by "
+            f"turns; serving replicas: {self.replicas}"
+        )
+
+
+def mapped(settings: Settings, algorithm: Any, cpu: bool) -> Iterator[tuple[str, Any]]:
+    """agl's settings as veRL's keys and values. `algorithm` are the options of agl's algorithm or of veRL's own."""
+    options, spec = settings.options, settings.spec
+    training, serving = _DTYPES["float32" if cpu and spec.dtype == "auto" else _trained_dtype(spec.dtype)]
+    yield from {
+        f"{_A}.model.path": spec.model,
+        f"{_A}.model.trust_remote_code": spec.trust_remote_code,
+        f"{_A}.model.use_remove_padding": not cpu,
+        f"{_A}.model.enable_gradient_checkpointing": options.gradient_checkpointing,
+        f"{_A}.actor.strategy": "fsdp2",
+        f"{_A}.actor.fsdp_config.strategy": "fsdp2",
+        f"{_A}.actor.fsdp_config.model_dtype": "fp32",
+        f"{_A}.actor.fsdp_config.mixed_precision": {
+            "param_dtype": training,
+            "reduce_dtype": "fp32",
+            "buffer_dtype": "fp32",
+        },
+        f"{_A}.actor.fsdp_config.param_offload": options.offload,
+        f"{_A}.actor.fsdp_config.optimizer_offload": options.offload,
+        f"{_A}.actor.fsdp_config.use_torch_compile": not cpu,
+        f"{_A}.actor.use_torch_compile": not cpu,
+        f"{_A}.actor.fsdp_config.seed": settings.seed,
+        f"{_A}.actor.use_dynamic_bsz": True,
+        f"{_A}.actor.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        f"{_A}.actor.ppo_mini_batch_size": 1,
+        f"{_A}.actor.calculate_entropy": True,
+        f"{_A}.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+        f"{_A}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
+        f"{_A}.ref.fsdp_config.model_dtype": "fp32",
+        f"{_A}.rollout.name": "vllm",
+        f"{_A}.rollout.dtype": serving,
+        f"{_A}.rollout.load_format": "auto",
+        f"{_A}.rollout.tensor_model_parallel_size": options.tensor_parallel,
+        f"{_A}.rollout.gpu_memory_utilization": options.serving_memory,
+        f"{_A}.rollout.max_num_seqs": options.max_rows,
+        f"{_A}.rollout.max_model_len": options.max_context,
+        f"{_A}.rollout.response_length": LONGEST,
+        f"{_A}.rollout.disable_log_stats": False,
+        f"{_A}.rollout.seed": settings.seed,
+        f"{_A}.rollout.calculate_log_probs": True,
+        f"{_A}.rollout.engine_kwargs.vllm.served_model_name": settings.policy,
+        f"{_A}.rollout.engine_kwargs.vllm.enable_auto_tool_choice": True,
+        f"{_A}.rollout.engine_kwargs.vllm.tool_call_parser": options.tool_parser,
+        "critic.model.path": spec.model,
+        "critic.model.trust_remote_code": spec.trust_remote_code,
+        "critic.model.use_remove_padding": not cpu,
+        "critic.model.enable_gradient_checkpointing": options.gradient_checkpointing,
+        "critic.strategy": "fsdp2",
+        "critic.fsdp.strategy": "fsdp2",
+        "critic.fsdp.model_dtype": "fp32",
+        "critic.fsdp.mixed_precision": {"param_dtype": training, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "critic.fsdp.param_offload": options.offload,
+        "critic.fsdp.optimizer_offload": options.offload,
+        "critic.fsdp.use_torch_compile": not cpu,
+        "critic.ppo_mini_batch_size": 1,
+        "critic.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        "reward.num_workers": 0,
+        "transfer_queue.enable": True,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,
+        "trainer.v1.trainer_mode": "agl",
+        "trainer.nnodes": options.nodes,
+        "trainer.n_gpus_per_node": options.gpus_per_node,
+        "trainer.device": "cpu" if cpu else "cuda",
+        "trainer.total_training_steps": max(1, settings.updates),
+        "trainer.logger": ["console"],
+        "trainer.resume_mode": "disable",
+    }.items()
+    optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
+    steps = _steps_per_update(algorithm)
+    yield from _optimizer(f"{_A}.actor.optim", optimizer, optimizer.learning_rate, steps)
+    critic_rate = getattr(algorithm, "critic_learning_rate", optimizer.learning_rate)
+    yield from _optimizer("critic.optim", optimizer, critic_rate, steps)
+    yield from _algorithm(algorithm)
+    if settings.deterministic:
+        yield from _deterministic(cpu)
+    if spec.lora is not None:
+        yield from _lora(LoraSection.model_validate(dict(spec.lora)), cpu)
+    if cpu:
+        yield from {
+            f"{_A}.model.override_config.attn_implementation": "sdpa",
+            "critic.model.override_config.attn_implementation": "sdpa",
+            f"{_A}.rollout.enforce_eager": True,
+            f"{_A}.rollout.free_cache_engine": False,
+            f"{_A}.rollout.enable_sleep_mode": False,
+            f"{_A}.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
+            f"{_A}.rollout.engine_kwargs.vllm.worker_extension_cls": WORKER_EXTENSION,
+            f"{_A}.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,
+        }.items()
+
+
+def _optimizer(place: str, settings: OptimizerSection, rate: float, steps: int) -> Iterator[tuple[str, Any]]:
+    yield from {
+        f"{place}.lr": rate,
+        f"{place}.lr_scheduler_type": settings.schedule,
+        f"{place}.lr_warmup_steps": -(-settings.warmup_steps // steps),
+        f"{place}.weight_decay": settings.weight_decay,
+        f"{place}.betas": [settings.beta1, settings.beta2],
+        f"{place}.override_optimizer_config": {"eps": settings.epsilon},
+        f"{place}.clip_grad": settings.max_grad_norm,
+    }.items()
+
+
+def _algorithm(options: Any) -> Iterator[tuple[str, Any]]:
+    """What veRL is to make ready; of its own algorithms also how they compute."""
+    native = isinstance(options, NativeOptions)
+    with_critic = options.estimator == "gae" if native else hasattr(options, "critic_epochs")
+    yield from {
+        "algorithm.adv_estimator": options.estimator if native else "grpo",
+        "critic.enable": with_critic,
+        f"{_A}.actor.use_kl_loss": getattr(options, "beta", 0) > 0,
+    }.items()
+    if native:
+        yield from {
+            "algorithm.gamma": options.gamma,
+            "algorithm.lam": options.lam,
+            f"{_A}.actor.policy_loss.loss_mode": options.loss,
+            f"{_A}.actor.loss_agg_mode": options.aggregation,
+            f"{_A}.actor.clip_ratio": options.clip,
+            f"{_A}.actor.clip_ratio_low": options.clip,
+            f"{_A}.actor.clip_ratio_high": options.clip if options.clip_high is None else options.clip_high,
+            f"{_A}.actor.kl_loss_coef": options.beta,
+        }.items()
+
+
+def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
+    if cpu:
+        raise ConfigError(
+            "[train] deterministic: on a CPU vLLM's replies depend on what else it decodes. Set it to false, or use a "
+            "GPU or the torch engine."
+        )
+    yield f"{_A}.rollout.full_determinism", True
+    for engine in (f"{_A}.actor.fsdp_config", f"{_A}.ref.fsdp_config", "critic.fsdp"):
+        yield f"{engine}.full_determinism", True
+
+
+def _lora(lora: LoraSection, cpu: bool) -> Iterator[tuple[str, Any]]:
+    if cpu:
+        raise ConfigError(
+            "The veRL engine serves no LoRA adapter on a CPU: leave [policies.NAME.model.lora] out, or use a GPU or "
+            "the torch engine."
+        )
+    if lora.dropout:
+        raise ConfigError("veRL's LoRA adapters have no dropout: set [policies.NAME.model.lora] dropout to 0.")
+    for model in (f"{_A}.model", "critic.model"):
+        yield f"{model}.lora_rank", lora.rank
+        yield f"{model}.lora_alpha", lora.alpha
+        yield f"{model}.target_modules", list(lora.targets)
+
+
+def _steps_per_update(options: Any) -> int:
+    return int(getattr(options, "epochs", 1) * getattr(options, "minibatches", 1))
+
+
+def _trained_dtype(dtype: str) -> str:
+    return "bfloat16" if dtype == "auto" else dtype
+
+
+def resources(settings: Settings, *, cpu: bool) -> Resources:
+    """What the run would take."""
+    options = settings.options
+    gpus = options.nodes * options.gpus_per_node
+    return Resources(options.nodes, options.gpus_per_node, "cpu" if cpu else "cuda", gpus // options.tensor_parallel)
+
+
+def refuse_decided(override: str) -> None:
+    """ConfigError for an override of something that agl decides."""
+    key = override.lstrip("+~").partition("=")[0].strip()
+    if "=" not in override and not override.startswith("~"):
+        raise ConfigError(f"[engine.verl] overrides: '{override}' is not KEY=VALUE.")
+    for decided, where in DECIDED.items():
+        if key == decided or key.startswith(f"{decided}."):
+            raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")

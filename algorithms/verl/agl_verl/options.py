@@ -1,0 +1,63 @@
+"""The veRL engine's settings. Imports neither veRL nor torch, so that a configuration can be checked without them."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class VerlOptions(BaseModel):
+    """Settings of the distributed engine; what veRL can do beyond them is said by `overrides`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str | None = Field(
+        None,
+        description="The Ray cluster to join: 'auto' on one of its nodes, or HOST:PORT; absent: a local Ray starts.",
+    )
+    nodes: int = Field(1, ge=1, le=1024, description="Nodes that train and serve.")
+    gpus_per_node: int = Field(1, ge=1, le=64, description="GPUs of each node; on a CPU, worker processes.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="auto: GPUs if this node has one or a cluster is joined, otherwise the CPU, for tiny models.",
+    )
+    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that one serving replica spreads its weights over.")
+    max_context: int | None = Field(
+        None, ge=16, description="Longest prompt and response together, in tokens; absent: what the model can."
+    )
+    max_rows: int = Field(256, ge=1, le=4096, description="Replies decoded at the same time, in each serving replica.")
+    serving_memory: float = Field(
+        0.5, gt=0, lt=1, description="Share of a GPU's memory that serving takes: weights, and keys and values."
+    )
+    cache_mib: int = Field(1024, ge=16, description="On a CPU: memory for keys and values of a replica, in MiB.")
+    tokens_per_micro_batch: int = Field(
+        16384,
+        ge=1,
+        description="Tokens of one training pass on one GPU; no transition may be longer. Fewer take less memory.",
+    )
+    offload: bool = Field(
+        False, description="Keep weights and optimizer state in the nodes' memory while they are not in use."
+    )
+    gradient_checkpointing: bool = Field(
+        True, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    tool_parser: str = Field(
+        "hermes",
+        description="vLLM's parser of the model's tool calls: its --tool-call-parser, for instance 'llama3_json'.",
+    )
+    overrides: tuple[str, ...] = Field(
+        (),
+        description="Hydra overrides of veRL's own configuration, as on veRL's command line: KEY=VALUE, or +KEY=VALUE "
+        "for a key that it does not have. What agl decides itself is refused.",
+    )
+
+    @model_validator(mode="after")
+    def _replicas_fill_the_gpus(self) -> Self:
+        gpus = self.nodes * self.gpus_per_node
+        if gpus % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, which does not divide the {gpus} GPUs "
+                f"(nodes x gpus_per_node): some would serve nothing."
+            )
+        return self

@@ -1,0 +1,31 @@
+"""What this package registers with agl. Importing it imports neither veRL, Ray, vLLM nor torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agl_core import Need, hookimpl
+from agl_core.plugins import Register
+from agl_verl.native import NAMES, build_native, needs, options_of
+from agl_verl.options import VerlOptions
+
+if TYPE_CHECKING:
+    from agl_core.protocols import Engine, EngineContext
+
+
+def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
+    """veRL on Ray with vLLM serving: one machine or a cluster."""
+    from agl_verl.engine import VerlEngine
+
+    return VerlEngine(options, context)
+
+
+@hookimpl
+def register_engines(register: Register) -> None:
+    register("verl", build_engine, options=VerlOptions, provides={Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC})
+
+
+@hookimpl
+def register_algorithms(register: Register) -> None:
+    for name in NAMES:
+        register(name, build_native, options=options_of(name), needs=needs)

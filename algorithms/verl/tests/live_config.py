@@ -1,0 +1,53 @@
+"""veRL's configuration as a run would have it, composed from veRL's own files. Needs Hydra and veRL, starts nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
+
+
+def dry_run(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    agl = str(Path(sys.executable).with_name("agl"))
+    chosen = [f"--set={setting}" for setting in (f"runs={tmp_path / 'runs'}", "engine.verl.device=cpu", *settings)]
+    command = [agl, "train", str(CALC), "--engine", "verl", "--dry-run", *chosen]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_dry_run_shows_the_configuration_and_the_resources_and_starts_nothing(tmp_path: Path) -> None:
+    done = dry_run(
+        tmp_path,
+        "algorithm.name=ppo",
+        'engine.verl.overrides=["actor_rollout_ref.actor.optim.num_cycles=0.25", "+actor_rollout_ref.model.mine=1"]',
+    )
+    assert done.returncode == 0, done.stderr
+    shown = yaml.safe_load(done.stdout)
+    assert shown["critic"]["enable"] is True
+    assert shown["critic"]["optim"]["lr"] == 1e-3, "of the example's [algorithm.ppo]"
+    assert shown["actor_rollout_ref"]["actor"]["optim"]["num_cycles"] == 0.25
+    assert shown["actor_rollout_ref"]["model"]["mine"] == 1
+    assert shown["actor_rollout_ref"]["model"]["path"] == str(CALC.parent / "policy")
+    assert shown["actor_rollout_ref"]["rollout"]["name"] == "vllm"
+    assert "# It would take 1 (nodes) x 1 = 1 CPU worker processes" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("actor_rollout_ref.rollout.gpu_memory=0.4", "actor_rollout_ref.rollout.gpu_memory_utilization"),
+        ("actor_rollout_ref.actor.ppo_epochs=4", "[algorithm] epochs"),
+        ("actor_rollout_ref.rollout.seed", "KEY=VALUE"),
+    ],
+)
+def test_a_key_that_means_nothing_is_an_error(tmp_path: Path, override: str, told: str) -> None:
+    done = dry_run(tmp_path, f'engine.verl.overrides=["{override}"]')
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).split())
+    assert override.partition("=")[0] in said
+    assert told in said

@@ -1,0 +1,234 @@
+"""The whole engine on a CPU: Ray, veRL's trainer and workers, vLLM. Two starts; in each the tests follow each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import parity
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+import verl_bench
+
+from agl_core.config.models import OptimizerSection
+from agl_core.errors import EngineError
+from agl_core.protocols import EngineContext, PolicySpec, Upstream
+from agl_core.wire import HEADER_POLICY
+from agl_torch.checkpoint import save_policy
+from agl_torch.model import LoadedModel, load_model
+from agl_torch.trainer import PolicyTrainer
+from agl_verl.engine import VerlEngine
+from agl_verl.losses import ChosenAlgorithm
+from agl_verl.options import VerlOptions
+
+POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
+OPTIONS: dict[str, Any] = {"beta": 0, "minibatches": 2}
+QUESTION = [{"role": "user", "content": "What is 12 plus 3?"}]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
+
+
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(PolicySpec(model=str(folder), dtype="float32"), torch.device("cpu"), 0)
+
+
+@pytest.fixture(scope="module")
+def trained_by_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the torch engine, after an update."""
+    folder = tmp_path_factory.mktemp("torch") / "default"
+    policy = loaded(POLICY)
+    trainer = PolicyTrainer(policy, OptimizerSection(learning_rate=1e-3), tokens_per_micro_batch=4096)
+    trainer.update(
+        verl_bench.recorded_batch(parity.VOCABULARY, seed=7), ChosenAlgorithm.of("grpo", {"beta": 0}).build()
+    )
+    save_policy(folder, policy, trainer)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["one worker", "two workers"])
+async def engine(
+    trained_by_torch: Path, run_dir: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[VerlEngine, Upstream]]:
+    """With two workers each of them trains on half of the rows, and there are two servers."""
+    spec = PolicySpec(
+        model=str(trained_by_torch),
+        dtype="float32",
+        optimizer={"learning_rate": 1e-3},
+        algorithm="grpo",
+        algorithm_options=OPTIONS,
+    )
+    made = VerlEngine(
+        VerlOptions(device="cpu", gradient_checkpointing=False, max_context=512, gpus_per_node=request.param),
+        EngineContext(run_dir / str(request.param), 1, {"default": spec}, False, (), "the-key", 10),
+    )
+    upstream = await made.start()
+    try:
+        yield made, upstream
+    finally:
+        await made.stop()
+
+
+async def ask(upstream: Upstream, **settings: Any) -> httpx.Response:
+    body = {
+        "model": "default",
+        "messages": QUESTION,
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": True,
+        "return_token_ids": True,
+        **settings,
+    }
+    headers = {"authorization": f"Bearer {upstream.api_key}"}
+    async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
+        return await client.post(f"{upstream.urls[0]}/chat/completions", json=body, headers=headers)
+
+
+def greedy_logprobs(model: LoadedModel, reply: dict[str, Any]) -> list[float]:
+    """What the torch engine's model says about a reply of vLLM's."""
+    prompt, response = reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
+    with torch.no_grad():
+        logits = model.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+    return [float(each) for each in chosen]
+
+
+async def test_a_checkpoint_of_the_torch_engine_is_served(
+    engine: tuple[VerlEngine, Upstream], trained_by_torch: Path
+) -> None:
+    _, upstream = engine
+    assert upstream.context_length == 512
+    reply = await ask(upstream)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers[HEADER_POLICY] == "0"
+    told = [each["logprob"] for each in reply.json()["choices"][0]["logprobs"]["content"]]
+    assert told == pytest.approx(greedy_logprobs(loaded(trained_by_torch), reply.json()), abs=1e-4)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        refused = await client.post(f"{upstream.urls[0]}/chat/completions", json={})
+    assert refused.status_code == 401
+
+
+async def test_an_update_is_that_of_the_torch_engine_and_is_served(
+    engine: tuple[VerlEngine, Upstream], trained_by_torch: Path, tmp_path: Path
+) -> None:
+    made, upstream = engine
+    batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=3)
+    result = await made.update("default", batch, "grpo", OPTIONS)
+    assert result.version == 1
+    assert result.metrics["grad_norm"] > 0
+    assert [reason for reason in result.dropped if reason] == ["non_finite"], "512 tokens are enough for the others"
+
+    policy = loaded(trained_by_torch)
+    trainer = PolicyTrainer(policy, OptimizerSection(learning_rate=1e-3), tokens_per_micro_batch=4096, seed=1)
+    expected = trainer.update(batch, ChosenAlgorithm.of("grpo", OPTIONS).build())
+    np.testing.assert_allclose(result.advantage_N, expected.advantage_N, atol=1e-6)
+    np.testing.assert_allclose(result.weight_N, expected.weight_N, atol=1e-6)
+    assert result.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-3)
+
+    reply = await ask(upstream)
+    assert reply.headers[HEADER_POLICY] == "1"
+    told = [each["logprob"] for each in reply.json()["choices"][0]["logprobs"]["content"]]
+    assert told == pytest.approx(greedy_logprobs(policy, reply.json()), abs=1e-3), "minibatches as there, too"
+
+    await made.save(tmp_path)
+    weights, own = loaded(tmp_path / "default" / "model").model.state_dict(), policy.model.state_dict()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, own[name], rtol=1e-3, atol=1e-4)
+
+
+async def test_what_is_asked_during_an_update_is_answered_by_the_new_version(
+    engine: tuple[VerlEngine, Upstream],
+) -> None:
+    made, upstream = engine
+    before = (await made.versions())["default"]
+    asked = [asyncio.create_task(ask(upstream, max_tokens=400, temperature=1.0, ignore_eos=True)) for _ in range(4)]
+    await asyncio.sleep(0.5)
+    await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY, seed=4), "grpo", OPTIONS)
+    replies = await asyncio.gather(*asked)
+    assert [reply.status_code for reply in replies] == [200] * 4
+    versions = {int(reply.headers[HEADER_POLICY]) for reply in replies}
+    assert versions <= {before, before + 1}
+    assert before + 1 in versions, "400 tokens take longer than half a second"
+    for reply in replies:
+        assert len(reply.json()["choices"][0]["token_ids"]) == 400, "whole, not aborted"
+
+
+async def test_a_checkpoint_restores_weights_optimizer_and_version(
+    engine: tuple[VerlEngine, Upstream], tmp_path: Path
+) -> None:
+    made, upstream = engine
+    batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=5)
+    await made.save(tmp_path)
+    at = (await made.versions())["default"]
+    first = await made.update("default", batch, "grpo", OPTIONS)
+    replied = (await ask(upstream)).json()["choices"][0]
+    await made.load(tmp_path)
+    assert (await made.versions())["default"] == at
+    assert (await ask(upstream)).headers[HEADER_POLICY] == str(at)
+    again = await made.update("default", batch, "grpo", OPTIONS)
+    assert again.version == first.version
+    assert again.metrics["grad_norm"] == pytest.approx(first.metrics["grad_norm"], rel=1e-4)
+    told = (await ask(upstream)).json()["choices"][0]
+    assert told["token_ids"] == replied["token_ids"]
+    for one, other in zip(told["logprobs"]["content"], replied["logprobs"]["content"], strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+
+
+async def test_a_batch_with_nothing_to_train_on_makes_a_version_all_the_same(
+    engine: tuple[VerlEngine, Upstream],
+) -> None:
+    made, upstream = engine
+    before = (await made.versions())["default"]
+    batch = verl_bench.recorded_batch(parity.VOCABULARY)
+    equal = verl_bench.replace(batch, values_N=np.ones(len(batch)))
+    result = await made.update("default", equal, "grpo", OPTIONS)
+    assert result.version == before + 1
+    assert result.metrics["transitions_trained"] == 0
+    assert not result.weight_N.any()
+    assert (await ask(upstream)).headers[HEADER_POLICY] == str(before + 1), "otherwise what follows would be stale"
+
+
+async def test_counters(engine: tuple[VerlEngine, Upstream]) -> None:
+    made, upstream = engine
+    before = await made.stats()
+    await ask(upstream, max_tokens=5, ignore_eos=True)
+    after = await made.stats()
+    assert after["tokens_decoded"] - before["tokens_decoded"] == 5
+    assert after["tokens_prefilled"] > before["tokens_prefilled"]
+
+
+async def test_another_algorithm_is_refused(engine: tuple[VerlEngine, Upstream]) -> None:
+    made, _ = engine
+    with pytest.raises(EngineError, match="started for the algorithm 'grpo'"):
+        await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY), "reinforce++", {})
+
+
+async def test_a_server_that_dies_ends_the_run_with_the_remedy(
+    engine: tuple[VerlEngine, Upstream], run_dir: Path
+) -> None:
+    """Last: nothing works after it."""
+    made, _ = engine
+    kill_a_server(made)
+    with pytest.raises(EngineError, match=r"A process of the engine was lost") as raised:
+        await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY), "grpo", OPTIONS)
+    assert f"agl train --resume {run_dir}/" in str(raised.value)
+    with pytest.raises(EngineError, match="failed earlier"):
+        await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY), "grpo", OPTIONS)
+
+
+def kill_a_server(engine: VerlEngine) -> None:
+    """End a vLLM server's process, as a lack of memory would."""
+    assert engine._process is not None
+    family = psutil.Process(engine._process.pid).children(recursive=True)
+    server = next(each for each in family if "VersionedServer" in " ".join(each.cmdline()))
+    server.kill()
+    server.wait(30)

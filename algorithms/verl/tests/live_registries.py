@@ -1,0 +1,82 @@
+"""agl's algorithms where a run of veRL's own trainer finds them, held to veRL's own. Needs veRL, but no Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import verl_bench
+from torch import Tensor
+
+verl_bench.one_process()
+from verl.trainer.config import AlgoConfig  # noqa: E402  (the plugin is loaded with it)
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn  # noqa: E402
+
+
+def rectangle(seed: int = 0) -> dict[str, Tensor]:
+    """Six rows of two groups, padded on the right."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([3, 7, 5, 7, 1, 4])
+    mask = (torch.arange(7) < lengths[:, None]).float()
+    old = -2 + 0.3 * torch.randn(6, 7, generator=random)
+    rewards = torch.zeros(6, 7)
+    rewards[torch.arange(6), lengths - 1] = torch.randn(6, generator=random)
+    return {
+        "mask": mask,
+        "old": old,
+        "new": old + 0.2 * torch.randn(6, 7, generator=random),
+        "rewards": rewards,
+        "advantages": torch.rand(6, 7, generator=random) * mask,
+    }
+
+
+@pytest.mark.parametrize(("ours", "verls"), [("agl:grpo", "grpo"), ("agl:reinforce++", "reinforce_plus_plus")])
+def test_estimators(ours: str, verls: str) -> None:
+    made = rectangle()
+    arguments: dict[str, Any] = {
+        "token_level_rewards": made["rewards"],
+        "response_mask": made["mask"],
+        "index": np.array(["a", "a", "b", "a", "b", "b"], dtype=object),
+        "config": AlgoConfig(gamma=1.0),
+    }
+    found, returns = get_adv_estimator_fn(ours)(**arguments)
+    expected, _ = get_adv_estimator_fn(verls)(**arguments)
+    torch.testing.assert_close(found, expected * made["mask"], rtol=1e-5, atol=1e-6)
+    assert returns.shape == found.shape
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", ["agl:grpo", "agl:reinforce++", "agl:ppo"])
+def test_losses_and_their_gradients(name: str, mode: str) -> None:
+    """With advantages that are not negative veRL's dual clip does nothing."""
+    made = rectangle(1)
+    batch = {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 9}
+    config = SimpleNamespace(
+        clip_ratio=0.1,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.15,
+        get=lambda key, default=None: default,
+        global_batch_info=batch,
+    )
+    gradients, losses = [], []
+    for loss_of in (get_policy_loss_fn(name), get_policy_loss_fn("vanilla")):
+        current = made["new"].clone().requires_grad_()
+        loss, _ = loss_of(made["old"], current, made["advantages"], made["mask"], mode, config, None)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(current.grad)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+    assert gradients[0][made["mask"] == 0].abs().max() == 0
+
+
+def test_an_aggregation_that_weights_cannot_express_is_refused() -> None:
+    made = rectangle()
+    config = SimpleNamespace(clip_ratio_low=0.1, clip_ratio_high=0.1, global_batch_info={})
+    with pytest.raises(ValueError, match="token-mean"):
+        get_policy_loss_fn("agl:grpo")(
+            made["old"], made["new"], made["advantages"], made["mask"], "seq-mean-token-sum", config, None
+        )

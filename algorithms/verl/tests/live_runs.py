@@ -1,0 +1,88 @@
+"""Whole runs of `agl train` under veRL, with every algorithm that has a part of its own there; a kill in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
+STEPS = 5
+SMALL = {
+    "train.steps": STEPS,
+    "train.groups_per_step": 4,
+    "train.group_size": 4,
+    "train.checkpoint_every": 2,
+    "eval.tasks": 4,
+    "eval.every": 100,
+    "engine.name": "verl",
+    "engine.verl.gradient_checkpointing": "false",
+}
+pytestmark = pytest.mark.timeout(3600)
+
+
+def command(runs: Path, **settings: Any) -> list[str]:
+    chosen = [f"--set={key}={value}" for key, value in {**SMALL, "runs": runs, **settings}.items()]
+    return [str(Path(sys.executable).with_name("agl")), "train", str(CALC), *chosen]
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "metric"),
+    [("ppo", "update/value_loss"), ("reinforce++", "update/policy_loss"), ("verl:gspo", "update/pg_loss")],
+)
+def test_real_steps(algorithm: str, metric: str, tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path, **{"algorithm.name": algorithm}), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steps = steps_of(tmp_path / "calc")
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    trained = [line for line in steps if line["update/transitions_trained"]]
+    assert trained
+    assert all(metric in line for line in trained)
+    assert all(line["update/grad_norm"] > 0 for line in trained)
+    assert max(line["update/rollout_probs_diff_max"] for line in trained) < 1e-3, "serving and training agree"
+
+
+def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "calc"
+    killed = subprocess.Popen(command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    while len(steps_of(run)) < 3:
+        assert killed.poll() is None, (run / "engine.log").read_text()[-2000:]
+        time.sleep(1)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    deadline = time.monotonic() + 120
+    while processes_of(run) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert processes_of(run) == [], "the engine does not outlive the run"
+
+    resumed = [str(Path(sys.executable).with_name("agl")), "train", "--resume", str(run)]
+    done = subprocess.run(resumed, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steps = steps_of(run)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert [line["incarnation"] for line in steps] == [0, 0, 1, 1, 1], "from the checkpoint of step 2"
+
+
+def processes_of(run: Path) -> list[int]:
+    """The drivers that have this run's log open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "fd" / "2") == str(run / "engine.log"):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,100 @@
+"""The cases in which the two engines are compared, and the measure of how close they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import verl_bench
+from torch import Tensor
+
+from agl_core.types import CreditKind
+
+UPDATES = 2
+"""In a row: at the first one every value of a critic is zero, and every ratio is one."""
+VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm with options."""
+
+    name: str
+    options: Mapping[str, Any]
+    kind: CreditKind = CreditKind.RETURN
+
+
+CASES = {
+    "GRPO": Case("grpo", {"beta": 0.04, "epochs": 2, "importance_threshold": 2.0}),
+    "GRPO, one ratio per transition (GSPO)": Case(
+        "grpo", {"beta": 0, "ratio": "sequence", "sequence_clip": 0.01, "sequence_clip_high": 0.02, "epochs": 2}
+    ),
+    "PPO with its critic": Case("ppo", {"critic_learning_rate": 1e-3, "epochs": 2, "critic_epochs": 2, "lam": 0.9}),
+    "PPO across calls": Case(
+        "ppo", {"critic_learning_rate": 1e-3, "across_calls": True, "gamma": 0.95, "lam": 0.9}, CreditKind.REWARD
+    ),
+    "REINFORCE++": Case("reinforce++", {"epochs": 2, "aggregation": "token-mean"}),
+    "REINFORCE++ across calls": Case(
+        "reinforce++", {"across_calls": True, "gamma": 0.95, "whitening": "transitions"}, CreditKind.REWARD
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far veRL's update is from the torch engine's; the largest of all updates."""
+
+    advantages: float
+    """Largest difference of a transition's advantage,"""
+    weights: float
+    """and of its weight."""
+    loss: float
+    """Difference, of the value loss too if there is one; relative for losses above 1."""
+    cosine: float
+    """Of the parameter changes, the critic's too."""
+    norm: float
+    """Relative difference of their norms."""
+    same_dropped: bool
+
+
+def distance(model: Path, case: Case) -> Distance:
+    """Make the updates with both engines, from the same weights."""
+    by_torch = verl_bench.TorchBench(model, case.name, case.options)
+    by_verl = verl_bench.VerlBench(model, case.name, case.options)
+    found = []
+    for number in range(UPDATES):
+        batch = verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number)
+        found.append(_compared(by_torch.update(batch), by_verl.update(batch, VOCABULARY)))
+    return Distance(
+        advantages=max(each.advantages for each in found),
+        weights=max(each.weights for each in found),
+        loss=max(each.loss for each in found),
+        cosine=min(each.cosine for each in found),
+        norm=max(each.norm for each in found),
+        same_dropped=all(each.same_dropped for each in found),
+    )
+
+
+def _compared(ours: verl_bench.Made, verls: verl_bench.Made) -> Distance:
+    losses = [(ours.loss, verls.loss)]
+    changes = [(ours.change, verls.change)]
+    if ours.value_loss is not None and verls.value_loss is not None:
+        losses.append((ours.value_loss, verls.value_loss))
+    if ours.critic_change is not None and verls.critic_change is not None:
+        changes.append((ours.critic_change, verls.critic_change))
+    return Distance(
+        advantages=float(np.abs(ours.advantage_N - verls.advantage_N).max()),
+        weights=float(np.abs(ours.weight_N - verls.weight_N).max()),
+        loss=max(abs(b - a) / max(1.0, abs(a)) for a, b in losses),
+        cosine=min(_cosine(a, b) for a, b in changes),
+        norm=max(abs(float(b.norm() / a.norm()) - 1) for a, b in changes),
+        same_dropped=ours.dropped == verls.dropped,
+    )
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0))

@@ -1,0 +1,146 @@
+"""Transitions as veRL's rows, and how they are dealt out to optimizer steps and workers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
+from agl_verl.prepared import parts, screen, shares, subset, unusable
+from agl_verl.rows import gather, lay_out, place_of, rows_of, spread
+
+
+def batch_of(lengths: list[tuple[int, int]], rollouts: list[int] | None = None, **changed: object) -> Batch:
+    """Transitions with these prompt and response lengths, all tokens different."""
+    count = len(lengths)
+    rollouts = list(range(count)) if rollouts is None else rollouts
+    total, responses = sum(map(sum, lengths)), sum(response for _, response in lengths)
+    fields: dict[str, object] = {
+        "tokens_T": np.arange(total, dtype=np.int32),
+        "offsets": np.cumsum([0, *(prompt + response for prompt, response in lengths)]).astype(np.int64),
+        "prompt_lengths_N": np.array([prompt for prompt, _ in lengths], np.int64),
+        "response_offsets": np.cumsum([0, *(response for _, response in lengths)]).astype(np.int64),
+        "behaviour_logprobs_R": -np.arange(1, responses + 1, dtype=np.float32),
+        "mask_R": np.ones(responses, np.bool_),
+        "temperature_N": np.ones(count, np.float32),
+        "values_N": np.arange(count) + 0.5,
+        "kind": CreditKind.RETURN,
+        "group_N": np.array(rollouts, np.int64) // 2,
+        "rollout_N": np.array(rollouts, np.int64),
+        "turn_N": np.zeros(count, np.int64),
+        "version_N": np.arange(count, dtype=np.int64),
+        "scores_N": np.zeros(count),
+        "keys": tuple(TransitionKey("r", 0, f"c{i}", 0) for i in range(count)),
+        **changed,
+    }
+    return Batch(**fields)  # type: ignore[arg-type]
+
+
+def test_a_row_is_what_was_recorded() -> None:
+    batch = batch_of([(2, 3), (4, 1)], rollouts=[4, 7], mask_R=np.array([True, False, True, True]))
+    row = rows_of(batch, np.array([0]), step=9)[0]
+    assert row.fields["prompts"].tolist() == [0, 1]
+    assert row.fields["responses"].tolist() == [2, 3, 4]
+    assert row.fields["input_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert row.fields["response_mask"].tolist() == [1, 0, 1]
+    assert row.fields["rollout_log_probs"].tolist() == [-1, 0, -3], "what is recorded for a forced token means nothing"
+    assert row.fields["rm_scores"].tolist() == [0, 0, 0.5], "the credited value, at the last token"
+    assert (row.key, row.group, place_of(row.key)) == ("u9g2_4_0", "u9g2", 0)
+    assert row.tag["seq_len"] == 5
+    assert (row.tag["prompt_len"], row.tag["response_len"], row.tag["min_global_steps"]) == (2, 3, 0)
+
+
+def test_rows_of_two_updates_and_of_two_groups_share_no_uid() -> None:
+    batch = batch_of([(1, 1)] * 4, rollouts=[0, 1, 2, 3])
+    groups = {row.group for step in (1, 2, 11) for row in rows_of(batch, np.arange(4), step)}
+    assert len(groups) == 6
+    assert not any("_" in group for group in groups), "veRL takes a key's uid to end at the first underscore"
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_what_is_spread_over_rows_is_gathered_again(responses: list[int], random) -> None:
+    batch = batch_of([(1, response) for response in responses])
+    values_R = torch.arange(1.0, sum(responses) + 1)
+    keys = [row.key for row in rows_of(batch, np.arange(len(batch)), 3)] + ["pad0123_0_0", "pad0123_1_0"]
+    random.shuffle(keys)
+    rows = spread(batch, values_R, keys)
+    assert gather(batch, rows, keys).tolist() == values_R.tolist()
+    pads = [row for key, row in zip(keys, rows, strict=True) if place_of(key) is None]
+    assert [row.tolist() for row in pads] == [[0.0], [0.0]], "a pad row weighs nothing"
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 4),
+)
+def test_every_worker_has_every_step_and_every_row_is_dealt_out_once(sizes: list[int], workers: int) -> None:
+    ends = np.cumsum([0, *sizes])
+    steps = [np.arange(start, end) for start, end in itertools.pairwise(ends)]
+
+    def divide(rows: list[int], count: int) -> list[list[int]]:
+        return [rows[worker::count] for worker in range(count)]
+
+    order = lay_out(steps, workers, divide)
+    assert sorted(order) == list(range(len(order)))
+    assert len(order) % (workers * len(steps)) == 0
+    per_step = len(order) // len(steps) // workers
+    assert per_step == -(-max(sizes) // workers), "no more pads than it takes"
+    shares_of_workers = np.array(order).reshape(workers, len(steps), per_step)
+    for number, step in enumerate(steps):
+        dealt = set(shares_of_workers[:, number].ravel().tolist())
+        assert set(step.tolist()) <= dealt
+        assert all(row >= ends[-1] for row in dealt - set(step.tolist())), "what is added are pads"
+
+
+def test_optimizer_steps_are_split_between_rollouts() -> None:
+    batch = batch_of([(1, 1)] * 9, rollouts=[0, 0, 0, 1, 1, 2, 2, 3, 3])
+    split = list(parts(batch, np.array([0, 2, 3, 4, 5, 7, 8]), 2, [5, 1]))
+    assert len(split) == 2
+    assert sorted(np.concatenate(split).tolist()) == [0, 2, 3, 4, 5, 7, 8]
+    assert not set(batch.rollout_N[split[0]].tolist()) & set(batch.rollout_N[split[1]].tolist())
+    assert len(list(parts(batch, np.array([0, 1, 2]), 3, [5, 1]))) == 1, "one rollout makes one step"
+
+
+def test_each_step_weighs_as_much_as_the_whole() -> None:
+    batch = batch_of([(1, 2), (1, 1), (1, 3)])
+    weights_R = torch.tensor([0.1, 0.1, 0.3, 0.1, 0.2, 0.2])
+    shared_R = shares(weights_R, batch, [np.array([0, 2]), np.array([1])])
+    assert float(shared_R[[0, 1, 3, 4, 5]].sum()) == pytest.approx(1.0)
+    assert float(shared_R[2]) == pytest.approx(1.0)
+    assert float(shared_R[0] / shared_R[4]) == pytest.approx(0.5), "inside a step nothing changes"
+    assert shares(torch.zeros(6), batch, [np.arange(3)]).tolist() == [0] * 6
+
+
+def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:
+    batch = batch_of(
+        [(2, 0), (2, 2), (5, 4), (2, 1), (2, 1)],
+        mask_R=np.array([False, False, True, True, True, True, True, True]),
+        values_N=np.array([0.0, 0, 0, np.nan, 0]),
+    )
+    expected = [
+        DropReason.EMPTY_RESPONSE,
+        DropReason.FULLY_MASKED,
+        DropReason.TOO_LONG,
+        DropReason.NON_FINITE,
+        None,
+    ]
+    assert unusable(batch, context_length=8, vocabulary=1000) == expected
+    assert unusable(batch, context_length=9, vocabulary=19)[2:] == [None, DropReason.NON_FINITE, DropReason.NON_FINITE]
+    screened = screen(batch, context_length=8, vocabulary=1000)
+    assert screened.usable.tolist() == [4]
+    assert screened.batch.tokens_T.tolist() == batch.tokens_T[-3:].tolist()
+
+
+def test_a_subset_keeps_what_belongs_to_its_transitions() -> None:
+    batch = batch_of([(2, 3), (1, 2), (3, 1)])
+    part = subset(batch, np.array([2, 0]))
+    assert part.tokens_T.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4]
+    assert part.behaviour_logprobs_R.tolist() == [-6, -1, -2, -3]
+    assert part.offsets.tolist() == [0, 4, 9]
+    assert part.values_N.tolist() == [2.5, 0.5]
+    assert [key.call for key in part.keys] == ["c2", "c0"]

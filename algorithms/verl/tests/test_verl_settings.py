@@ -1,0 +1,187 @@
+"""agl's settings as veRL's, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agl_algorithms.options import GrpoOptions, PpoOptions
+from agl_core import Need
+from agl_core.errors import ConfigError
+from agl_core.plugins import Kind, Plugins
+from agl_core.protocols import PolicySpec
+from agl_verl import plugin
+from agl_verl.environment import variables
+from agl_verl.mapping import DECIDED, mapped, refuse_decided, resources
+from agl_verl.native import NAMES, needs, options_of
+from agl_verl.options import VerlOptions
+from agl_verl.wire import Settings
+
+OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5, "beta2": 0.95, "epsilon": 1e-6}
+
+
+def settings_of(*, spec: dict[str, Any] | None = None, **options: Any) -> Settings:
+    return Settings(
+        options=VerlOptions(**options),
+        policy="default",
+        spec=PolicySpec(**{"model": "/models/m", "dtype": "bfloat16", "optimizer": OPTIMIZER, **(spec or {})}),
+        seed=3,
+        deterministic=False,
+        updates=40,
+        run_dir=Path("/runs/x"),
+        plugin_files=(),
+        api_key="k",
+    )
+
+
+def mapping_of(algorithm: Any = None, *, cpu: bool = False, spec: dict[str, Any] | None = None, **options: Any) -> dict:
+    return dict(mapped(settings_of(spec=spec, **options), algorithm or GrpoOptions(beta=0), cpu))
+
+
+CHANGES: dict[str, tuple[Any, str, Any]] = {
+    "nodes": (2, "trainer.nnodes", 2),
+    "gpus_per_node": (4, "trainer.n_gpus_per_node", 4),
+    "max_context": (512, "actor_rollout_ref.rollout.max_model_len", 512),
+    "max_rows": (7, "actor_rollout_ref.rollout.max_num_seqs", 7),
+    "serving_memory": (0.3, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.3),
+    "tokens_per_micro_batch": (99, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 99),
+    "offload": (True, "actor_rollout_ref.actor.fsdp_config.param_offload", True),
+    "gradient_checkpointing": (False, "actor_rollout_ref.model.enable_gradient_checkpointing", False),
+    "tool_parser": ("mistral", "actor_rollout_ref.rollout.engine_kwargs.vllm.tool_call_parser", "mistral"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_reaches_verl(name: str) -> None:
+    value, key, expected = CHANGES[name]
+    before, after = mapping_of(), mapping_of(**{name: value})
+    assert after[key] == expected
+    assert before[key] != expected
+    changed = {each for each in after if after[each] != before[each]}
+    assert key in changed
+
+
+def test_every_setting_is_shown_to_have_an_effect() -> None:
+    elsewhere = {"address", "device", "tensor_parallel", "cache_mib", "overrides"}
+    assert set(VerlOptions.model_fields) == CHANGES.keys() | elsewhere
+
+
+def test_settings_that_act_elsewhere() -> None:
+    spread = mapping_of(gpus_per_node=4, tensor_parallel=2)
+    assert spread["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 2
+    assert resources(settings_of(gpus_per_node=4, tensor_parallel=2), cpu=False).replicas == 2
+    environment = variables(cpu=True, api_key="secret", deterministic=False, cache_mib=3000)
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert environment["VLLM_API_KEY"] == "secret"
+    with pytest.raises(ValidationError, match="does not divide"):
+        VerlOptions(gpus_per_node=3, tensor_parallel=2)
+
+
+def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
+    found = mapping_of(PpoOptions(critic_learning_rate=3e-3, epochs=2))
+    actor, critic = "actor_rollout_ref.actor.optim", "critic.optim"
+    assert (found[f"{actor}.lr"], found[f"{critic}.lr"]) == (2e-4, 3e-3)
+    for optimizer in (actor, critic):
+        assert found[f"{optimizer}.betas"] == [0.9, 0.95]
+        assert found[f"{optimizer}.override_optimizer_config"] == {"eps": 1e-6}
+        assert found[f"{optimizer}.lr_scheduler_type"] == "cosine"
+        assert found[f"{optimizer}.lr_warmup_steps"] == 3, "veRL counts updates, of two optimizer steps each"
+    assert found["trainer.total_training_steps"] == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "critic", "reference"),
+    [(GrpoOptions(beta=0), False, False), (GrpoOptions(beta=0.1), False, True), (PpoOptions(), True, False)],
+)
+def test_critic_and_reference_are_made_ready_where_the_algorithm_needs_them(
+    options: Any, critic: bool, reference: bool
+) -> None:
+    found = mapping_of(options)
+    assert found["critic.enable"] is critic
+    assert found["actor_rollout_ref.actor.use_kl_loss"] is reference
+
+
+def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
+    asked = settings_of().model_copy(update={"deterministic": True})
+    found = dict(mapped(asked, GrpoOptions(beta=0), False))
+    assert found["actor_rollout_ref.rollout.full_determinism"] is True
+    assert found["actor_rollout_ref.actor.fsdp_config.full_determinism"] is True
+    assert variables(cpu=False, api_key="k", deterministic=True, cache_mib=1)["VLLM_BATCH_INVARIANT"] == "1"
+    with pytest.raises(ConfigError, match="torch engine"):
+        dict(mapped(asked, GrpoOptions(beta=0), True))
+
+
+def test_dtypes() -> None:
+    precision, serving = "actor_rollout_ref.actor.fsdp_config.mixed_precision", "actor_rollout_ref.rollout.dtype"
+    assert mapping_of()[serving] == "bfloat16"
+    assert mapping_of()[precision]["param_dtype"] == "bf16"
+    assert mapping_of(spec={"dtype": "float32"})[serving] == "float32"
+    assert mapping_of(spec={"dtype": "auto"}, cpu=True)[serving] == "float32"
+    assert mapping_of(spec={"dtype": "auto"})[serving] == "bfloat16"
+
+
+def test_what_mends_verl_on_a_cpu_is_used_there_alone() -> None:
+    only_there = mapping_of(cpu=True).keys() - mapping_of().keys()
+    assert "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls" in only_there
+    assert "AGL_VERL_CPU" not in variables(cpu=False, api_key="k", deterministic=False, cache_mib=1)
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("actor_rollout_ref.actor.ppo_epochs=3", "epochs"),
+        ("+data.train_files=x", "tasks"),
+        ("algorithm.lam=0.5", "algorithm"),
+        ("~trainer.logger", "trackers"),
+        ("actor_rollout_ref.actor.optim.lr=1", "learning_rate"),
+    ],
+)
+def test_what_agl_decides_is_refused_with_the_place(override: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        refuse_decided(override)
+
+
+def test_what_is_no_override_is_refused() -> None:
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        refuse_decided("actor_rollout_ref.rollout.seed")
+    refuse_decided("actor_rollout_ref.actor.optim.num_cycles=0.25")
+    assert all(not mapped_key.startswith("+") for mapped_key in DECIDED)
+
+
+def test_a_lora_adapter_needs_a_gpu_and_no_dropout() -> None:
+    lora = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ("q_proj",)}
+    found = mapping_of(spec={"lora": lora})
+    assert found["actor_rollout_ref.model.lora_rank"] == 8
+    assert found["actor_rollout_ref.model.target_modules"] == ["q_proj"]
+    with pytest.raises(ConfigError, match="torch engine"):
+        mapping_of(spec={"lora": lora}, cpu=True)
+    with pytest.raises(ConfigError, match="dropout"):
+        mapping_of(spec={"lora": {**lora, "dropout": 0.1}})
+
+
+def test_verls_own_algorithms_are_there_by_name() -> None:
+    plugins = Plugins()
+    plugins.register(plugin, "agl-verl")
+    known = plugins.components(Kind.ALGORITHM)
+    assert {"verl:gspo", "verl:gae", "verl:rloo", "verl:vanilla"} <= known.keys()
+    assert set(NAMES) == known.keys()
+    gspo = options_of("verl:gspo")(clip=3e-4, beta=0.1)
+    assert (gspo.loss, gspo.estimator) == ("gspo", "grpo")
+    assert needs(gspo) == {Need.GROUPS, Need.TOKEN_IDS, Need.RETURNS, Need.REFERENCE}
+    found = mapping_of(gspo)
+    assert found["algorithm.adv_estimator"] == "grpo"
+    assert found["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gspo"
+    assert found["actor_rollout_ref.actor.clip_ratio_high"] == 3e-4
+    assert found["actor_rollout_ref.actor.kl_loss_coef"] == 0.1
+    gae = options_of("verl:gae")(lam=0.9, critic_learning_rate=1e-3)
+    assert Need.CRITIC in needs(gae)
+    assert mapping_of(gae)["critic.optim.lr"] == 1e-3
+    with pytest.raises(ValidationError, match="estimators"):
+        options_of("verl:gspo")(estimator="grop")
+    with pytest.raises(ValidationError, match="no effect"):
+        options_of("verl:grpo")(lam=0.9)
+    with pytest.raises(ConfigError, match=r"engine\.name"):
+        known["verl:gspo"].build(gspo)

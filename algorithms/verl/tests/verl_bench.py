@@ -1,0 +1,324 @@
+"""One recorded batch, through the torch engine's trainer and through veRL's own training workers, with no Ray.
+
+Everything is as in a run, but for the transport: rows, losses, weights and optimizer are those of `agl_verl.trainer`,
+the workers are veRL's `TrainingWorker` (FSDP2, the engine's configuration), in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agl_core.config.models import OptimizerSection
+from agl_core.protocols import PolicySpec
+from agl_core.types import Batch, CreditKind, TransitionKey
+from agl_torch.model import LoadedModel, load_model
+from agl_torch.trainer import PolicyTrainer
+from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
+from agl_verl.losses import STEP_WEIGHT, TOTAL_LOSS, ChosenAlgorithm, actor_loss, critic_loss
+from agl_verl.prepared import Prepared, prepare, screen, shares
+from agl_verl.rows import gather, rows_of, spread
+
+LEARNING_RATE = 1e-4
+"""With random tokens a larger one makes ratios that overflow any clipping."""
+TIED = "lm_head.weight"
+"""Of a model with tied embeddings veRL tells them twice."""
+TOO_LONG = 200
+"""A context that one transition of `recorded_batch` exceeds."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an engine made of a batch."""
+
+    advantage_N: NDArray[np.float64]
+    weight_N: NDArray[np.float64]
+    dropped: tuple[str | None, ...]
+    loss: float
+    value_loss: float | None
+    change: Tensor
+    """How all parameters of the policy moved, in the model's order."""
+    critic_change: Tensor | None
+
+
+def one_process() -> None:
+    """Be veRL's only worker, on the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        {
+            CPU_VARIABLE: "1",
+            ENGINE_VARIABLE: "1",
+            "VERL_PLATFORM": "cpu",
+            "VERL_ENGINE_DEVICE": "cuda",
+            "HF_HUB_OFFLINE": "1",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1)
+
+
+def recorded_batch(vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0) -> Batch:
+    """Ragged: three groups of three rollouts of one to four calls, some of them a second agent's and so left out.
+
+    Of the transitions one has a log-probability that is not finite, one is longer than `TOO_LONG`, forced tokens occur,
+    and some are of an older policy version than the rest.
+    """
+    random = np.random.default_rng(seed)
+    made: list[tuple[list[int], list[int], list[bool], list[float], float, int, int, int, float]] = []
+    for rollout in range(9):
+        score = float(random.normal())
+        turns = [turn for turn in range(int(random.integers(1, 5))) if turn != 1 or rollout % 3 == 0]
+        for turn in turns:
+            prompt = random.integers(0, vocabulary, int(random.integers(3, 30))).tolist()
+            response = random.integers(0, vocabulary, int(random.integers(1, 20))).tolist()
+            mask = [bool(random.random() > 0.15) for _ in response]
+            mask[0] = True
+            logprobs = (-np.log(vocabulary) + 0.3 * random.normal(size=len(response))).tolist()
+            value = score if kind is CreditKind.RETURN else float(random.normal()) * (turn == turns[-1])
+            made.append((prompt, response, mask, logprobs, value, rollout // 3, rollout, turn, score))
+    broken, long = 2, len(made) - 2
+    made[broken][3][0] = float("nan")
+    made[long][0].extend(random.integers(0, vocabulary, TOO_LONG).tolist())
+    offsets = np.cumsum([0, *(len(prompt) + len(response) for prompt, response, *_ in made)])
+    response_offsets = np.cumsum([0, *(len(response) for _, response, *_ in made)])
+    return Batch(
+        tokens_T=np.array([token for prompt, response, *_ in made for token in (*prompt, *response)], np.int32),
+        offsets=offsets.astype(np.int64),
+        prompt_lengths_N=np.array([len(prompt) for prompt, *_ in made], np.int64),
+        response_offsets=response_offsets.astype(np.int64),
+        behaviour_logprobs_R=np.array([each for row in made for each in row[3]], np.float32),
+        mask_R=np.array([each for row in made for each in row[2]], np.bool_),
+        temperature_N=np.full(len(made), 0.8, np.float32),
+        values_N=np.array([row[4] for row in made]),
+        kind=kind,
+        group_N=np.array([row[5] for row in made], np.int64),
+        rollout_N=np.array([row[6] for row in made], np.int64),
+        turn_N=np.array([row[7] for row in made], np.int64),
+        version_N=np.array([3 - row[6] % 2 for row in made], np.int64),
+        scores_N=np.array([row[8] for row in made]),
+        keys=tuple(TransitionKey(f"r{row[6]}", 0, f"c{place}", 0) for place, row in enumerate(made)),
+    )
+
+
+def optimizer() -> OptimizerSection:
+    return OptimizerSection(learning_rate=LEARNING_RATE, epsilon=1e-8, max_grad_norm=1.0)
+
+
+class TorchBench:
+    """The torch engine's trainer, for one algorithm on one model."""
+
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
+        self._spec = PolicySpec(model=str(model), dtype="float32")
+        self._loaded = replace(self._fresh(), context_length=TOO_LONG)
+        self._algorithm = ChosenAlgorithm.of(name, options).build()
+        self._trainer = PolicyTrainer(self._loaded, optimizer(), tokens_per_micro_batch=4096, initial=self._fresh)
+
+    def update(self, batch: Batch) -> Made:
+        """One update, as in a run."""
+        before = {name: each.detach().clone() for name, each in self._loaded.model.named_parameters()}
+        critic_before = self._critic()
+        result = self._trainer.update(batch, self._algorithm)
+        critic = self._critic()
+        return Made(
+            result.advantage_N,
+            result.weight_N,
+            result.dropped,
+            result.metrics["loss"],
+            result.metrics.get("value_loss"),
+            torch.cat(
+                [(each.detach() - before[name]).flatten() for name, each in self._loaded.model.named_parameters()]
+            ),
+            None if critic is None or critic_before is None else critic - critic_before,
+        )
+
+    def _critic(self) -> Tensor | None:
+        """All weights of the critic; before its first update those that it will start from."""
+        if not self._algorithm.needs_critic:
+            return None
+        if self._trainer._critic is None:
+            backbone = [each.detach().flatten() for each in self._fresh().model.base_model.parameters()]
+            return torch.cat([*backbone, torch.zeros(self._loaded.model.config.hidden_size + 1)])
+        return torch.cat([each.detach().flatten() for each in self._trainer._critic._trained])
+
+    def _fresh(self) -> LoadedModel:
+        return load_model(self._spec, torch.device("cpu"), 0)
+
+
+class VerlBench:
+    """veRL's workers for one algorithm on one model."""
+
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
+        one_process()
+        self.chosen = ChosenAlgorithm.of(name, options)
+        self.algorithm = self.chosen.build()
+        self.actor = _worker(model, "language_model", LEARNING_RATE)
+        self.actor.set_loss_fn(partial(actor_loss, self.chosen))
+        self.reference = None
+        if self.algorithm.needs_reference:
+            self.reference = _worker(model, "language_model", LEARNING_RATE)
+        self.critic = None
+        if self.algorithm.needs_critic:
+            self.critic = _worker(model, "value_model", self.algorithm.critic_learning_rate)
+            self.critic.set_loss_fn(partial(critic_loss, self.chosen))
+
+    def update(self, batch: Batch, vocabulary: int, pads: int = 3) -> Made:
+        """What `AglTrainer.update` does with its rows, `pads` pad rows among them."""
+        screened = screen(batch, context_length=TOO_LONG, vocabulary=vocabulary)
+        prepared = None if self.critic is not None else prepare(screened, self.algorithm)
+        whole = screened.batch
+        sent = np.arange(len(whole)) if prepared is None else prepared.trained
+        keys = [row.key for row in rows_of(whole, sent, 1)] + [f"pad_{place}_0" for place in range(pads)]
+        data = self.rows(whole, sent, pads)
+        data["old_log_probs"] = nested(self.infer(self.actor, data, "log_probs"))
+        if self.reference is not None:
+            data["ref_log_prob"] = nested(self.infer(self.reference, data, "log_probs"))
+        if prepared is None:
+            values = self.infer(self.critic, data, "values")
+            data["values"] = nested(values)
+            prepared = prepare(screened, self.algorithm, gather(whole, values, keys))
+        for field, values_R in self.fields(prepared).items():
+            data[field] = nested(spread(whole, values_R, keys))
+        before = self.parameters(self.actor)
+        value_loss = critic_change = None
+        if self.critic is not None:
+            critic_before = self.parameters(self.critic)
+            assert prepared.value_weights_R is not None
+            measured = self.train(
+                self.critic, data, self.algorithm.critic_epochs, float(prepared.value_weights_R.sum())
+            )
+            value_loss = measured["value_loss"]
+            after = self.parameters(self.critic)
+            critic_change = torch.cat([(after[each] - critic_before[each]).flatten() for each in after])
+        measured = self.train(self.actor, data, self.algorithm.epochs, float(prepared.weights_R.sum()))
+        after = self.parameters(self.actor)
+        result = prepared.result(1, {})
+        return Made(
+            result.advantage_N,
+            result.weight_N,
+            result.dropped,
+            measured[TOTAL_LOSS],
+            value_loss,
+            torch.cat([(after[name] - before[name]).flatten() for name in before if name != TIED]),
+            critic_change,
+        )
+
+    def rows(self, whole: Batch, sent: NDArray[np.int64], pads: int) -> Any:
+        """The rows as veRL's workers get them from TransferQueue."""
+        from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
+        from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+        made = rows_of(whole, sent, 1)
+        pad, _ = construct_minimal_padding_template(made[0].fields, made[0].tag, eos_token_id=0)
+        return list_of_dict_to_tensordict([dict(row.fields) for row in made] + [dict(pad) for _ in range(pads)])
+
+    def fields(self, prepared: Prepared) -> dict[str, Tensor]:
+        """What `AglTrainer._compute_advantage` writes, for one optimizer step."""
+        whole = prepared.screened.batch
+        steps = [prepared.trained]
+        found = {
+            "advantages": prepared.advantages_R,
+            "loss_weights": shares(prepared.weights_R, whole, steps),
+        }
+        if prepared.targets_R is not None and prepared.value_weights_R is not None:
+            found["returns"] = prepared.targets_R
+            found["value_weights"] = shares(prepared.value_weights_R, whole, steps)
+        return found
+
+    def infer(self, worker: Any, data: Any, output: str) -> Sequence[Tensor]:
+        """By row, log-probabilities or values of its response."""
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.utils.padding import response_from_nested
+
+        inputs = data.clone()
+        tu.assign_non_tensor(inputs, calculate_entropy=False, compute_loss=False, temperature=0.8)
+        found = tu.get(worker.infer_batch(inputs), output)
+        return list(response_from_nested(found, data["response_mask"]).to(torch.float32).unbind())
+
+    def train(self, worker: Any, data: Any, epochs: int, weight: float) -> dict[str, float]:
+        """As many passes, each of one optimizer step; means over them."""
+        from verl.utils import tensordict_utils as tu
+        from verl.utils.metric import reduce_metrics
+
+        inputs = data.clone()
+        tu.assign_non_tensor(
+            inputs,
+            calculate_entropy=True,
+            temperature=0.8,
+            global_batch_size=len(data),
+            mini_batch_size=len(data),
+            epochs=epochs,
+            seed=0,
+            dataloader_kwargs={"shuffle": False},
+            **{STEP_WEIGHT: weight},
+        )
+        metrics = dict(tu.get(worker.train_mini_batch(inputs), "metrics"))
+        return {name: float(value) for name, value in reduce_metrics(metrics).items()}
+
+    @staticmethod
+    def parameters(worker: Any) -> dict[str, Tensor]:
+        """Copies, whole, in the model's order."""
+        generator, _ = worker.engine.get_per_tensor_param()
+        return {name: tensor.detach().to(torch.float32).clone() for name, tensor in generator}
+
+
+def _worker(model: Path, kind: str, rate: float) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    settings = optimizer()
+    full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    worker = TrainingWorker(
+        config=TrainingWorkerConfig(
+            model_type=kind,
+            model_config=HFModelConfig(
+                path=str(model),
+                use_remove_padding=False,
+                enable_gradient_checkpointing=False,
+                override_config={"attn_implementation": "sdpa"},
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy="fsdp2",
+                use_torch_compile=False,
+                use_dynamic_bsz=True,
+                max_token_len_per_gpu=512,
+                infer_max_token_len_per_gpu=512,
+                model_dtype="fp32",
+                mixed_precision=full,
+                use_remove_padding=False,
+            ),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=rate,
+                betas=(settings.beta1, settings.beta2),
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.max_grad_norm,
+                total_training_steps=10,
+                override_optimizer_config={"eps": settings.epsilon},
+            ),
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    return worker
+
+
+def nested(tensors: Sequence[Tensor]) -> Tensor:
+    """One jagged tensor of rows."""
+    return torch.nested.as_nested_tensor([each.to(torch.float32) for each in tensors], layout=torch.jagged)
