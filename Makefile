@@ -41,7 +41,7 @@ test-fast: install ## Run the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow"
 
 test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (twenty minutes, 13 GB)
-	@$(VERL)/bin/python -m pytest algorithms/verl/tests algorithms/verl/tests/live_*.py
+	@$(VERL)/bin/python -m pytest -o python_files='test_*.py live_*.py' algorithms/verl/tests
 
 lint: install ## Check style and formatting
 	@$(BIN)/ruff check .

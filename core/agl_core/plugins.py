@@ -43,6 +43,8 @@ class Need(StrEnum):
     CRITIC = "critic"
     REFERENCE = "reference model"
     TOKEN_IDS = "token ids"
+    OWN_ALGORITHMS = "own algorithms"
+    """An engine that computes the algorithm by itself, by its name there."""
     RETURNS = "returns"
     """Credited values that already contain what came after."""
     REWARDS = "rewards"

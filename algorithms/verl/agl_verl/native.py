@@ -66,8 +66,8 @@ def options_of(name: str) -> type[NativeOptions]:
 
 
 def needs(options: NativeOptions) -> frozenset[Need]:
-    """Ids and returns; groups, a critic, a reference model where the estimator or the KL term asks for them."""
-    wanted = {Need.TOKEN_IDS, Need.RETURNS}
+    """This engine, ids and returns; groups, a critic, a reference model where the estimator or the KL term asks for them."""
+    wanted = {Need.OWN_ALGORITHMS, Need.TOKEN_IDS, Need.RETURNS}
     if options.estimator in GROUPED:
         wanted.add(Need.GROUPS)
     if options.estimator == "gae":

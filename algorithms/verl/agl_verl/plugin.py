@@ -22,7 +22,8 @@ def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
 
 @hookimpl
 def register_engines(register: Register) -> None:
-    register("verl", build_engine, options=VerlOptions, provides={Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC})
+    provides = {Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC, Need.OWN_ALGORITHMS}
+    register("verl", build_engine, options=VerlOptions, provides=provides)
 
 
 @hookimpl

@@ -170,7 +170,7 @@ def test_verls_own_algorithms_are_there_by_name() -> None:
     assert set(NAMES) == known.keys()
     gspo = options_of("verl:gspo")(clip=3e-4, beta=0.1)
     assert (gspo.loss, gspo.estimator) == ("gspo", "grpo")
-    assert needs(gspo) == {Need.GROUPS, Need.TOKEN_IDS, Need.RETURNS, Need.REFERENCE}
+    assert needs(gspo) == {Need.OWN_ALGORITHMS, Need.GROUPS, Need.TOKEN_IDS, Need.RETURNS, Need.REFERENCE}
     found = mapping_of(gspo)
     assert found["algorithm.adv_estimator"] == "grpo"
     assert found["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gspo"

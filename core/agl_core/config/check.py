@@ -23,7 +23,12 @@ _WHY_NOT = {
     ),
 }
 
-_OF_THE_ENGINE = {Need.REFERENCE: "a reference model", Need.CRITIC: "a critic", Need.TOKEN_IDS: "token ids"}
+_OF_THE_ENGINE = {
+    Need.REFERENCE: "a reference model",
+    Need.CRITIC: "a critic",
+    Need.TOKEN_IDS: "token ids",
+    Need.OWN_ALGORITHMS: "an engine with algorithms of its own",
+}
 
 
 def check(loaded: LoadedConfig) -> None:

@@ -72,6 +72,7 @@ def register_algorithms(register: Register) -> None:
     )
     register("judging", built, needs={Need.CRITIC, Need.REWARDS, Need.TOKEN_IDS})
     register("easy", built)
+    register("engines_own", built, needs={Need.OWN_ALGORITHMS, Need.RETURNS})
     register("undecided", built, needs={Need.REWARDS, Need.RETURNS})
 
 
@@ -79,7 +80,7 @@ def register_algorithms(register: Register) -> None:
 def register_engines(register: Register) -> None:
     register("pretending", built, options=EngineOptions, provides={Need.REFERENCE, Need.TOKEN_IDS})
     register("poor", built)
-    register("rich", built, provides={Need.REFERENCE, Need.TOKEN_IDS, Need.CRITIC})
+    register("rich", built, provides={Need.REFERENCE, Need.TOKEN_IDS, Need.CRITIC, Need.OWN_ALGORITHMS})
 
 
 @agl_core.hookimpl

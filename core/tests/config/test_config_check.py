@@ -74,6 +74,10 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
             ("algorithm.name=judging", "credit.name=per_step", "engine.name=poor"),
             ("needs a critic", "needs token ids"),
         ),
+        (
+            ("algorithm.name=engines_own",),
+            ("needs an engine with algorithms of its own", "engine 'pretending'", "(rich"),
+        ),
         (("credit.name=silent",), ("must provide returns, rewards or both", "provides neither")),
         (("algorithm.name=undecided", "credit.name=either"), ("either returns or rewards", "takes both")),
         (("algorithm.name=judging", "engine.name=rich", "credit.name=mixing"), ("a return would be counted twice",)),
