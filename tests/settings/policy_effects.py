@@ -8,6 +8,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
@@ -87,7 +88,8 @@ def device(bench: Bench, given: Given) -> str:
 async def listening_at(bench: Bench, given: Given) -> str | None:
     """Where a started engine listens, as it says and is reached."""
     loaded = bench.load({**TORCH, **given})
-    engine = loaded.engine.build(engine_context(loaded, new_run_dir(loaded)))
+    context = replace(engine_context(loaded, new_run_dir(loaded)), plugin_files=())  # its own are for this process
+    engine = loaded.engine.build(context)
     try:
         place = urlsplit((await engine.start()).urls[0])
         _, writer = await asyncio.open_connection(place.hostname, place.port)
