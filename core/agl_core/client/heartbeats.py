@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 
-from agl_core.client.api import BlockingClient
+from agl_core.client.api import BlockingClient, UnreachableError
 from agl_core.client.link import Link
 from agl_core.errors import ServerError
 from agl_core.types import AttemptKey
@@ -15,13 +15,16 @@ from agl_core.wire import AttemptRef, HeartbeatRequest
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 10.0
+_BEFORE_FIRST_LEASE = 5.0
+"""Seconds between heartbeats of a worker that the server has not told how often it wants them."""
 
 
 class Heartbeats:
-    """Sends heartbeats for the attempts that are held, from a thread and an HTTP client of its own.
+    """Sends heartbeats for the attempts that are held, if any, from a thread and an HTTP client of its own.
 
-    An agent that blocks the worker's event loop therefore loses no lease. `told` is called in that thread with the
-    attempts that no longer count, and whether the run is over.
+    Those that name none tell the server that this worker sends heartbeats: what it is lent in a reply that never
+    arrives is then soon lost, and tried again. An agent that blocks the worker's event loop loses no lease. `told` is
+    called in that thread with the attempts that no longer count, and whether the run is over.
     """
 
     def __init__(
@@ -32,10 +35,12 @@ class Heartbeats:
         self._held: set[AttemptKey] = set()
         self._due = threading.Event()
         self._stopped = False
-        self._interval: float | None = None
+        self._interval = _BEFORE_FIRST_LEASE
         self._thread = threading.Thread(target=self._send_forever, daemon=True, name="agl-heartbeats")
 
     def start(self) -> None:
+        """Send the first one at once."""
+        self._due.set()
         self._thread.start()
 
     def stop(self) -> None:
@@ -62,15 +67,18 @@ class Heartbeats:
                 self._due.clear()
                 with self._lock:
                     held = frozenset(self._held)
-                if held and not self._stopped:
+                if not self._stopped:
                     self._send(client, held)
 
     def _send(self, client: BlockingClient, held: frozenset[AttemptKey]) -> None:
         refs = [AttemptRef(rollout=key.rollout, attempt=key.attempt) for key in sorted(held)]
         try:
             reply = client.heartbeat(HeartbeatRequest(worker=self._worker, attempts=refs))
-        except ServerError as error:
+        except UnreachableError as error:
             self._link.failed(error)
+            return
+        except ServerError as error:
+            logger.debug("A heartbeat was refused, as the next lease will be: %s", error)
             return
         self._link.worked()
         if reply.lost or reply.closed:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agl_core.errors import StoreError
 from agl_core.server.attempts import ActiveAttempt, is_tried_again, judge
 from agl_core.server.faults import ApiError
 from agl_core.server.finished import Finished
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 10_000
 """Closed attempts kept in memory, to tell a late call from a wrong address, and rollouts that are done."""
 
-_SHORTEST_WATCH = 0.1
+_SHORTEST_WATCH, _AFTER_FAILURE = 0.1, 5.0
 
 
 @dataclass(slots=True)
@@ -48,9 +49,8 @@ class _Life:
 class RolloutQueue:
     """The lifecycle of rollouts. What a method did is in the store before it returns.
 
-    `attempts` says how often a rollout is tried; `timeout`, `grace`, `heartbeat` and `lease` how long workers may
-    keep an attempt, in seconds, as `Leases` has it. `hook` is `Plugins.hook`; `keys` make
-    the agents' keys. All methods belong to one event loop.
+    `attempts` says how often a rollout is tried; the times are seconds, and those of `Leases`. `hook` is
+    `Plugins.hook`; `keys` make the agents' keys. All methods belong to one event loop.
     """
 
     def __init__(
@@ -242,8 +242,10 @@ class RolloutQueue:
                 if error := self._leases.why_lost(each):
                     try:
                         await self._end(each, CloseRequest(ending=Ending.LOST, error=error))
-                    except Exception:
-                        logger.exception("Could not record that attempt %s/%s was lost.", *each.key)
+                    except Exception as failed:
+                        trace = not isinstance(failed, StoreError)
+                        logger.error("Attempt %s/%s is not recorded as lost: %s", *each.key, failed, exc_info=trace)
+                        await asyncio.sleep(_AFTER_FAILURE)
 
     async def _stop_early(self, wanted: set[str], ending: Ending) -> None:
         await self._end_queued(wanted, ending)
@@ -298,9 +300,7 @@ class RolloutQueue:
         return active
 
     def _give_back(self, started: Sequence[ActiveAttempt]) -> None:
-        for each in reversed(started):
-            if each.closed:
-                continue
+        for each in reversed([each for each in started if not each.closed]):
             each.move(AttemptState.WITHDRAWN)
             life = self._lives[each.rollout.id]
             life.attempts -= 1

@@ -12,7 +12,7 @@ from typing import Any
 from agl_core.client import BlockingClient, FarServer, Server
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, dump
-from agl_core.errors import CheckpointError
+from agl_core.errors import CheckpointError, StoreError
 from agl_core.server import LightningServer
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.loop import Trainer, uninterrupted
@@ -65,7 +65,7 @@ async def train(
 ) -> Summary:
     """Train in `run_dir`, from its last checkpoint if `resume`; returns what came of it, also when interrupted.
 
-    `far` is the server to use instead of one in this process.
+    `far` is the server to use instead of one in this process. StoreError if the run goes on, but its store is empty.
     """
     config = loaded.config
     checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep_checkpoints)
@@ -75,6 +75,8 @@ async def train(
         observer.say(caution)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(_open_server(loaded, run_dir, far))
+        if state.step:
+            await _check_recorded(server, run_dir, state.step)
         session = await stack.enter_async_context(
             open_session(
                 loaded, run_dir, server, observer, weights=weights, resumed_step=state.step if resume else None
@@ -121,6 +123,20 @@ def _open_server(
 ) -> AbstractAsyncContextManager[LightningServer | FarServer]:
     """The server of a run, in this process or at `far`."""
     return near_server(loaded, run_dir) if far is None else FarServer(far.base_url, far.key)
+
+
+async def _check_recorded(server: LightningServer | FarServer, run_dir: Path, step: int) -> None:
+    """StoreError if the store of a run that has been trained knows of no run: it was emptied, or is another one."""
+    if isinstance(server, LightningServer):
+        store, name = server.run.store, str(run_dir / "store.sqlite")
+    else:
+        store, name = server.store, f"of {server.base_url}"
+    if not await store.runs():
+        raise StoreError(
+            f"The store {name} is empty, but {run_dir} has been trained up to step {step}: what was recorded of it is "
+            f"lost, or is elsewhere. Restore a backup of the store, name the server that has it (--server URL), or "
+            f"start a new run."
+        )
 
 
 def _trainer(

@@ -16,10 +16,10 @@ from road import Road
 from stack import make_rollout, until
 
 from agl_core.capture import reward
-from agl_core.client import Agent, AgentContext, InProcess, LightningClient, Worker
+from agl_core.client import Agent, AgentContext, InProcess, LightningClient, UnreachableError, Worker
 from agl_core.errors import ServerError
 from agl_core.types import Ending
-from agl_core.wire import MAX_REPORTS
+from agl_core.wire import MAX_REPORTS, LeaseReply, LeaseRequest
 
 
 async def ask(context: AgentContext, text: str) -> str:
@@ -63,6 +63,38 @@ async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None
     assert await asyncio.to_thread(cancelled.wait, 20)
     await until(lambda: worker.worker.running == 0)
     assert worker.alive
+
+
+class LosingTheFirstLease(LightningClient):
+    """The reply with the first rollouts does not arrive."""
+
+    lost = 0
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        reply = await super().lease(request)
+        if reply.leases and not self.lost:
+            self.lost = len(reply.leases)
+            raise UnreachableError("lost on the way")
+        return reply
+
+
+@LEASED
+async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(workplace: Any) -> None:
+    """Not after a timeout and a grace of half a minute each: the worker sends heartbeats before its first lease."""
+
+    async def agent(task_input: Any, context: AgentContext) -> int:
+        await ask(context, "hi")
+        return context.attempt
+
+    server = workplace.stack.server
+    async with LosingTheFirstLease(server.base_url, server.worker_key) as client:
+        worker = Worker(client, InProcess(Agent("test:agent", agent, True, True)), concurrency=4)
+        task = asyncio.create_task(worker.run())
+        await server.queue.enqueue([make_rollout("w0")])
+        [done] = await asyncio.wait_for(server.queue.done(["w0"]), 20)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert (client.lost, done.ending, done.counted_attempt) == (1, Ending.FINISHED, 1)
 
 
 @contextlib.asynccontextmanager

@@ -148,6 +148,24 @@ async def test_what_a_beating_worker_is_lent_later_expires_too(
     assert await state(store) is RolloutState.QUEUED
 
 
+async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_short(
+    queue: RolloutQueue, clock: Clock, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await queue.enqueue([make_rollout(id) for id in "abc"])
+    beat(queue, *await lent(queue, capacity=3))
+    store.failing = True
+    await clock.advance(20)
+    for _ in range(15):
+        await clock.advance(0.8)
+    assert 1 <= len(caplog.records) <= 4, caplog.text
+    assert "scripted failure" in caplog.text
+    assert "Traceback" not in caplog.text
+    store.failing = False
+    for _ in range(3):
+        await clock.advance(5)
+    assert [await state(store, id) for id in "abc"] == ["queued"] * 3
+
+
 async def test_a_heartbeat_is_told_what_no_longer_counts(queue: RolloutQueue) -> None:
     await queue.enqueue([make_rollout(id) for id in "abcd"])
     a, b, c = await lent(queue, capacity=3)

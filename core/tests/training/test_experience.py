@@ -15,9 +15,10 @@ from scripted_training import Bench, StuckError, asking, episode, make_bench
 from agl_core.errors import PluginError
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import DrawContext, DrawnGroup
+from agl_core.store.interface import Record
 from agl_core.training.buffers import Fifo
 from agl_core.training.checkpoints import read_state
-from agl_core.types import Rollout
+from agl_core.types import Rollout, Use
 
 
 def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:
@@ -78,6 +79,26 @@ async def test_a_slow_rollout_holds_up_nobody_and_carries_over(tmp_path: Path) -
     assert bench.metric("staleness/max") == [0, 1, 2, 2]
     assert bench.metric("groups/carried_over") == [0, 2, 2, 2]
     assert bench.metric("groups/in_flight") == [4, 4, 2, 0]
+
+
+async def test_the_step_of_a_rollout_is_written_together_with_what_was_made_of_it(tmp_path: Path) -> None:
+    """Whenever the run is killed, the store says of both or of neither that this step used it."""
+    bench = make_bench(tmp_path, max_staleness=2)
+    bench.collector.held = lambda rollout: rollout.id == "s1-g0-m1" and bench.engine.version < 2
+    writes: list[tuple[Record, ...]] = []
+    put = bench.store.put
+
+    async def noted(*records: Record) -> None:
+        writes.append(records)
+        await put(*records)
+
+    bench.store.put = noted  # type: ignore[method-assign]
+    await bench.trainer.train()
+
+    moved = [(each, write) for write in writes for each in write if isinstance(each, Rollout)]
+    assert {each.id: each.step for each, _ in moved}.items() >= {"s1-g0-m0": 3, "s1-g0-m1": 3}.items()
+    for rollout, write in moved:
+        assert rollout.step in {use.step for use in write if isinstance(use, Use) and use.rollout == rollout.id}
 
 
 async def test_what_is_too_old_is_dropped_and_counted_and_recorded_with_its_step(tmp_path: Path) -> None:
