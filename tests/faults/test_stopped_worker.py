@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from fault_checks import check_ended
-from fault_run import TinyRun
+from fault_run import PATIENCE, TinyRun
 
 from agl_core.types import Attempt, Ending
 
@@ -59,3 +59,16 @@ def test_what_a_stopped_worker_comes_back_with_does_not_count(
     assert not {(use.rollout, use.attempt) for use in recorded.uses} & held
     after = [attempt for attempt in recorded.attempts if attempt.key in held]
     assert {attempt.ending for attempt in after} == {Ending.LOST}
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_away_at_the_last_step_ends(tiny_run: Callable[..., TinyRun]) -> None:
+    run = tiny_run(**{"train.steps": 2})
+    run.start()
+    worker = run.workers[0]
+    run.until(lambda: has_asked(run, worker.pid), "an agent of the worker got a reply")
+    os.kill(worker.pid, signal.SIGSTOP)
+    run.trainer.process.wait(PATIENCE)
+    os.kill(worker.pid, signal.SIGCONT)
+    run.finish()
+    assert "the run is over" in worker.log.read_text()

@@ -66,7 +66,7 @@ def options_of(name: str) -> type[NativeOptions]:
 
 
 def needs(options: NativeOptions) -> frozenset[Need]:
-    """This engine, ids and returns; groups, a critic, a reference model where the estimator or the KL term asks for them."""
+    """This engine, ids and returns; groups, a critic, a reference model where estimator or KL term ask for them."""
     wanted = {Need.OWN_ALGORITHMS, Need.TOKEN_IDS, Need.RETURNS}
     if options.estimator in GROUPED:
         wanted.add(Need.GROUPS)

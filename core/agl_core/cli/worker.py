@@ -60,14 +60,21 @@ def work(
     """
     from rich.console import Console
 
-    from agl_core.client import find_server
+    from agl_core.client import find_server, is_over
     from agl_core.config.load import load
 
     folder = target if target.is_dir() else None
     loaded = load(target if folder is None else folder / _CONFIG_FILE, set_)
     console = Console(stderr=True)
     has_moved = asyncio.run(
-        _work(loaded, lambda: find_server(loaded.config, folder, server), concurrency, drain, console)
+        _work(
+            loaded,
+            lambda: find_server(loaded.config, folder, server),
+            lambda found: is_over(loaded.config, folder, found),
+            concurrency,
+            drain,
+            console,
+        )
     )
     if has_moved:
         console.print("the server has moved: starting anew", highlight=False)
@@ -77,6 +84,7 @@ def work(
 async def _work(
     loaded: LoadedConfig,
     find: Callable[[], Server | None],
+    is_over: Callable[[Server], bool],
     concurrency: int | None,
     drain: float,
     console: Console,
@@ -87,19 +95,19 @@ async def _work(
 
     workers = loaded.config.workers
     server = await _found(find, console)
-    elsewhere = False
+    elsewhere = over = False
 
-    def moved() -> bool:
-        nonlocal elsewhere
-        elsewhere = find() not in (None, server)
-        return elsewhere
+    def gone() -> bool:
+        nonlocal elsewhere, over
+        elsewhere, over = find() not in (None, server), is_over(server)
+        return elsewhere or over
 
     with agent_environment(client_variables(server.base_url)):
         if loaded.config.agent.attach:
             attach(installed_adapters(loaded.plugins))
         runner = choose_runner(loaded, server.base_url)
         async with LightningClient(server.base_url, server.key) as client:
-            worker = Worker(client, runner, concurrency=concurrency or workers.concurrency, moved=moved)
+            worker = Worker(client, runner, concurrency=concurrency or workers.concurrency, moved=gone)
             console.print(f"working for {server.base_url}", highlight=False)
             showing = asyncio.create_task(_show(worker, console))
             with _draining(worker, drain, console):
@@ -109,6 +117,8 @@ async def _work(
                     showing.cancel()
                     with suppress(asyncio.CancelledError):
                         await showing
+            if over:
+                console.print("the run is over", highlight=False)
             console.print(_counts(worker), highlight=False)
     return elsewhere
 

@@ -5,7 +5,7 @@ from agl_core.client.api import BlockingClient, LightningClient, RefusedError, U
 from agl_core.client.attempts import Ended, Runner, agent_environment, client_variables
 from agl_core.client.choosing import choose_runner
 from agl_core.client.far import FarQueue, FarServer, FarStore
-from agl_core.client.finding import Server, find_server
+from agl_core.client.finding import Server, find_server, is_over
 from agl_core.client.in_process import InProcess
 from agl_core.client.isolated import CommandPerAttempt, ProcessPerAttempt
 from agl_core.client.worker import Worker, WorkerThread
@@ -32,5 +32,6 @@ __all__ = [
     "choose_runner",
     "client_variables",
     "find_server",
+    "is_over",
     "load_agent",
 ]

@@ -32,7 +32,7 @@ def find_server(config: RunConfig, folder: Path | None, url: str | None, name: s
     """
     base_url = (url or "").rstrip("/")
     file = _newest(config, folder, base_url)
-    base_url = base_url or (file.base_url if file else "")
+    base_url = base_url or (file.base_url if file and not file.over else "")
     if base_url and not _URL.fullmatch(base_url):
         raise ConfigError(f"{base_url!r} is no address of a server. Give it as http://HOST:PORT.")
     kept = "operator_key" if name == OPERATOR_KEY else "worker_key"
@@ -43,6 +43,12 @@ def find_server(config: RunConfig, folder: Path | None, url: str | None, name: s
             f"runs (where it has none, it is the {kept} in the run's {SERVER_FILE})."
         )
     return Server(base_url, key) if base_url and key else None
+
+
+def is_over(config: RunConfig, folder: Path | None, server: Server) -> bool:
+    """Whether the file of this server says that its run is over; False on a machine that does not have the file."""
+    file = _newest(config, folder, server.base_url)
+    return file is not None and file.base_url == server.base_url and file.over
 
 
 def _newest(config: RunConfig, folder: Path | None, base_url: str) -> ServerFile | None:

@@ -65,13 +65,17 @@ class Keys:
             raise ServerError(f"{WORKER_KEY} and {OPERATOR_KEY} are the same, but open different doors: set two.")
         return keys
 
-    def write(self, file: Path, base_url: str) -> None:
-        """Keep them in `file`, for its owner's eyes only; a key that the user chose is not written down."""
+    def write(self, file: Path, base_url: str, *, over: bool = False) -> None:
+        """Keep them in `file`, for its owner's eyes only; a key that the user chose is not written down.
+
+        `over` says that the run has made its last step.
+        """
         content = ServerFile(
             base_url=base_url,
             worker_key=None if WORKER_KEY in self.chosen else self.worker,
             operator_key=None if OPERATOR_KEY in self.chosen else self.operator,
             agent_secret=self.secret,
+            over=over,
         )
         new = file.with_suffix(".new")
         new.unlink(missing_ok=True)

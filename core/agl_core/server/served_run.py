@@ -23,6 +23,8 @@ class ServedRun:
     def __init__(self, name: str | None, store: Store, queue: RolloutQueue, relay: Relay) -> None:
         self.name, self.store, self.queue = name, store, queue
         self.incarnation: int | None = None
+        self.over = False
+        """Whether its last step was made."""
         self._relay = relay
         self._beginning = asyncio.Lock()
 
@@ -52,6 +54,7 @@ class ServedRun:
                 latest = Run(request.run, number, request.started, request.config, step)
                 await self.store.put(latest)
             self.incarnation = latest.incarnation
+            self.over = False
             self.queue.open()
             return BeginReply(incarnation=latest.incarnation)
 
@@ -80,6 +83,7 @@ class ServedRun:
         self.check_current(request.incarnation)
         self._relay.withdraw()
         if request.over:
+            self.over = True
             self.queue.close()
 
     def check_run(self, name: str) -> None:

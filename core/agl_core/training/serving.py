@@ -69,7 +69,8 @@ class Serving(Protocol):
 async def near_server(loaded: LoadedConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, in the trainer's own process; they end with it.
 
-    Workers on this machine find it by the file in the run's folder.
+    Workers on this machine find it by the file in the run's folder, which also tells those that are away that the run
+    is over.
     """
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
@@ -80,6 +81,8 @@ async def near_server(loaded: LoadedConfig, run_dir: Path) -> AsyncIterator[Ligh
     ):
         keys.write(file, server.base_url)
         yield server
+        if server.run.over:
+            keys.write(file, server.base_url, over=True)
 
 
 @asynccontextmanager

@@ -45,6 +45,7 @@ class ServerFile(Body):
     worker_key: str | None = Field(repr=False, description="None: it is in the environment, and is not written down.")
     operator_key: str | None = Field(None, repr=False, description="None: as for the workers' key.")
     agent_secret: str = Field(repr=False, description="What the agents' keys are made of.")
+    over: bool = Field(False, description="The run has made its last step, and nobody serves it there any more.")
 
 
 class LeaseRequest(Body):

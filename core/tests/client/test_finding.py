@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.client import Server, find_server
+from agl_core.client import Server, find_server, is_over
 from agl_core.errors import ConfigError
 from agl_core.server import Keys
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY
@@ -41,6 +41,20 @@ def test_the_newest_server_of_the_name_unless_one_is_named(config: Any) -> None:
     assert find_server(config, None, None, OPERATOR_KEY) == Server("http://127.0.0.1:2", new.operator)
     assert find_server(config, None, "http://127.0.0.1:1/") == Server("http://127.0.0.1:1", old.worker)
     assert find_server(config, config.runs / "calc", None, OPERATOR_KEY) == Server("http://127.0.0.1:1", old.operator)
+
+
+def test_a_run_that_is_over_has_no_server_and_its_workers_can_know(config: Any) -> None:
+    keys = serve(config, "calc", 1, age=9)
+    server, file = Server("http://127.0.0.1:1", keys.worker), config.runs / "calc" / "server.json"
+    assert not is_over(config, None, server)
+    Keys.of_run(file).write(file, server.base_url, over=True)
+    assert find_server(config, None, None) is None
+    assert is_over(config, None, server)
+    assert is_over(config, config.runs / "calc", server)
+    assert not is_over(config, None, Server("http://127.0.0.1:2", keys.worker)), "of that one nothing is known"
+    Keys.of_run(file).write(file, server.base_url)
+    assert find_server(config, None, None) == server, "it was resumed, with the keys that it had"
+    assert not is_over(config, None, server)
 
 
 def test_a_key_of_the_environment_comes_first_and_one_has_to_be_known(
