@@ -186,7 +186,7 @@ def test_old_groups_are_trained_on_again_with_a_record_of_each_step(agl: Any, tm
             share = 1 / ((new + replayed) * 4 * 2)  # By group, of it by rollout, of it by call.
             if use.step > used[id][0]:
                 assert use.dropped is None
-                assert 0 < use.weight <= share * 1.001
+                assert 0 < use.weight <= 1.001 / (replayed * 4 * 2)  # Those that are replayed are whole.
             elif use.weight:
                 assert use.weight >= share * 0.999  # Of a batch or a group from which the stale ones are missing: more.
 
