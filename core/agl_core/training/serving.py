@@ -70,19 +70,23 @@ async def near_server(loaded: LoadedConfig, run_dir: Path) -> AsyncIterator[Ligh
     """The server and the store of a run, in the trainer's own process; they end with it.
 
     Workers on this machine find it by the file in the run's folder, which also tells those that are away that the run
-    is over.
+    is over. If it ends by an error, they wait for the run to be resumed.
     """
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
     keys.check_host(loaded.config.server.host)
-    async with (
-        loaded.store.build(run_dir) as store,
-        _server(loaded, store, keys, loaded.config.server.port) as server,
-    ):
-        keys.write(file, server.base_url)
-        yield server
-        if server.run.over:
-            keys.write(file, server.base_url, over=True)
+    async with loaded.store.build(run_dir) as store:
+        server = _server(loaded, store, keys, loaded.config.server.port)
+        await server.start()
+        failed = True
+        try:
+            keys.write(file, server.base_url)
+            yield server
+            failed = False
+            if server.run.over:
+                keys.write(file, server.base_url, over=True)
+        finally:
+            await server.stop(over=not failed)
 
 
 @asynccontextmanager

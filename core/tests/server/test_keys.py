@@ -209,6 +209,7 @@ def test_keys_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "worker_key": first.worker,
         "operator_key": first.operator,
         "agent_secret": first.secret,
+        "over": False,
     }
     assert len({first.worker, first.operator, first.secret, first.embedded}) == 4
     assert Keys.of_run(tmp_path / "another.json").worker != first.worker
