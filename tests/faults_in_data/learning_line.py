@@ -15,16 +15,17 @@ import torch
 from recorded_data import Data
 
 from agl_algorithms.gae import discounted_sums
+from agl_algorithms.prepared import samples_of
 from agl_core.config.models import OptimizerSection
-from agl_core.learning import PolicyCredit, Prepared, ScoringRule, prepare, score
+from agl_core.learning import PolicyCredit, ScoringRule, StepBatches, make_batches, score
 from agl_core.learning.rewards import reported
+from agl_core.learning.screening import screen
 from agl_core.plugins import Kind, NoOptions, Plugins
 from agl_core.protocols import PolicySpec
 from agl_core.store.sqlite import SqliteStore, build
 from agl_core.training.recorded import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
 from agl_torch.model import LoadedModel, load_model
-from agl_torch.prepared import screen
 from agl_torch.trainer import PolicyTrainer
 
 PLUGINS = Plugins.load()
@@ -90,10 +91,10 @@ def by_group(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[l
     return list(groups.values())
 
 
-def credited(way: Way, groups: Sequence[Sequence[Episode]], min_group_size: int = 2) -> Prepared:
+def credited(way: Way, groups: Sequence[Sequence[Episode]], min_group_size: int = 2) -> StepBatches:
     component = PLUGINS.component(Kind.CREDIT, way.credit, "a test")
     credit = PolicyCredit(way.credit, component.build(component.options()), way.kind)
-    return prepare(groups, {"default": credit, "other": credit}, min_group_size=min_group_size)
+    return make_batches(groups, {"default": credit, "other": credit}, min_group_size=min_group_size)
 
 
 class Line:
@@ -106,7 +107,7 @@ class Line:
         self.updates = 0
 
     def learn(self, way: Way, groups: Sequence[Sequence[Episode]], min_group_size: int = 2) -> dict[TransitionKey, str]:
-        """Credit, prepare and update; why each transition was dropped, "" where it was trained on.
+        """Credit, make_batches and update; why each transition was dropped, "" where it was trained on.
 
         Asserts that every transition is accounted for once, and that nothing that is left of it is not finite.
         """
@@ -127,9 +128,11 @@ class Line:
 
     def returns(self, way: Way, groups: Sequence[Sequence[Episode]], call: str) -> float:
         """What the engine makes of rewards from one call on, γ = 0.9."""
-        screened = screen(credited(way, groups).batches["default"], self._trainer(way)[2])
-        [place] = [i for i, key in enumerate(screened.batch.keys) if key.call == call]
-        return float(discounted_sums(screened.samples, gamma=0.9)[place])
+        model = self._trainer(way)[2]
+        batch = credited(way, groups).batches["default"]
+        batch = screen(batch, context_length=model.context_length, vocabulary=model.vocabulary).batch
+        [place] = [i for i, key in enumerate(batch.keys) if key.call == call]
+        return float(discounted_sums(samples_of(batch), gamma=0.9)[place])
 
     def _update(self, way: Way, batch: Batch) -> dict[TransitionKey, str | None]:
         digest = hashlib.sha256(repr(way).encode())

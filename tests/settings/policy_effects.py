@@ -22,9 +22,10 @@ from agl_core.config import LoadedConfig
 from agl_core.errors import EngineError
 from agl_core.training.run import new_run_dir
 from agl_core.training.session import engine_context
+from agl_core.wire.updates import UpdateRequest
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
-from agl_torch.wire import Settings, UpdateRequest
+from agl_torch.wire import Settings
 
 TORCH: Given = {"engine.name": "torch"}
 CUSTOM_CODE = """

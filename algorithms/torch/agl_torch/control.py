@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agl_core.errors import AglError
+from agl_core.wire.updates import UpdateRequest, encode_result
 from agl_torch.policies import Policies, memory
 from agl_torch.serve import EngineLoop
-from agl_torch.wire import UpdateRequest, encode_result
 
 PROGRESS_STEP = 0.01
 """Progress is reported when it grew by this share."""

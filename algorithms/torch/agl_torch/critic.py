@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agl_algorithms.interface import CriticAlgorithm
+from agl_algorithms.prepared import Prepared, ValueTraining, minibatches
 from agl_algorithms.statistics import explained_variance
 from agl_core.config.models import OptimizerSection
 from agl_core.types import Batch
@@ -19,7 +20,6 @@ from agl_torch.batching import Limits, MicroBatch, micro_batches, read_values
 from agl_torch.measuring import BACKWARD_COST, Meter, Work
 from agl_torch.model import LoadedModel
 from agl_torch.optimizer import PolicyOptimizer
-from agl_torch.prepared import Prepared, ValueTraining
 
 
 class Critic:
@@ -88,7 +88,8 @@ class Critic:
         meter = Meter(self._optimizer.learning_rate)
         with self._training():
             for epoch in range(algorithm.critic_epochs):
-                for chosen in prepared.minibatches(algorithm.minibatches, [self._seed, version, epoch]):
+                seed = [self._seed, version, epoch]
+                for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
                     self._step(prepared, training, chosen, algorithm, meter, work)
         measured = meter.metrics()
         metrics = {name if name.startswith("value_") else f"critic_{name}": each for name, each in measured.items()}

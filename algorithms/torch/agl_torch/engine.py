@@ -21,8 +21,9 @@ from agl_core import errors
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
 from agl_core.types import Batch
+from agl_core.wire.updates import UpdateRequest, decode_result
 from agl_torch.options import TorchOptions
-from agl_torch.wire import Ready, Settings, UpdateRequest, decode_result
+from agl_torch.wire import Ready, Settings
 
 LOG_NAME = "engine.log"
 SECONDS_TO_END = 5.0

@@ -14,11 +14,12 @@ from agl_core.errors import ConfigError, EngineError, nearest
 from agl_core.memory import peak_rss_bytes
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import PolicySpec, Progress, UpdateResult
+from agl_core.wire.updates import UpdateRequest
 from agl_torch.checkpoint import load_policy, save_policy
 from agl_torch.model import Bases, LoadedModel, load_model
 from agl_torch.sampling import Sampler
 from agl_torch.trainer import PolicyTrainer
-from agl_torch.wire import Settings, UpdateRequest
+from agl_torch.wire import Settings
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
+from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
+from agl_core.learning.screening import screen
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_torch.batching import Limits, MicroBatch, micro_batches, score
@@ -21,7 +23,6 @@ from agl_torch.critic import Critic
 from agl_torch.measuring import BACKWARD_COST, Meter, Work
 from agl_torch.model import LoadedModel
 from agl_torch.optimizer import PolicyOptimizer
-from agl_torch.prepared import Prepared, Screened, prepare, screen
 
 
 class PolicyTrainer:
@@ -81,17 +82,19 @@ class PolicyTrainer:
         """
         work = Work(progress)
         once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not self._dropout
-        screened = screen(batch, self._loaded)
+        usable = screen(batch, context_length=self._loaded.context_length, vocabulary=self._loaded.vocabulary)
+        precision = torch.promote_types(self._loaded.dtype, torch.float32)
+        samples = samples_of(usable.batch, dtype=precision, device=self._loaded.device)
         work.lap("prepare")
-        values_R = self._values(screened, algorithm, once, work) if algorithm.needs_critic else None
+        values_R = self._values(usable.batch, algorithm, once, work) if algorithm.needs_critic else None
         work.lap("values")
-        prepared = prepare(screened, algorithm, values_R)
+        prepared = prepare(usable, samples, algorithm, values_R)
         work.total = work.done + _cost(_tokens(prepared.batch)[prepared.trained].sum(), algorithm, once)
         work.lap("prepare")
         reference_R = self._reference_logprobs(prepared, work) if algorithm.needs_reference else None
         work.lap("reference")
         if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
-            old_R = torch.full_like(prepared.samples.behaviour_R, torch.nan)
+            old_R = torch.full_like(samples.behaviour_R, torch.nan)
         else:
             old_R = self._logprobs(self._loaded.model, prepared, work)
         work.lap("old")
@@ -99,10 +102,11 @@ class PolicyTrainer:
         meter = Meter(self.optimizer.learning_rate)
         with self._training():
             for epoch in range(algorithm.epochs):
-                for chosen in prepared.minibatches(algorithm.minibatches, [self._seed, self.version, epoch]):
+                seed = [self._seed, self.version, epoch]
+                for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
                     self._step(prepared, chosen, algorithm, old_R, reference_R, once, meter, work)
         work.lap("train")
-        metrics = meter.metrics() | prepared.metrics(old_R)
+        metrics = meter.metrics() | prepared.metrics() | {"logprob_gap_max": _logprob_gap(prepared, old_R)}
         if self._critic is not None and algorithm.needs_critic:
             metrics |= self._critic.train(prepared, cast(CriticAlgorithm, algorithm), self.version, work)
         work.lap("critic")
@@ -159,13 +163,13 @@ class PolicyTrainer:
             self._reference = self._load_initial().model
         return self._logprobs(self._reference, prepared, work)
 
-    def _values(self, screened: Screened, algorithm: Algorithm, once: bool, work: Work) -> Tensor:
+    def _values(self, batch: Batch, algorithm: Algorithm, once: bool, work: Work) -> Tensor:
         """[R] the critic's, of all usable transitions."""
         if self._critic is None:
             self._critic = self._make_critic()
-        tokens = int(_tokens(screened.batch).sum())
+        tokens = int(_tokens(batch).sum())
         work.total = tokens + _cost(tokens, algorithm, once)
-        return self._critic.values(screened.batch, work)
+        return self._critic.values(batch, work)
 
     def _make_critic(self) -> Critic:
         return Critic(
@@ -227,6 +231,13 @@ class PolicyTrainer:
         torch.set_rng_state(state["random"].cpu())
         if state["random_cuda"] is not None and self._loaded.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._loaded.device)
+
+
+def _logprob_gap(prepared: Prepared, old_R: Tensor) -> float:
+    """The largest of the trained tokens."""
+    gap_R = (old_R - prepared.samples.behaviour_R)[prepared.weights_R > 0].abs()
+    gap_R = gap_R[torch.isfinite(gap_R)]  # A skipped step leaves tokens that were not computed.
+    return float(gap_R.max()) if gap_R.numel() else 0.0
 
 
 def _tokens(batch: Batch) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """Calls and outcomes → transitions → rewards → credit → batch: pure functions, no I/O."""
 
-from agl_core.learning.batch import PolicyCredit, Prepared, prepare
+from agl_core.learning.batch import PolicyCredit, StepBatches, make_batches
 from agl_core.learning.credit import credit_group, episode_return, identical
 from agl_core.learning.rewards import ScoringRule, score
 from agl_core.learning.staleness import staleness, without_stale
@@ -8,13 +8,13 @@ from agl_core.learning.transitions import build_episode
 
 __all__ = [
     "PolicyCredit",
-    "Prepared",
     "ScoringRule",
+    "StepBatches",
     "build_episode",
     "credit_group",
     "episode_return",
     "identical",
-    "prepare",
+    "make_batches",
     "score",
     "staleness",
     "without_stale",

@@ -33,7 +33,7 @@ class PolicyCredit:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class StepBatches:
     """What a step's episodes give to train on."""
 
     batches: Mapping[str, Batch]
@@ -53,7 +53,7 @@ class _Row:
     weight: float
 
 
-def prepare(
+def make_batches(
     groups: Sequence[Sequence[Episode]],
     credit: Mapping[str, PolicyCredit],
     *,
@@ -61,7 +61,7 @@ def prepare(
     agents: Sequence[str] = ("*",),
     min_group_size: int = 1,
     step: int = 0,
-) -> Prepared:
+) -> StepBatches:
     """Credit every group and lay its trainable transitions out as batches, one per policy.
 
     An episode that was dropped leaves its group; a group with fewer than `min_group_size` members left is dropped
@@ -107,7 +107,7 @@ def prepare(
                     else:
                         dropped.append(_use(episode.transitions[i], step, values[i], DropReason.NON_FINITE))
             rollouts += 1
-    return Prepared(
+    return StepBatches(
         batches={policy: _batch(of_policy, credit[policy].kind) for policy, of_policy in rows.items()},
         dropped=tuple(dropped),
         episodes_dropped=episodes_dropped,

@@ -26,7 +26,7 @@ def without_stale(
 ) -> list[list[Episode]]:
     """The groups with every episode older than `max_staleness` marked as dropped; other reasons come first.
 
-    What is marked leaves its group in `prepare`, which compares those that are left.
+    What is marked leaves its group in `make_batches`, which compares those that are left.
     """
     return [
         [

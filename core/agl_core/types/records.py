@@ -178,7 +178,7 @@ class Call:
     reused: int = 0
     """Prompt tokens taken from the cache."""
     late: bool = False
-    """It ended after its attempt was closed, and does not count."""
+    """It does not count: it ended after its attempt was closed, or its client never got the reply and asked again."""
     retry_of: str | None = None
     """The marker of the client's own retry: calls of one attempt with the same marker are one call."""
 

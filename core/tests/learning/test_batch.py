@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.errors import PluginError
-from agl_core.learning import PolicyCredit, build_episode, credit_group, identical, prepare
+from agl_core.learning import PolicyCredit, build_episode, credit_group, identical, make_batches
 from agl_core.types import CreditKind, DropReason, Ending, Episode
 
 IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
@@ -42,7 +42,7 @@ def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(make: Any, da
             data.draw(st.lists(st.lists(sizes, min_size=1, max_size=3), min_size=1, max_size=3))
         )
     ]
-    prepared = prepare(groups, IDENTICAL, agents=["solver"], min_group_size=2)
+    prepared = make_batches(groups, IDENTICAL, agents=["solver"], min_group_size=2)
     kept = [key for batch in prepared.batches.values() for key in batch.keys]
     left_out = [use.key for use in prepared.dropped]
     assert sorted(kept + left_out) == sorted(t.key for g in groups for e in g for t in e.transitions)
@@ -67,7 +67,7 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
         [episode(make, "a", [2, 2, 2], 1.0), episode(make, "b", [2], 0.0)],
         [episode(make, "c", [1], 1.0), episode(make, "d", [1], 0.0)],
     ]
-    batch = prepare(groups, IDENTICAL).batches["default"]
+    batch = make_batches(groups, IDENTICAL).batches["default"]
     assert batch.group_N.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.rollout_N.tolist() == [0, 0, 0, 1, 2, 3]
     assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
@@ -87,7 +87,7 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
 def test_a_faulty_transition_is_dropped_with_its_reason(make: Any, changes: Any, reason: DropReason) -> None:
     calls = [make.call(0, make.choice(**changes)), make.call(1)]
     built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
-    prepared = prepare([[built]], IDENTICAL)
+    prepared = make_batches([[built]], IDENTICAL)
     assert [use.dropped for use in prepared.dropped] == [reason]
     assert [key.call for key in prepared.batches["default"].keys] == ["r-c1"]
 
@@ -101,19 +101,19 @@ def test_a_groups_weight_is_that_of_its_transitions_in_every_batch(make: Any) ->
     ]
     credit = {name: PolicyCredit("identical", identical, CreditKind.RETURN) for name in ("author", "judge", "default")}
 
-    batches = prepare(groups, credit, weights=[5.0, 0.5, 0.25], min_group_size=2).batches
+    batches = make_batches(groups, credit, weights=[5.0, 0.5, 0.25], min_group_size=2).batches
 
     assert {name: batch.weight_N.tolist() for name, batch in batches.items()} == {
         "author": [0.5] * 4,
         "judge": [0.5] * 4,
         "default": [0.25] * 3,
     }
-    assert prepare(groups, credit).batches["judge"].weight_N.tolist() == [1.0] * 4
+    assert make_batches(groups, credit).batches["judge"].weight_N.tolist() == [1.0] * 4
 
 
 def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
     groups = [[episode(make, "a", [2], 1.0), episode(make, "b", [2], 0.0, dropped=DropReason.ENDING)]]
-    prepared = prepare(groups, IDENTICAL, min_group_size=2)
+    prepared = make_batches(groups, IDENTICAL, min_group_size=2)
     assert prepared.batches == {}
     assert prepared.episodes_dropped == {DropReason.GROUP_TOO_SMALL: 1, DropReason.ENDING: 1}
 
@@ -121,13 +121,15 @@ def test_a_group_that_lost_too_many_members_is_dropped_whole(make: Any) -> None:
 def test_forced_tokens_are_masked_and_the_rest_is_trained(make: Any) -> None:
     mask = np.array([False, True, True])
     built = build_episode(make.rollout(), make.attempt(), [make.call(0, make.choice(mask=mask))])
-    batch = prepare([[replace(built, terminal=1.0)]], IDENTICAL).batches["default"]
+    batch = make_batches([[replace(built, terminal=1.0)]], IDENTICAL).batches["default"]
     assert batch.mask_R.tolist() == mask.tolist()
 
 
 def test_a_credit_that_is_not_finite_drops_its_transition(make: Any) -> None:
     groups = [[episode(make, "a", [2, 2], 1.0)]]
-    prepared = prepare(groups, {"default": PolicyCredit("endless", lambda e: [[math.inf, 1.0]], CreditKind.RETURN)})
+    prepared = make_batches(
+        groups, {"default": PolicyCredit("endless", lambda e: [[math.inf, 1.0]], CreditKind.RETURN)}
+    )
     assert [use.dropped for use in prepared.dropped] == [DropReason.NON_FINITE]
     assert prepared.batches["default"].values_N.tolist() == [1.0]
 
@@ -155,7 +157,7 @@ def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group(make: Any)
         "author": PolicyCredit("identical", identical, CreditKind.RETURN),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    batches = prepare(groups, credit).batches
+    batches = make_batches(groups, credit).batches
     assert list(batches) == ["author", "judge"]
     assert batches["author"].values_N.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert batches["author"].turn_N.tolist() == [0, 2, 0, 2]
@@ -169,7 +171,7 @@ def test_a_policy_may_take_rewards_and_another_returns(make: Any) -> None:
         "author": PolicyCredit("numbered", numbered, CreditKind.REWARD),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    prepared = prepare([[conversation(make, "a", 1.0)]], credit)
+    prepared = make_batches([[conversation(make, "a", 1.0)]], credit)
     author, judge = prepared.batches["author"], prepared.batches["judge"]
     assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
     # What the judge earns comes to the author's call before it, and not the other way round.
@@ -183,7 +185,7 @@ def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_re
         "author": PolicyCredit("identical", identical, CreditKind.RETURN),
         "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
     }
-    prepared = prepare(groups, credit, agents=["writer", "ed*"])
+    prepared = make_batches(groups, credit, agents=["writer", "ed*"])
     assert list(prepared.batches) == ["author"]
     assert [(use.call, use.credit, use.dropped) for use in prepared.dropped] == [
         ("a-c1", 401.0, DropReason.UNTRAINED_AGENT),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agl_core.learning import PolicyCredit, build_episode, episode_return, identical, prepare
+from agl_core.learning import PolicyCredit, build_episode, episode_return, identical, make_batches
 from agl_core.learning.credit import discounted, immediate, stepwise
 from agl_core.plugins import Kind, Need, Plugins
 from agl_core.types import CreditKind, Episode, Reward
@@ -121,7 +121,7 @@ class TestEveryRule:
         self, make: Any, rule: Rule, members: list[tuple[list[Step], float]]
     ) -> None:
         episodes = group(make, members)
-        prepared = prepare([episodes], default(rule, CreditKind.RETURN), agents=["solver"])
+        prepared = make_batches([episodes], default(rule, CreditKind.RETURN), agents=["solver"])
         expected = {
             t.key: value
             for e, values in zip(episodes, rule(episodes), strict=True)
@@ -134,7 +134,7 @@ class TestEveryRule:
     @pytest.mark.parametrize("rule", [identical, discounted, stepwise], ids=lambda rule: rule.__name__)
     def test_what_an_untrained_agent_earns_reaches_the_call_before_it(self, make: Any, rule: Rule) -> None:
         plain, praised = (
-            prepare(
+            make_batches(
                 [[episode(make, 0, [Step(), Step(earned, 1, "critic")], 0.0)]],
                 default(rule, CreditKind.RETURN),
                 agents=["s*"],
@@ -149,7 +149,7 @@ class TestEveryRule:
         self, make: Any, steps: list[Step], terminal: float
     ) -> None:
         one = episode(make, 0, steps, terminal)
-        prepared = prepare([[one]], default(immediate, CreditKind.REWARD), agents=["solver"])
+        prepared = make_batches([[one]], default(immediate, CreditKind.REWARD), agents=["solver"])
         trained = [i for i, step in enumerate(steps) if step.agent == "solver"]
         if not trained:
             assert prepared.batches == {}
@@ -168,7 +168,7 @@ class TestImmediate:
         self, make: Any, members: list[tuple[list[Step], float]]
     ) -> None:
         episodes = group(make, members)
-        prepared = prepare([episodes], default(immediate, CreditKind.RETURN), agents=["solver"])
+        prepared = make_batches([episodes], default(immediate, CreditKind.RETURN), agents=["solver"])
         expected = {
             t.key: t.reward + (e.terminal or 0.0) * (i == len(e.transitions) - 1)
             for e in episodes

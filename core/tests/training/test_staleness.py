@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from scripted_training import episode, transition
 
-from agl_core.learning import PolicyCredit, identical, prepare, staleness, without_stale
+from agl_core.learning import PolicyCredit, identical, make_batches, staleness, without_stale
 from agl_core.types import CreditKind, DropReason, Episode
 
 CREDIT = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
@@ -37,7 +37,7 @@ def test_those_left_of_a_group_are_compared_with_each_other() -> None:
     [group] = without_stale([members(7, 4, 5)], {"default": 7}, max_staleness=2)
     assert [each.dropped for each in group] == [None, DropReason.STALE, None]
 
-    prepared = prepare([group], CREDIT, min_group_size=2)
+    prepared = make_batches([group], CREDIT, min_group_size=2)
 
     batch = prepared.batches["default"]
     assert {key.rollout for key in batch.keys} == {"m0", "m2"}
@@ -47,7 +47,7 @@ def test_those_left_of_a_group_are_compared_with_each_other() -> None:
 
 
 def test_a_group_with_too_few_left_is_dropped_whole() -> None:
-    prepared = prepare(without_stale([members(7, 4, 4)], {"default": 7}, 2), CREDIT, min_group_size=2)
+    prepared = make_batches(without_stale([members(7, 4, 4)], {"default": 7}, 2), CREDIT, min_group_size=2)
     assert prepared.batches == {}
     assert prepared.episodes_dropped == {DropReason.STALE: 2, DropReason.GROUP_TOO_SMALL: 1}
 

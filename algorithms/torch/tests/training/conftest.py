@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from agl_algorithms.grpo import Grpo
+from agl_algorithms.options import GrpoOptions
+from agl_core.config.models import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind, TransitionKey
 from agl_torch.model import LoadedModel, load_model
+from agl_torch.trainer import PolicyTrainer
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
@@ -186,7 +190,7 @@ def make_batch(
 
 
 def reordered(batch: Batch, order: NDArray[np.int64]) -> Batch:
-    from agl_torch.validation import subset
+    from agl_core.learning.screening import subset
 
     return subset(batch, order)
 
@@ -198,3 +202,14 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+RATE = OptimizerSection(learning_rate=1e-2)
+
+
+def trainer_of(loaded: LoadedModel, settings: OptimizerSection = RATE, **more: Any) -> PolicyTrainer:
+    return PolicyTrainer(loaded, settings, **({"tokens_per_micro_batch": 100} | more))
+
+
+def grpo(**options: Any) -> Grpo:
+    return Grpo(GrpoOptions(**({"beta": 0.0} | options)))

@@ -12,10 +12,11 @@ import torch
 
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec, UpdateResult
+from agl_core.wire.updates import UpdateRequest, decode_result, encode_result
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
-from agl_torch.wire import Settings, UpdateRequest, decode_result, encode_result
+from agl_torch.wire import Settings
 
 from .conftest import Shape, make_batch, make_checkpoint, weights_of
 

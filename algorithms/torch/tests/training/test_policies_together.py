@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl_core.protocols import PolicySpec
+from agl_core.wire.updates import UpdateRequest
 from agl_torch.model import LoadedModel
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies, Policy
-from agl_torch.wire import Settings, UpdateRequest
+from agl_torch.wire import Settings
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
 

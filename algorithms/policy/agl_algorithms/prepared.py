@@ -1,0 +1,167 @@
+"""What one update works on: the usable part of a batch, its advantages and weights, and what was left out.
+
+An algorithm sees the whole of it here, once, so that statistics over rollouts and groups are right however an engine
+cuts the batch up afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agl_algorithms.interface import Algorithm, CriticAlgorithm, Samples
+from agl_core.learning.screening import Usable
+from agl_core.protocols import UpdateResult
+from agl_core.types import Batch, DropReason
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTraining:
+    """What a critic learns from, each [R]."""
+
+    values_R: Tensor
+    """Its own, before the update."""
+    targets_R: Tensor
+    weights_R: Tensor
+    """0 at every token of a transition that is not trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """N transitions came, M of them are usable; batch, samples and tensors are over these M."""
+
+    batch: Batch
+    samples: Samples
+    advantages_R: Tensor
+    weights_R: Tensor
+    """0 at every token that is not trained on."""
+    usable: NDArray[np.int64]
+    """[M] their places among the N."""
+    trained: NDArray[np.int64]
+    """Those of the M that the loss is computed on."""
+    dropped: tuple[DropReason | None, ...]
+    """[N] why each is not trained on."""
+    value: ValueTraining | None = None
+    """None without a critic."""
+
+    @classmethod
+    def of_nothing(cls, usable: Usable, samples: Samples) -> Prepared:
+        """No transition is trained on."""
+        nothing = torch.zeros_like(samples.behaviour_R)
+        return cls(usable.batch, samples, nothing, nothing, usable.places, np.zeros(0, dtype=np.int64), usable.dropped)
+
+    def share(self, weights_R: Tensor, chosen: NDArray[np.int64]) -> float:
+        """How much of all the weight the chosen transitions have; 0 if there is none at all."""
+        weight_M = sum_by_transition(weights_R, self.samples)
+        return float(weight_M[chosen].sum()) / (float(weight_M.sum()) or 1.0)
+
+    def result(self, version: int, metrics: Mapping[str, float]) -> UpdateResult:
+        """What became of all N transitions."""
+        advantage_N, weight_N = np.zeros(len(self.dropped)), np.zeros(len(self.dropped))
+        advantage_N[self.usable] = self._advantage_M()
+        weight_N[self.usable] = sum_by_transition(self.weights_R, self.samples).cpu().numpy()
+        return UpdateResult(version, metrics, advantage_N, weight_N, self.dropped)
+
+    def metrics(self) -> dict[str, float]:
+        """Those that do not come from optimizer steps."""
+        advantage = self._advantage_M()[self.trained]
+        return {
+            "advantage_mean": float(advantage.mean()) if len(advantage) else 0.0,
+            "advantage_std": float(advantage.std()) if len(advantage) else 0.0,
+            "advantage_abs_max": float(np.abs(advantage).max(initial=0.0)),
+            "tokens_trained": float((self.weights_R > 0).sum()),
+            "transitions_trained": float(len(self.trained)),
+            "transitions_dropped": float(len(self.dropped) - len(self.trained)),
+        }
+
+    def _advantage_M(self) -> NDArray[np.float64]:
+        unmasked_R = self.samples.mask_R.to(self.advantages_R.dtype)
+        total = sum_by_transition(self.advantages_R * unmasked_R, self.samples)
+        mean = total / sum_by_transition(unmasked_R, self.samples).clamp(min=1)
+        return np.asarray(mean.cpu().numpy(), dtype=np.float64)
+
+
+def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Samples:
+    """A batch as the algorithms see it; `dtype` is that of its log-probabilities."""
+
+    def tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+
+    return Samples(
+        transition_R=tensor(np.repeat(np.arange(len(batch)), batch.response_lengths_N), torch.int64),
+        mask_R=tensor(batch.mask_R, torch.bool),
+        # What was recorded for a forced token means nothing, and may not be finite.
+        behaviour_R=tensor(np.where(batch.mask_R, batch.behaviour_logprobs_R, 0.0), dtype),
+        values_N=tensor(batch.values_N, torch.float64),
+        scores_N=tensor(batch.scores_N, torch.float64),
+        group_N=tensor(batch.group_N, torch.int64),
+        rollout_N=tensor(batch.rollout_N, torch.int64),
+        turn_N=tensor(batch.turn_N, torch.int64),
+        weight_N=tensor(batch.weight_N, torch.float64),
+    )
+
+
+def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
+    """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
+
+    What an algorithm makes of a transition that is not finite, and what it has no use for, is left out and told.
+    """
+    if not len(usable.places):
+        return Prepared.of_nothing(usable, samples)
+    advantages_R, weights_R = algorithm.advantages(samples, values_R), algorithm.weights(samples)
+    finite_R = torch.isfinite(advantages_R) & torch.isfinite(weights_R)
+    value = None
+    if values_R is not None:
+        value = _value_training(samples, cast(CriticAlgorithm, algorithm), values_R)
+        finite_R = finite_R & torch.isfinite(value.targets_R) & torch.isfinite(value.weights_R)
+    broken_M = sum_by_transition(~finite_R, samples) > 0
+    broken_R = broken_M[samples.transition_R]
+    advantages_R, weights_R = advantages_R.masked_fill(broken_R, 0.0), weights_R.masked_fill(broken_R, 0.0)
+    kept_M = algorithm.keep(samples, advantages_R) & (sum_by_transition(weights_R, samples) > 0)
+    left_out_R = ~kept_M[samples.transition_R]
+    weights_R = weights_R.masked_fill(left_out_R, 0.0)
+    if value is not None:
+        value = replace(
+            value,
+            targets_R=value.targets_R.masked_fill(left_out_R, 0.0),
+            weights_R=value.weights_R.masked_fill(left_out_R, 0.0),
+        )
+    dropped = list(usable.dropped)
+    for i, broken, kept in zip(usable.places, broken_M.tolist(), kept_M.tolist(), strict=True):
+        if broken:
+            dropped[i] = DropReason.NON_FINITE
+        elif not kept:
+            dropped[i] = DropReason.NO_ADVANTAGE
+    trained = np.flatnonzero(kept_M.cpu().numpy()).astype(np.int64)
+    return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, trained, tuple(dropped), value)
+
+
+def minibatches(
+    batch: Batch, chosen: NDArray[np.int64], count: int, seed: Sequence[int]
+) -> Iterator[NDArray[np.int64]]:
+    """The transitions `chosen` in `count` parts, split between rollouts; fewer if there are fewer rollouts."""
+    if count == 1:
+        if len(chosen):
+            yield chosen
+        return
+    rollout_n = batch.rollout_N[chosen]
+    shuffled = np.random.default_rng(seed).permutation(np.unique(rollout_n))
+    for rollouts in np.array_split(shuffled, count):
+        if len(rollouts):
+            yield chosen[np.isin(rollout_n, rollouts)]
+
+
+def sum_by_transition(values_R: Tensor, samples: Samples) -> Tensor:
+    """[N] in float64."""
+    totals = torch.zeros(samples.values_N.numel(), dtype=torch.float64, device=values_R.device)
+    return totals.index_add(0, samples.transition_R, values_R.to(torch.float64))
+
+
+def _value_training(samples: Samples, algorithm: CriticAlgorithm, values_R: Tensor) -> ValueTraining:
+    return ValueTraining(values_R, algorithm.value_targets(samples, values_R), algorithm.value_weights(samples))

@@ -1,0 +1,105 @@
+"""What an update works on, whatever engine makes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agl_algorithms.grpo import Grpo, GrpoOptions
+from agl_algorithms.interface import Samples
+from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
+from agl_core.learning.screening import screen
+from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
+
+GRPO = Grpo(GrpoOptions(beta=0.0))
+
+
+def batch_of(values: list[float], rollouts: list[int] | None = None) -> Batch:
+    """Transitions of one group, prompt and response of two tokens each."""
+    count = len(values)
+    rollouts = list(range(count)) if rollouts is None else rollouts
+    return Batch(
+        tokens_T=np.arange(4 * count, dtype=np.int32),
+        offsets=np.arange(count + 1, dtype=np.int64) * 4,
+        prompt_lengths_N=np.full(count, 2, np.int64),
+        response_offsets=np.arange(count + 1, dtype=np.int64) * 2,
+        behaviour_logprobs_R=np.full(2 * count, -1.0, np.float32),
+        mask_R=np.ones(2 * count, np.bool_),
+        temperature_N=np.ones(count, np.float32),
+        values_N=np.array(values),
+        kind=CreditKind.RETURN,
+        group_N=np.zeros(count, np.int64),
+        rollout_N=np.array(rollouts, np.int64),
+        turn_N=np.zeros(count, np.int64),
+        version_N=np.zeros(count, np.int64),
+        scores_N=np.array(values),
+        keys=tuple(TransitionKey("r", 0, f"c{i}", 0) for i in range(count)),
+    )
+
+
+def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> Prepared:
+    usable = screen(batch, context_length=16, vocabulary=1000)
+    return prepare(usable, samples_of(usable.batch), algorithm)
+
+
+def test_every_transition_that_came_gets_its_advantage_weight_and_reason() -> None:
+    batch = replace(batch_of([0.0, 1.0, 9.0]), temperature_N=np.array([1, 1, np.nan], np.float32))
+    prepared = prepared_of(batch)
+    result = prepared.result(5, {"loss": 0.5})
+    assert (result.version, result.metrics) == (5, {"loss": 0.5})
+    assert result.dropped == (None, None, DropReason.NON_FINITE)
+    assert result.advantage_N.tolist() == pytest.approx([-1 / 2**0.5, 1 / 2**0.5, 0.0], abs=1e-5)
+    assert result.weight_N[:2].sum() == pytest.approx(1.0)
+    assert result.weight_N[2] == 0.0
+    assert prepared.metrics()["transitions_trained"] == 2
+    assert prepared.metrics()["transitions_dropped"] == 1
+
+
+def test_nothing_usable_is_a_result_too() -> None:
+    batch = replace(batch_of([0.0, 1.0]), mask_R=np.zeros(4, np.bool_))
+    result = prepared_of(batch).result(1, {})
+    assert result.dropped == (DropReason.FULLY_MASKED, DropReason.FULLY_MASKED)
+    assert result.advantage_N.tolist() == result.weight_N.tolist() == [0, 0]
+
+
+def test_what_an_algorithm_makes_not_finite_weighs_nothing() -> None:
+    class Broken(Grpo):
+        def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
+            advantages_R = super().advantages(samples, values_R)
+            return advantages_R.masked_fill(samples.transition_R == 1, torch.nan)
+
+    prepared = prepared_of(batch_of([0.0, 1.0, 1.0]), Broken(GrpoOptions(beta=0.0)))
+    assert prepared.dropped == (None, DropReason.NON_FINITE, None)
+    assert torch.isfinite(prepared.advantages_R).all()
+    assert prepared.weights_R[2:4].tolist() == [0, 0]
+    assert prepared.trained.tolist() == [0, 2]
+
+
+def test_a_group_of_equal_rewards_has_nothing_to_learn() -> None:
+    prepared = prepared_of(batch_of([1.0, 1.0]))
+    assert prepared.dropped == (DropReason.NO_ADVANTAGE, DropReason.NO_ADVANTAGE)
+    assert not prepared.weights_R.any()
+
+
+def test_optimizer_steps_are_split_between_rollouts() -> None:
+    batch = batch_of([0.0] * 9, rollouts=[0, 0, 0, 1, 1, 2, 2, 3, 3])
+    chosen = np.array([0, 2, 3, 4, 5, 7, 8])
+    split = list(minibatches(batch, chosen, 2, [5, 1]))
+    assert len(split) == 2
+    assert sorted(np.concatenate(split).tolist()) == chosen.tolist()
+    assert not set(batch.rollout_N[split[0]].tolist()) & set(batch.rollout_N[split[1]].tolist())
+    assert [part.tolist() for part in minibatches(batch, chosen, 2, [5, 1])] == [part.tolist() for part in split]
+    assert len(list(minibatches(batch, np.array([0, 1, 2]), 3, [5, 1]))) == 1, "one rollout makes one step"
+    assert list(minibatches(batch, chosen[:0], 1, [5, 1])) == []
+
+
+def test_shares_of_the_weight_add_up() -> None:
+    prepared = prepared_of(batch_of([0.0, 1.0, 1.0]))
+    shares = [prepared.share(prepared.weights_R, np.array(places)) for places in ([0, 2], [1])]
+    assert sum(shares) == pytest.approx(1.0)
+    assert shares[0] > shares[1] > 0
+    assert prepared.share(torch.zeros_like(prepared.weights_R), np.array([0])) == 0.0
