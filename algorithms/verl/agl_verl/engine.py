@@ -21,9 +21,10 @@ from agl_core import errors
 from agl_core.errors import AglError, ConfigError, EngineError
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
 from agl_core.types import Batch
+from agl_core.wire.updates import UpdateRequest, decode_result
 from agl_verl.faults import remedy_of
 from agl_verl.options import VerlOptions
-from agl_verl.wire import Answer, Command, Ready, Settings, UpdateRequest, decode_result
+from agl_verl.wire import SECONDS_TO_NOTICE, Answer, Command, Ready, Settings
 
 LOG_NAME = "engine.log"
 SECONDS_TO_END = 30.0
@@ -77,7 +78,7 @@ class VerlEngine:
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
     ) -> UpdateResult:
         """Train on a batch; the new version is served, whole, when this returns."""
-        body = UpdateRequest(algorithm, options, batch).encode()
+        body = UpdateRequest(policy, algorithm, options, batch).encode()
         result = decode_result(await self._ask(Command(do="update"), body))
         self._version = result.version
         if progress is not None:
@@ -105,6 +106,8 @@ class VerlEngine:
                 try:
                     reply = await client.get(f"{url.removesuffix('/v1')}/metrics")
                 except httpx.TransportError as error:
+                    async with self._one_at_a_time:
+                        await asyncio.to_thread(self._tell_of_a_loss)
                     raise EngineError(
                         f"The vLLM server at {url} does not answer ({type(error).__name__}). Resume the run from its "
                         f"last checkpoint. {self._last_lines()}"
@@ -131,7 +134,7 @@ class VerlEngine:
         algorithm = component.options.model_validate(dict(settings.spec.algorithm_options))
         on_cpu = cpu.is_wanted(self._options.device, self._options.address)
         composed = config.compose(settings, algorithm=algorithm, cpu=on_cpu)
-        return f"{config.as_text(composed)}# It would take {mapping.resources(settings, cpu=on_cpu)}.\n"
+        return f"{config.as_text(composed)}# It would take {mapping.Resources.of(self._options, cpu=on_cpu)}.\n"
 
     def _settings(self) -> Settings:
         context = self._context
@@ -174,16 +177,28 @@ class VerlEngine:
         if process is None:
             raise EngineError("The engine is not running: call start() first, and nothing after stop().")
         self._send(process, command.encode(body))
-        answer = Answer.model_validate_json(self._receive(process, command.do))
+        return self._value(self._receive(process, command.do), f"in '{command.do}'")
+
+    def _value(self, line: bytes, when: str) -> dict[str, Any]:
+        """What an answer brings; its error is raised."""
+        answer = Answer.model_validate_json(line)
         if answer.error is not None:
             kind = getattr(errors, answer.kind, EngineError)
             if kind is EngineError:
                 raise EngineError(
-                    f"The engine failed in '{command.do}': {answer.error} Resume the run from its last checkpoint: "
+                    f"The engine failed {when}: {answer.error} Resume the run from its last checkpoint: "
                     f"agl train --resume {self._context.run_dir} (log: {self._log})"
                 )
             raise kind(answer.error) if issubclass(kind, AglError) else EngineError(answer.error)
         return answer.value
+
+    def _tell_of_a_loss(self) -> None:
+        """Raise what the driver said about a loss before it ended, if it does so soon."""
+        process = self._process
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_NOTICE)
+                self._value(self._receive(process, "stats"), "between updates")
 
     def _send(self, process: subprocess.Popen[bytes], data: bytes) -> None:
         assert process.stdin is not None

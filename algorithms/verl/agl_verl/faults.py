@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 REMEDIES: Mapping[tuple[str, ...], str] = {
     (
@@ -30,6 +30,10 @@ REMEDIES: Mapping[tuple[str, ...], str] = {
         "invalid tool call parser",
     ): "engine.verl.tool_parser names none of vLLM's parsers of tool calls.",
     (
+        "Checkpoint engine nccl not registered",
+    ): "Weights go to servers of their own (engine.verl.serving_gpus) over NCCL, for which veRL needs CuPy on every "
+    "node: pip install cupy-cuda13x, or cupy-cuda12x with a torch for CUDA 12.",
+    (
         "ActorDiedError",
         "ActorUnavailableError",
         "RayActorError",
@@ -49,6 +53,21 @@ def remedy_of(*texts: str) -> str | None:
             if any(phrase in text for phrase in phrases):
                 return remedy
     return None
+
+
+def lost(actors: Collection[str], nodes: Collection[str]) -> str:
+    """What to tell of Ray's actors that are gone, and of nodes (by address) that are gone too.
+
+    >>> print(lost(["server"], ["10.0.0.7"]))
+    A node of the Ray cluster was lost (10.0.0.7), and what ran on it: server. Start Ray there again, or join another.
+    """
+    names = ", ".join(sorted(actors))
+    if nodes:
+        return (
+            f"A node of the Ray cluster was lost ({', '.join(sorted(nodes))}), and what ran on it: {names}. Start Ray "
+            f"there again, or join another."
+        )
+    return f"{remedy_of('ActorDiedError')} No longer there: {names}."
 
 
 def first_line(error: BaseException) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agl_core.config.models import LoraSection, OptimizerSection
 from agl_core.errors import ConfigError
+from agl_verl.cpu import WEIGHTS as CPU_WEIGHTS
+from agl_verl.cpu import WEIGHTS_MODULE as CPU_WEIGHTS_MODULE
 from agl_verl.cpu import WORKER_EXTENSION
 from agl_verl.native import NativeOptions
+from agl_verl.options import VerlOptions
 from agl_verl.wire import Settings
+
+SHARED, SEPARATE = "agl", "agl_separate"
+"""agl's trainers in veRL's registry (`agl_verl.placements`): by where serving is."""
 
 DECIDED = {
     "data": "[tasks] and [train]",
+    "actor_rollout_ref.hybrid_engine": "[engine.verl] serving_gpus",
     "reward": "[rewards]",
     "reward_model": "[rewards]",
     "custom_reward_function": "[rewards]",
@@ -31,6 +38,8 @@ DECIDED = {
     "actor_rollout_ref.actor.entropy_coeff": "nothing: agl's losses have no entropy term",
     "actor_rollout_ref.actor.optim.lr": "[policies.NAME.optimizer] learning_rate",
     "actor_rollout_ref.rollout.n": "[train] group_size",
+    "actor_rollout_ref.rollout.nnodes": "[engine.verl] serving_gpus",
+    "actor_rollout_ref.rollout.n_gpus_per_node": "[engine.verl] serving_gpus and tensor_parallel",
     "actor_rollout_ref.rollout.temperature": "[sampling] temperature",
     "actor_rollout_ref.rollout.top_p": "[sampling]",
     "actor_rollout_ref.rollout.top_k": "[sampling]",
@@ -74,14 +83,55 @@ class Resources:
 
     nodes: int
     per_node: int
-    device: str
+    serving: int
+    """GPUs that only serve; 0: those of the nodes do both."""
     replicas: int
+    per_replica: int
+    device: str
+
+    @classmethod
+    def of(cls, options: VerlOptions, *, cpu: bool) -> Resources:
+        """What a run with these settings takes."""
+        serving = options.serving_gpus or options.nodes * options.gpus_per_node
+        return cls(
+            nodes=options.nodes,
+            per_node=options.gpus_per_node,
+            serving=options.serving_gpus,
+            replicas=serving // options.tensor_parallel,
+            per_replica=options.tensor_parallel,
+            device="cpu" if cpu else "cuda",
+        )
+
+    @property
+    def total(self) -> int:
+        """GPUs; on a CPU, processes that compute."""
+        return self.nodes * self.per_node + self.serving
+
+    def lacking(self, gpus_of_nodes: Sequence[int]) -> str | None:
+        """What nodes with so many GPUs each lack for it, in words; None if nothing that can be told before.
+
+        >>> Resources(nodes=1, per_node=2, serving=2, replicas=1, per_replica=2, device="cuda").lacking([3])
+        '3 GPUs, but engine.verl asks for 1 x 2 (nodes x gpus_per_node) + 2 (serving_gpus) = 4'
+        """
+        asked = f"{self.nodes} x {self.per_node} (nodes x gpus_per_node)"
+        if sum(gpus_of_nodes) < self.total:
+            asked += f" + {self.serving} (serving_gpus)" if self.serving else ""
+            return f"{sum(gpus_of_nodes)} GPUs, but engine.verl asks for {asked} = {self.total}"
+        if sum(gpus // self.per_node for gpus in gpus_of_nodes) < self.nodes:
+            return f"too few GPUs on one node ({_listed(gpus_of_nodes)}): engine.verl asks for {asked}"
+        if self.serving and sum(gpus // self.per_replica for gpus in gpus_of_nodes) < self.replicas:
+            return (
+                f"too few GPUs on one node ({_listed(gpus_of_nodes)}): each of the {self.replicas} serving replicas "
+                f"wants {self.per_replica} of one node (engine.verl.tensor_parallel)"
+            )
+        return None
 
     def __str__(self) -> str:
         units = "CPU worker processes" if self.device == "cpu" else "GPUs"
+        use = f"which train, and {self.serving} more, which serve" if self.serving else "which train and serve by turns"
         return (
-            f"{self.nodes} (nodes) x {self.per_node} = {self.nodes * self.per_node} {units}, which train and serve by "
-            f"turns; serving replicas: {self.replicas}"
+            f"{self.nodes} (nodes) x {self.per_node} = {self.nodes * self.per_node} {units}, {use}; serving replicas: "
+            f"{self.replicas}"
         )
 
 
@@ -144,7 +194,7 @@ def mapped(settings: Settings, algorithm: Any, cpu: bool) -> Iterator[tuple[str,
         "reward.num_workers": 0,
         "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,
-        "trainer.v1.trainer_mode": "agl",
+        "trainer.v1.trainer_mode": SEPARATE if options.serving_gpus else SHARED,
         "trainer.nnodes": options.nodes,
         "trainer.n_gpus_per_node": options.gpus_per_node,
         "trainer.device": "cpu" if cpu else "cuda",
@@ -161,7 +211,9 @@ def mapped(settings: Settings, algorithm: Any, cpu: bool) -> Iterator[tuple[str,
     if settings.deterministic:
         yield from _deterministic(cpu)
     if spec.lora is not None:
-        yield from _lora(LoraSection.model_validate(dict(spec.lora)), cpu)
+        yield from _lora(LoraSection.model_validate(dict(spec.lora)), cpu, merged=options.serving_gpus > 0)
+    if options.serving_gpus:
+        yield from _separate(options, cpu)
     if cpu:
         yield from {
             f"{_A}.model.override_config.attn_implementation": "sdpa",
@@ -220,7 +272,8 @@ def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
         yield f"{engine}.full_determinism", True
 
 
-def _lora(lora: LoraSection, cpu: bool) -> Iterator[tuple[str, Any]]:
+def _lora(lora: LoraSection, cpu: bool, *, merged: bool) -> Iterator[tuple[str, Any]]:
+    """`merged`: veRL sends no adapters to servers of their own, but weights that have it in them."""
     if cpu:
         raise ConfigError(
             "The veRL engine serves no LoRA adapter on a CPU: leave [policies.NAME.model.lora] out, or use a GPU or "
@@ -232,6 +285,22 @@ def _lora(lora: LoraSection, cpu: bool) -> Iterator[tuple[str, Any]]:
         yield f"{model}.lora_rank", lora.rank
         yield f"{model}.lora_alpha", lora.alpha
         yield f"{model}.target_modules", list(lora.targets)
+    if merged:
+        yield f"{_A}.model.lora.merge", True
+
+
+def _separate(options: VerlOptions, cpu: bool) -> Iterator[tuple[str, Any]]:
+    """Servers on GPUs of their own, each replica on one node; they get weights after every update."""
+    yield from {
+        f"{_A}.hybrid_engine": False,
+        f"{_A}.rollout.nnodes": options.serving_gpus // options.tensor_parallel,
+        f"{_A}.rollout.n_gpus_per_node": options.tensor_parallel,
+        f"{_A}.rollout.checkpoint_engine.backend": CPU_WEIGHTS if cpu else "nccl",
+        "trainer.v1.separate_async.parameter_sync_step": 1,
+        "data.train_batch_size": 1,  # veRL wants that many times the mini-batch; batches are agl's.
+    }.items()
+    if cpu:
+        yield f"{_A}.rollout.checkpoint_engine.custom_backend_module", CPU_WEIGHTS_MODULE
 
 
 def _steps_per_update(options: Any) -> int:
@@ -242,11 +311,8 @@ def _trained_dtype(dtype: str) -> str:
     return "bfloat16" if dtype == "auto" else dtype
 
 
-def resources(settings: Settings, *, cpu: bool) -> Resources:
-    """What the run would take."""
-    options = settings.options
-    gpus = options.nodes * options.gpus_per_node
-    return Resources(options.nodes, options.gpus_per_node, "cpu" if cpu else "cuda", gpus // options.tensor_parallel)
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def refuse_decided(override: str) -> None:

@@ -16,8 +16,15 @@ class VerlOptions(BaseModel):
         None,
         description="The Ray cluster to join: 'auto' on one of its nodes, or HOST:PORT; absent: a local Ray starts.",
     )
-    nodes: int = Field(1, ge=1, le=1024, description="Nodes that train and serve.")
-    gpus_per_node: int = Field(1, ge=1, le=64, description="GPUs of each node; on a CPU, worker processes.")
+    nodes: int = Field(1, ge=1, le=1024, description="Nodes that train, and serve by turns unless `serving_gpus` do.")
+    gpus_per_node: int = Field(1, ge=1, le=64, description="GPUs of each of them; on a CPU, worker processes.")
+    serving_gpus: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="GPUs that only serve, beside nodes x gpus_per_node, which then only train: rollouts go on during "
+        "updates ([async] max_staleness). 0: training and serving share the GPUs, and take turns.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="auto: GPUs if this node has one or a cluster is joined, otherwise the CPU, for tiny models.",
@@ -54,10 +61,11 @@ class VerlOptions(BaseModel):
 
     @model_validator(mode="after")
     def _replicas_fill_the_gpus(self) -> Self:
-        gpus = self.nodes * self.gpus_per_node
+        gpus = self.serving_gpus or self.nodes * self.gpus_per_node
         if gpus % self.tensor_parallel:
+            where = "serving_gpus" if self.serving_gpus else "nodes x gpus_per_node"
             raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}, which does not divide the {gpus} GPUs "
-                f"(nodes x gpus_per_node): some would serve nothing."
+                f"tensor_parallel is {self.tensor_parallel}, which does not divide the {gpus} GPUs ({where}): some "
+                f"would serve nothing."
             )
         return self

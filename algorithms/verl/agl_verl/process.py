@@ -1,7 +1,8 @@
 """The driver: `python -m agl_verl.process`, started by `agl_verl.engine.VerlEngine`. It is veRL's single controller.
 
 It reads its settings and then commands from standard input, answers each with one line of JSON on standard output,
-writes its log to standard error, and ends when standard input ends: it cannot outlive whoever started it.
+writes its log to standard error, and ends when standard input ends: it cannot outlive whoever started it. It ends, too,
+with a last line, when a node or a process of the engine is lost.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,15 +20,20 @@ import orjson
 
 from agl_core.errors import AglError, ConfigError, EngineError
 from agl_core.plugins import Kind, Plugins
+from agl_core.wire.updates import UpdateRequest, encode_result
 from agl_verl import checkpoint, config, versions
 from agl_verl import cpu as cpu_mending
 from agl_verl.environment import variables
 from agl_verl.faults import first_line, remedy_of
 from agl_verl.native import NativeOptions
-from agl_verl.wire import Answer, Command, Ready, Settings, UpdateRequest, encode_result
+from agl_verl.wire import SECONDS_TO_NOTICE, Answer, Command, Ready, Settings
 
 if TYPE_CHECKING:
     from agl_verl.trainer import AglTrainer
+    from agl_verl.watch import Watch
+
+SECONDS_TO_MISS_AN_ACTOR = 5.0
+"""How long an error waits on one node for what was lost, if that is its reason."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +52,15 @@ def main() -> int:
         _write(answers, Ready(error=_described(error).error))
         return 1
     _write(answers, Ready(urls=driver.urls, context_length=driver.trainer.context_length))
+    threading.Thread(target=_end_when_lost, args=(driver.watch, answers), name="agl-watch", daemon=True).start()
     while True:
         command, body = commands.get()
         try:
             answer = Answer(value=driver.do(command, body))
         except Exception as error:
             _log.exception("The engine failed in '%s'.", command.do)
+            if not isinstance(error, AglError):  # Of a loss, `_end_when_lost` has more to tell.
+                time.sleep(SECONDS_TO_NOTICE if driver.watch.on_several_nodes else SECONDS_TO_MISS_AN_ACTOR)
             answer = _described(error)
         _write(answers, answer)
 
@@ -78,8 +88,9 @@ class Driver:
         from agl_verl import cluster
         from agl_verl.losses import ChosenAlgorithm
         from agl_verl.manager import TransitionManager
+        from agl_verl.placements import SeparateTrainer, SharedTrainer
         from agl_verl.serving import register_servers
-        from agl_verl.trainer import AglTrainer
+        from agl_verl.watch import Watch
 
         cluster.connect(
             options,
@@ -95,14 +106,16 @@ class Driver:
             if isinstance(self._chosen_options, NativeOptions)
             else ChosenAlgorithm.of(settings.spec.algorithm, settings.spec.algorithm_options, settings.plugin_files)
         )
-        self.trainer: AglTrainer = AglTrainer(config=composed)
+        trainer_class = SeparateTrainer if options.serving_gpus else SharedTrainer
+        self.trainer: AglTrainer = trainer_class(config=composed)
         self.trainer.start(chosen, TransitionManager(), settings.seed)
+        self.watch = Watch()
         self._failed: str | None = None
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Where the servers answer."""
-        return tuple(f"http://{address}/v1" for address in self.trainer.llm_server_manager.get_addresses())
+        return tuple(f"http://{address}/v1" for address in self.trainer.servers.get_addresses())
 
     def do(self, command: Command, body: bytes) -> dict[str, Any]:
         """One command; after one that failed half-way, none is obeyed any more."""
@@ -174,6 +187,14 @@ def _described(error: Exception) -> Answer:
         return Answer(error=str(error), kind=type(error).__name__)
     remedy = remedy_of(f"{type(error).__name__} {error}")
     return Answer(error=f"{first_line(error)}.{' ' + remedy if remedy else ''}", kind="EngineError")
+
+
+def _end_when_lost(watch: Watch, answers: IO[bytes]) -> None:
+    """Nothing works without what was lost, and what waits for it may wait for ever: tell, and end."""
+    lost = watch.wait()
+    _log.error("%s", lost)
+    _write(answers, Answer(error=lost, kind=EngineError.__name__))
+    os._exit(1)
 
 
 def _keep_standard_output() -> IO[bytes]:

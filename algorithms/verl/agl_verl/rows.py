@@ -65,6 +65,17 @@ def gather(batch: Batch, rows: Sequence[Tensor], keys: Sequence[str]) -> Tensor:
     return values_R
 
 
+def shares(weights_R: Tensor, batch: Batch, steps: Sequence[NDArray[np.int64]]) -> Tensor:
+    """[R] the weights with which each of the optimizer steps `steps` (its transitions) weighs as much as the whole."""
+    weight_N = np.zeros(len(batch))
+    np.add.at(weight_N, np.repeat(np.arange(len(batch)), batch.response_lengths_N), weights_R.double().numpy())
+    share_N, whole = np.ones(len(batch)), weight_N.sum() or 1.0
+    for step in steps:
+        share_N[step] = weight_N[step].sum() / whole or 1.0
+    share_R = torch.from_numpy(np.repeat(share_N, batch.response_lengths_N))
+    return (weights_R / share_R).to(weights_R.dtype)
+
+
 def lay_out(
     steps: Sequence[NDArray[np.int64]],
     workers: int,

@@ -6,6 +6,7 @@ from, what they weigh, which rows make one optimizer step, and that a reply is o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +23,18 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, register_trainer
+from verl.trainer.ppo.v1 import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.utils.skip import SkipManager
+from verl.workers.rollout.llm_server import LLMServerManager
 
+from agl_algorithms.interface import Samples
+from agl_algorithms.prepared import Prepared, ValueTraining, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
+from agl_core.learning.screening import Usable, screen
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows
@@ -37,17 +42,14 @@ from agl_verl.losses import STEP_WEIGHT, ChosenAlgorithm, actor_loss, critic_los
 from agl_verl.manager import TransitionManager
 from agl_verl.metrics import named
 from agl_verl.native import NativeOptions
-from agl_verl.prepared import Prepared, Screened, parts, prepare, screen, shares
-
-MODE = "agl"
-"""The trainer's name in veRL's registry (`trainer.v1.trainer_mode`)."""
 
 
 @dataclass
 class Update:
     """One update while it is made."""
 
-    screened: Screened
+    usable: Usable
+    samples: Samples
     prepared: Prepared | None
     """None as long as the critic's values are not known, and for veRL's own algorithms."""
     sent: NDArray[np.int64]
@@ -57,13 +59,17 @@ class Update:
     """By optimizer step of one pass, its transitions."""
 
 
-@register_trainer(MODE)
-class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
-    """Makes updates with the batches it is given, and serves what comes of them.
+class AglTrainer(PPOTrainer):  # type: ignore[misc]
+    """Makes updates with the batches it is given, and serves what comes of them: where, subclasses say.
 
-    Serving and training share the GPUs: while weights are trained and exchanged the servers are asleep, and what they
-    were asked meanwhile they answer afterwards, with the new weights (`agl_verl.gate`).
+    They are in `agl_verl.placements`, each with the trainer of veRL that does the same: `on_sample_end` is before
+    weights are trained, `on_step_end` brings them to the servers.
     """
+
+    @property
+    @abstractmethod
+    def servers(self) -> LLMServerManager:
+        """Those that answer model calls."""
 
     def start(self, chosen: ChosenAlgorithm | NativeOptions, manager: TransitionManager, seed: int) -> None:
         """Bring up workers and servers; agl's losses go to the workers."""
@@ -78,23 +84,24 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
             self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
             if self.use_critic:
                 self.critic_wg.set_loss_fn(partial(critic_loss, chosen))
-        served = ray.get(self.llm_server_manager.server_handles[0].get_rollout_config.remote())
+        served = ray.get(self.servers.server_handles[0].get_rollout_config.remote())
         self.context_length = int(served.max_model_len)
 
     def update(self, batch: Batch) -> UpdateResult:
         """Train on a batch and serve the new version; it grows by one also when nothing could be trained on."""
         trainable = min(self.context_length, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
-        screened = screen(batch, context_length=trainable, vocabulary=len(self.tokenizer))
-        prepared = self._prepare(screened)
-        sent = np.arange(len(screened.batch)) if prepared is None else prepared.trained
-        self._update = Update(screened, prepared, sent, [], [])
+        usable = screen(batch, context_length=trainable, vocabulary=len(self.tokenizer))
+        samples = samples_of(usable.batch)
+        prepared = self._prepare(usable, samples)
+        sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
+        self._update = Update(usable, samples, prepared, sent, [], [])
         metrics: dict[str, Any] = {}
         self.timing_raw = {}
         step = self.version + 1
         if len(sent):
             self.global_steps = step
-            self._set_temperature(screened.batch, sent)
-            self._update.groups = self.agent_loop_manager.await_groups(rows.rows_of(screened.batch, sent, step))
+            self._set_temperature(usable.batch, sent)
+            self._update.groups = self.agent_loop_manager.await_groups(rows.rows_of(usable.batch, sent, step))
             self.prepare_step()
             done = self._step_once(metrics, self.timing_raw, len(self._update.groups))
             self.on_step_end()
@@ -102,9 +109,9 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
                 self._update.prepared = self._read_back(done)
             tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
         else:  # The weights are those of before, under the next number.
-            ray.get([server.set_global_steps.remote(step) for server in self.llm_server_manager.server_handles])
+            ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
         self.version = step
-        made = self._update.prepared or Prepared.of_nothing(screened)
+        made = self._update.prepared or Prepared.of_nothing(usable, samples)
         seconds = {f"seconds_{name}": each for name, each in self.timing_raw.items()}
         return made.result(step, named(metrics) | seconds | made.metrics())
 
@@ -138,11 +145,6 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
     def on_init_end(self) -> None:
         self.on_step_end()
 
-    def on_sample_end(self) -> None:
-        """From here to `on_step_end` nothing is served."""
-        self.checkpoint_manager.abort_replicas()
-        self.checkpoint_manager.sleep_replicas()
-
     def prepare_step(self) -> dict[str, Any]:
         self._submit_batch_to_rollout(tu.get_tensordict({"uid": np.array(self._update.groups, dtype=object)}))
         return {}
@@ -151,7 +153,7 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
         """Deal the rows out: an optimizer step has those of whole rollouts, and each worker equally many."""
         update = self._update
         seed = [self._seed, self.version, 0]  # As the torch engine's first pass is split; here every pass is.
-        update.steps = list(parts(update.screened.batch, update.sent, self._setting("minibatches"), seed))
+        update.steps = list(minibatches(update.usable.batch, update.sent, self._setting("minibatches"), seed))
         row_of = {rows.place_of(key): row for row, key in enumerate(batch.keys)}
         lengths = [tag["seq_len"] for tag in batch.tags]
 
@@ -170,38 +172,40 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
         if self._algorithm is None:
             return super()._compute_advantage(batch, metrics)
         update = self._update
-        whole = update.screened.batch
+        whole = update.usable.batch
         if update.prepared is None:
             values = self._read(batch, "values")
-            update.prepared = prepare(update.screened, self._algorithm, rows.gather(whole, values, batch.keys))
+            values_R = rows.gather(whole, values, batch.keys)
+            update.prepared = prepare(update.usable, update.samples, self._algorithm, values_R)
         prepared = update.prepared
         fields = {
             "advantages": prepared.advantages_R,
-            "loss_weights": shares(prepared.weights_R, whole, update.steps),
+            "loss_weights": rows.shares(prepared.weights_R, whole, update.steps),
         }
-        if prepared.targets_R is not None and prepared.value_weights_R is not None:
-            fields["returns"] = prepared.targets_R
-            fields["value_weights"] = shares(prepared.value_weights_R, whole, update.steps)
+        if prepared.value is not None:
+            fields["returns"] = prepared.value.targets_R
+            fields["value_weights"] = rows.shares(prepared.value.weights_R, whole, update.steps)
         nested = {name: _nested(rows.spread(whole, values_R, batch.keys)) for name, values_R in fields.items()}
         tensors = TensorDict(nested, batch_size=len(batch))
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=tensors)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        output = self.critic_wg.train_mini_batch(self._for_training(batch, "critic_epochs", "value_weights_R")).get()
+        weighed = None if self._update.prepared is None else self._update.prepared.value
+        output = self.critic_wg.train_mini_batch(self._for_training(batch, "critic_epochs", weighed)).get()
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "critic/")))
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        output = self.actor_rollout_wg.update_actor(self._for_training(batch, "epochs", "weights_R"))
+        output = self.actor_rollout_wg.update_actor(self._for_training(batch, "epochs", self._update.prepared))
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))
         return batch
 
     # Parts of the above.
 
-    def _prepare(self, screened: Screened) -> Prepared | None:
+    def _prepare(self, usable: Usable, samples: Samples) -> Prepared | None:
         if self._algorithm is None or self._algorithm.needs_critic:
             return None
-        return prepare(screened, self._algorithm)
+        return prepare(usable, samples, self._algorithm)
 
     def _setting(self, name: str) -> int:
         """`epochs`, `minibatches` or `critic_epochs` of the algorithm."""
@@ -218,9 +222,8 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
         with open_dict(self.config):
             self.config.actor_rollout_ref.rollout.temperature = float(temperatures[0])
 
-    def _for_training(self, batch: KVBatchMeta, epochs: str, weights: str) -> KVBatchMeta:
-        """`epochs` and `weights`: what they are called in the algorithm and in what was prepared."""
-        weights_R = getattr(self._update.prepared, weights, None)
+    def _for_training(self, batch: KVBatchMeta, epochs: str, weighed: Prepared | ValueTraining | None) -> KVBatchMeta:
+        """`epochs`: what they are called in the algorithm; `weighed`: None for veRL's own."""
         size = len(batch) // len(self._update.steps)
         batch.extra_info.update(
             calculate_entropy=True,
@@ -232,7 +235,7 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
             temperature=self.config.actor_rollout_ref.rollout.temperature,
             distillation_use_topk=False,
             distillation_only=False,
-            **({} if weights_R is None else {STEP_WEIGHT: float(weights_R.sum()) or 1.0}),
+            **({} if weighed is None else {STEP_WEIGHT: float(weighed.weights_R.sum()) or 1.0}),
         )
         return batch
 
@@ -251,10 +254,10 @@ class AglTrainer(PPOTrainerColocateAsync):  # type: ignore[misc]
     def _read_back(self, batch: KVBatchMeta) -> Prepared:
         """What veRL's own algorithm made of the rows; a token's weight is told as its share of all tokens."""
         update = self._update
-        whole, samples = update.screened.batch, update.screened.samples
-        advantages_R = rows.gather(whole, self._read(batch, "advantages"), batch.keys)
+        usable, samples = update.usable, update.samples
+        advantages_R = rows.gather(usable.batch, self._read(batch, "advantages"), batch.keys)
         weights_R = samples.mask_R / samples.mask_R.sum().clamp(min=1)
-        return Prepared(update.screened, advantages_R, weights_R, update.sent, update.screened.dropped)
+        return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, update.sent, usable.dropped)
 
 
 def _nested(tensors: Sequence[Tensor]) -> Tensor:

@@ -37,6 +37,22 @@ def test_a_dry_run_shows_the_configuration_and_the_resources_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:
+    own = ("engine.verl.device=cuda", "engine.verl.serving_gpus=4", "engine.verl.tensor_parallel=2")
+    done = dry_run(tmp_path, *own)
+    assert done.returncode == 0, done.stderr
+    shown = yaml.safe_load(done.stdout)
+    rollout = shown["actor_rollout_ref"]["rollout"]
+    assert (rollout["nnodes"] * rollout["n_gpus_per_node"], rollout["checkpoint_engine"]["backend"]) == (4, "nccl")
+    assert shown["actor_rollout_ref"]["hybrid_engine"] is False
+    assert "1 (nodes) x 1 = 1 GPUs, which train, and 4 more, which serve; serving replicas: 2" in done.stdout
+    refused = dry_run(tmp_path, *own, "engine.verl.serving_gpus=3")
+    assert refused.returncode != 0
+    assert "tensor_parallel is 2, which does not divide the 3 GPUs (serving_gpus)" in " ".join(
+        (refused.stdout + refused.stderr).split()
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

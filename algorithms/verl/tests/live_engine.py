@@ -1,8 +1,13 @@
-"""The whole engine on a CPU: Ray, veRL's trainer and workers, vLLM. Two starts; in each the tests follow each other."""
+"""The whole engine on a CPU: Ray, veRL's trainer and workers, vLLM.
+
+It is started three times: with one worker, which trains and serves by turns, with two of them, and with one that trains
+beside one that serves. In each the tests follow each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -55,11 +60,21 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("run")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["one worker", "two workers"])
-async def engine(
-    trained_by_torch: Path, run_dir: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[tuple[VerlEngine, Upstream]]:
+@pytest.fixture(
+    scope="module",
+    params=[{"gpus_per_node": 1}, {"gpus_per_node": 2}, {"gpus_per_node": 1, "serving_gpus": 1}],
+    ids=["one worker", "two workers", "a server of its own"],
+)
+def workers(request: pytest.FixtureRequest) -> dict[str, int]:
     """With two workers each of them trains on half of the rows, and there are two servers."""
+    chosen: dict[str, int] = request.param
+    return chosen
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    trained_by_torch: Path, run_dir: Path, workers: dict[str, int]
+) -> AsyncIterator[tuple[VerlEngine, Upstream]]:
     spec = PolicySpec(
         model=str(trained_by_torch),
         dtype="float32",
@@ -68,8 +83,8 @@ async def engine(
         algorithm_options=OPTIONS,
     )
     made = VerlEngine(
-        VerlOptions(device="cpu", gradient_checkpointing=False, max_context=512, gpus_per_node=request.param),
-        EngineContext(run_dir / str(request.param), 1, {"default": spec}, False, (), "the-key", 10),
+        VerlOptions(device="cpu", gradient_checkpointing=False, max_context=512, **workers),
+        EngineContext(run_dir / "-".join(map(str, workers.values())), 1, {"default": spec}, False, (), "the-key", 10),
     )
     upstream = await made.start()
     try:
@@ -93,8 +108,13 @@ async def ask(upstream: Upstream, **settings: Any) -> httpx.Response:
         return await client.post(f"{upstream.urls[0]}/chat/completions", json=body, headers=headers)
 
 
-def greedy_logprobs(model: LoadedModel, reply: dict[str, Any]) -> list[float]:
-    """What the torch engine's model says about a reply of vLLM's."""
+def told_logprobs(reply: dict[str, Any]) -> list[float]:
+    """What vLLM says about its reply."""
+    return [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]]
+
+
+def own_logprobs(model: LoadedModel, reply: dict[str, Any]) -> list[float]:
+    """What the torch engine's model says about it."""
     prompt, response = reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
     with torch.no_grad():
         logits = model.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
@@ -110,8 +130,8 @@ async def test_a_checkpoint_of_the_torch_engine_is_served(
     reply = await ask(upstream)
     assert reply.status_code == 200, reply.text
     assert reply.headers[HEADER_POLICY] == "0"
-    told = [each["logprob"] for each in reply.json()["choices"][0]["logprobs"]["content"]]
-    assert told == pytest.approx(greedy_logprobs(loaded(trained_by_torch), reply.json()), abs=1e-4)
+    told = told_logprobs(reply.json())
+    assert told == pytest.approx(own_logprobs(loaded(trained_by_torch), reply.json()), abs=1e-4)
     async with httpx.AsyncClient(trust_env=False) as client:
         refused = await client.post(f"{upstream.urls[0]}/chat/completions", json={})
     assert refused.status_code == 401
@@ -136,8 +156,8 @@ async def test_an_update_is_that_of_the_torch_engine_and_is_served(
 
     reply = await ask(upstream)
     assert reply.headers[HEADER_POLICY] == "1"
-    told = [each["logprob"] for each in reply.json()["choices"][0]["logprobs"]["content"]]
-    assert told == pytest.approx(greedy_logprobs(policy, reply.json()), abs=1e-3), "minibatches as there, too"
+    told = told_logprobs(reply.json())
+    assert told == pytest.approx(own_logprobs(policy, reply.json()), abs=1e-3), "minibatches as there, too"
 
     await made.save(tmp_path)
     weights, own = loaded(tmp_path / "default" / "model").model.state_dict(), policy.model.state_dict()
@@ -145,21 +165,55 @@ async def test_an_update_is_that_of_the_torch_engine_and_is_served(
         torch.testing.assert_close(tensor, own[name], rtol=1e-3, atol=1e-4)
 
 
-async def test_what_is_asked_during_an_update_is_answered_by_the_new_version(
-    engine: tuple[VerlEngine, Upstream],
+async def test_what_is_asked_during_an_update_is_answered_whole_by_one_version(
+    engine: tuple[VerlEngine, Upstream], workers: dict[str, int], tmp_path: Path
 ) -> None:
+    """Servers of their own answer while weights are trained; those that share the workers afterwards."""
     made, upstream = engine
     before = (await made.versions())["default"]
-    asked = [asyncio.create_task(ask(upstream, max_tokens=400, temperature=1.0, ignore_eos=True)) for _ in range(4)]
-    await asyncio.sleep(0.5)
-    await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY, seed=4), "grpo", OPTIONS)
-    replies = await asyncio.gather(*asked)
-    assert [reply.status_code for reply in replies] == [200] * 4
-    versions = {int(reply.headers[HEADER_POLICY]) for reply in replies}
-    assert versions <= {before, before + 1}
-    assert before + 1 in versions, "400 tokens take longer than half a second"
+    await made.save(tmp_path / str(before))
+    batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=4, rollouts=90)
+    update = asyncio.create_task(made.update("default", batch, "grpo", OPTIONS))
+    long = [asyncio.create_task(long_replies(upstream, update)) for _ in range(2)]
+    short: list[tuple[float, float, httpx.Response]] = []
+    while not update.done():
+        asked = time.monotonic()
+        reply = await ask(upstream)
+        short.append((asked, time.monotonic(), reply))
+    ended, result = time.monotonic(), await update
+    await made.save(tmp_path / str(before + 1))
+
+    # What came after the exchange is counted to it, so both are a little late; a reply of the version before is not.
+    exchanged = ended - result.metrics["seconds_update_weights"]
+    begun = exchanged - result.metrics["seconds_update_actor"]
+    versions = [reply.headers[HEADER_POLICY] for _, _, reply in short]
+    assert versions == sorted(versions)
+    meanwhile = [
+        version
+        for version, (asked, answered, _) in zip(versions, short, strict=True)
+        if version == str(before) and begun < asked and answered < exchanged
+    ]
+    assert bool(meanwhile) is ("serving_gpus" in workers), (begun, exchanged, ended, [each[:2] for each in short])
+
+    whole = [reply for replies in await asyncio.gather(*long) for reply in replies]
+    assert {len(reply.json()["choices"][0]["token_ids"]) for reply in whole} == {200}, "whole, not aborted"
+    replies = [*whole, *(reply for _, _, reply in short)]
+    assert {str(before + 1)} <= {reply.headers[HEADER_POLICY] for reply in replies} <= {str(before), str(before + 1)}
+    models = {version: loaded(tmp_path / version / "default" / "model") for version in (str(before), str(before + 1))}
     for reply in replies:
-        assert len(reply.json()["choices"][0]["token_ids"]) == 400, "whole, not aborted"
+        expected = own_logprobs(models[reply.headers[HEADER_POLICY]], reply.json())
+        assert told_logprobs(reply.json()) == pytest.approx(expected, abs=1e-3), "of the version that it says"
+
+
+async def long_replies(upstream: Upstream, update: asyncio.Task[Any]) -> list[httpx.Response]:
+    """One after the other, the last of them after the update."""
+    replies = []
+    while True:
+        reply = await ask(upstream, max_tokens=200, temperature=1.0, ignore_eos=True)
+        assert reply.status_code == 200, reply.text
+        replies.append(reply)
+        if update.done():
+            return replies
 
 
 async def test_a_checkpoint_restores_weights_optimizer_and_version(
@@ -221,7 +275,7 @@ async def test_a_server_that_dies_ends_the_run_with_the_remedy(
     with pytest.raises(EngineError, match=r"A process of the engine was lost") as raised:
         await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY), "grpo", OPTIONS)
     assert f"agl train --resume {run_dir}/" in str(raised.value)
-    with pytest.raises(EngineError, match="failed earlier"):
+    with pytest.raises(EngineError, match="was lost during 'update'"):
         await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY), "grpo", OPTIONS)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import verl_bench
 
-from agl_verl.prepared import prepare, screen
+from agl_core.learning.screening import screen
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 
@@ -30,8 +30,7 @@ def test_rows_without_weight_have_no_gradient() -> None:
     """Pad rows, and transitions that the algorithm leaves out: whatever their advantages say."""
     bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0})
     batch = verl_bench.recorded_batch(parity.VOCABULARY)
-    prepared = prepare(screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=parity.VOCABULARY), bench.algorithm)
-    whole = prepared.screened.batch
+    whole = screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=parity.VOCABULARY).batch
     data = bench.rows(whole, np.arange(len(whole)), pads=3)
     data["old_log_probs"] = verl_bench.nested(bench.infer(bench.actor, data, "log_probs"))
     lengths = [len(row) for row in data["response_mask"].unbind()]

@@ -33,6 +33,11 @@ def command(runs: Path, **settings: Any) -> list[str]:
     return [str(Path(sys.executable).with_name("agl")), "train", str(CALC), *chosen]
 
 
+def resume(run: Path) -> subprocess.CompletedProcess[str]:
+    agl = str(Path(sys.executable).with_name("agl"))
+    return subprocess.run([agl, "train", "--resume", str(run)], capture_output=True, text=True)
+
+
 def steps_of(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -56,8 +61,10 @@ def test_real_steps(algorithm: str, metric: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """With servers of their own, and rollouts under way all the time."""
     run = tmp_path / "calc"
-    killed = subprocess.Popen(command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    beside = {"engine.verl.serving_gpus": 1, "async.max_staleness": 1}
+    killed = subprocess.Popen(command(tmp_path, **beside), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     while len(steps_of(run)) < 3:
         assert killed.poll() is None, (run / "engine.log").read_text()[-2000:]
         time.sleep(1)
@@ -68,8 +75,7 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
         time.sleep(1)
     assert processes_of(run) == [], "the engine does not outlive the run"
 
-    resumed = [str(Path(sys.executable).with_name("agl")), "train", "--resume", str(run)]
-    done = subprocess.run(resumed, capture_output=True, text=True)
+    done = resume(run)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     steps = steps_of(run)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))

@@ -15,12 +15,12 @@ import pytest
 from agl_core.errors import CheckpointError, ConfigError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
 from agl_core.types import Batch, CreditKind, TransitionKey
+from agl_core.wire.updates import encode_result
 from agl_verl import versions
 from agl_verl.checkpoint import Described, finish, read, shards
 from agl_verl.engine import VerlEngine
-from agl_verl.faults import remedy_of
+from agl_verl.faults import lost, remedy_of
 from agl_verl.options import VerlOptions
-from agl_verl.wire import UpdateRequest, decode_result, encode_result
 
 DRIVER = """#!{python}
 import json, os, sys
@@ -35,6 +35,9 @@ if "start" in script:
     say({{"error": script["start"]}})
     sys.exit(1)
 say({{"urls": ["http://127.0.0.1:9/v1"], "context_length": 77}})
+if "lost" in script:
+    say(script["lost"])
+    os._exit(1)
 import time
 for line in sys.stdin.buffer:
     command = json.loads(line)
@@ -170,7 +173,8 @@ async def test_a_driver_that_does_not_end_is_killed(scripted: Any, monkeypatch: 
     assert driver.returncode == -9
 
 
-async def test_a_server_that_is_gone_is_noticed_between_updates(scripted: Any) -> None:
+async def test_a_server_that_is_gone_is_noticed_between_updates(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_verl.engine.SECONDS_TO_NOTICE", 0.2)
     engine = scripted()
     try:
         await engine.start()
@@ -180,22 +184,24 @@ async def test_a_server_that_is_gone_is_noticed_between_updates(scripted: Any) -
         await engine.stop()
 
 
+@pytest.mark.parametrize("asked", ["stats", "update"])
+async def test_what_a_driver_told_before_it_ended_is_heard_with_whatever_is_asked_next(
+    scripted: Any, asked: str, tmp_path: Path
+) -> None:
+    engine = scripted(lost={"error": lost(["server_1_0"], ["10.0.0.7"]), "kind": "EngineError"})
+    try:
+        await engine.start()
+        with pytest.raises(EngineError, match=r"A node of the Ray cluster was lost \(10\.0\.0\.7\)") as raised:
+            await (engine.stats() if asked == "stats" else engine.update("default", batch(), "grpo", {}))
+    finally:
+        await engine.stop()
+    assert f"agl train --resume {tmp_path / 'run'}" in str(raised.value)
+    assert "server_1_0" in str(raised.value)
+
+
 def test_several_policies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one policy"):
         VerlEngine(VerlOptions(), context(tmp_path, "writer", "critic"))
-
-
-def test_a_request_survives_the_way() -> None:
-    sent = UpdateRequest("grpo", {"beta": 0.1, "clip_high": None}, batch())
-    received = UpdateRequest.decode(sent.encode())
-    assert (received.algorithm, received.options) == (sent.algorithm, sent.options)
-    assert received.batch.keys == sent.batch.keys
-    assert received.batch.kind is CreditKind.RETURN
-    for name in ("tokens_T", "values_N", "behaviour_logprobs_R", "mask_R", "weight_N"):
-        assert getattr(received.batch, name).dtype == getattr(sent.batch, name).dtype
-        assert getattr(received.batch, name).tolist() == getattr(sent.batch, name).tolist()
-    result = UpdateResult(1, {}, np.array([1 / 3]), np.array([0.0]), ("too_long",))
-    assert decode_result(json.loads(json.dumps(encode_result(result)))).advantage_N.tolist() == [1 / 3]
 
 
 def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +258,7 @@ def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path) -> None:
         ("ValueError: No available memory for the cache blocks.", "does not fit"),
         ("To serve at least one request, (4.0 GiB KV cache is needed, which is larger", "max_context"),
         ("ray.exceptions.ActorDiedError: The actor died unexpectedly", "was lost"),
+        ("ValueError: Checkpoint engine nccl not registered, registered backends: ['naive']", "pip install cupy"),
         ("KeyError: 'x'", None),
     ],
 )

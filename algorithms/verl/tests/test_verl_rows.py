@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
-from agl_verl.prepared import parts, screen, shares, subset, unusable
-from agl_verl.rows import gather, lay_out, place_of, rows_of, spread
+from agl_core.types import Batch, CreditKind, TransitionKey
+from agl_verl.rows import gather, lay_out, place_of, rows_of, shares, spread
 
 
 def batch_of(lengths: list[tuple[int, int]], rollouts: list[int] | None = None, **changed: object) -> Batch:
@@ -97,15 +96,6 @@ def test_every_worker_has_every_step_and_every_row_is_dealt_out_once(sizes: list
         assert all(row >= ends[-1] for row in dealt - set(step.tolist())), "what is added are pads"
 
 
-def test_optimizer_steps_are_split_between_rollouts() -> None:
-    batch = batch_of([(1, 1)] * 9, rollouts=[0, 0, 0, 1, 1, 2, 2, 3, 3])
-    split = list(parts(batch, np.array([0, 2, 3, 4, 5, 7, 8]), 2, [5, 1]))
-    assert len(split) == 2
-    assert sorted(np.concatenate(split).tolist()) == [0, 2, 3, 4, 5, 7, 8]
-    assert not set(batch.rollout_N[split[0]].tolist()) & set(batch.rollout_N[split[1]].tolist())
-    assert len(list(parts(batch, np.array([0, 1, 2]), 3, [5, 1]))) == 1, "one rollout makes one step"
-
-
 def test_each_step_weighs_as_much_as_the_whole() -> None:
     batch = batch_of([(1, 2), (1, 1), (1, 3)])
     weights_R = torch.tensor([0.1, 0.1, 0.3, 0.1, 0.2, 0.2])
@@ -114,33 +104,3 @@ def test_each_step_weighs_as_much_as_the_whole() -> None:
     assert float(shared_R[2]) == pytest.approx(1.0)
     assert float(shared_R[0] / shared_R[4]) == pytest.approx(0.5), "inside a step nothing changes"
     assert shares(torch.zeros(6), batch, [np.arange(3)]).tolist() == [0] * 6
-
-
-def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:
-    batch = batch_of(
-        [(2, 0), (2, 2), (5, 4), (2, 1), (2, 1)],
-        mask_R=np.array([False, False, True, True, True, True, True, True]),
-        values_N=np.array([0.0, 0, 0, np.nan, 0]),
-    )
-    expected = [
-        DropReason.EMPTY_RESPONSE,
-        DropReason.FULLY_MASKED,
-        DropReason.TOO_LONG,
-        DropReason.NON_FINITE,
-        None,
-    ]
-    assert unusable(batch, context_length=8, vocabulary=1000) == expected
-    assert unusable(batch, context_length=9, vocabulary=19)[2:] == [None, DropReason.NON_FINITE, DropReason.NON_FINITE]
-    screened = screen(batch, context_length=8, vocabulary=1000)
-    assert screened.usable.tolist() == [4]
-    assert screened.batch.tokens_T.tolist() == batch.tokens_T[-3:].tolist()
-
-
-def test_a_subset_keeps_what_belongs_to_its_transitions() -> None:
-    batch = batch_of([(2, 3), (1, 2), (3, 1)])
-    part = subset(batch, np.array([2, 0]))
-    assert part.tokens_T.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4]
-    assert part.behaviour_logprobs_R.tolist() == [-6, -1, -2, -3]
-    assert part.offsets.tolist() == [0, 4, 9]
-    assert part.values_N.tolist() == [2.5, 0.5]
-    assert [key.call for key in part.keys] == ["c2", "c0"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import PolicySpec
 from agl_verl import plugin
 from agl_verl.environment import variables
-from agl_verl.mapping import DECIDED, mapped, refuse_decided, resources
+from agl_verl.mapping import DECIDED, Resources, mapped, refuse_decided
 from agl_verl.native import NAMES, needs, options_of
 from agl_verl.options import VerlOptions
 from agl_verl.wire import Settings
@@ -44,6 +46,7 @@ def mapping_of(algorithm: Any = None, *, cpu: bool = False, spec: dict[str, Any]
 CHANGES: dict[str, tuple[Any, str, Any]] = {
     "nodes": (2, "trainer.nnodes", 2),
     "gpus_per_node": (4, "trainer.n_gpus_per_node", 4),
+    "serving_gpus": (4, "actor_rollout_ref.hybrid_engine", False),
     "max_context": (512, "actor_rollout_ref.rollout.max_model_len", 512),
     "max_rows": (7, "actor_rollout_ref.rollout.max_num_seqs", 7),
     "serving_memory": (0.3, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.3),
@@ -59,9 +62,7 @@ def test_a_setting_reaches_verl(name: str) -> None:
     value, key, expected = CHANGES[name]
     before, after = mapping_of(), mapping_of(**{name: value})
     assert after[key] == expected
-    assert before[key] != expected
-    changed = {each for each in after if after[each] != before[each]}
-    assert key in changed
+    assert before.get(key) != expected
 
 
 def test_every_setting_is_shown_to_have_an_effect() -> None:
@@ -72,12 +73,69 @@ def test_every_setting_is_shown_to_have_an_effect() -> None:
 def test_settings_that_act_elsewhere() -> None:
     spread = mapping_of(gpus_per_node=4, tensor_parallel=2)
     assert spread["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 2
-    assert resources(settings_of(gpus_per_node=4, tensor_parallel=2), cpu=False).replicas == 2
+    assert Resources.of(VerlOptions(gpus_per_node=4, tensor_parallel=2), cpu=False).replicas == 2
     environment = variables(cpu=True, api_key="secret", deterministic=False, cache_mib=3000)
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_API_KEY"] == "secret"
-    with pytest.raises(ValidationError, match="does not divide"):
+    with pytest.raises(ValidationError, match=r"does not divide the 3 GPUs \(nodes x gpus_per_node\)"):
         VerlOptions(gpus_per_node=3, tensor_parallel=2)
+
+
+def test_servers_of_their_own() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    found = mapping_of(nodes=2, gpus_per_node=8, serving_gpus=8, tensor_parallel=4)
+    assert (found["trainer.nnodes"], found["trainer.n_gpus_per_node"]) == (2, 8)
+    assert found[f"{rollout}.nnodes"] * found[f"{rollout}.n_gpus_per_node"] == 8
+    assert found[f"{rollout}.n_gpus_per_node"] == 4, "each replica on one node"
+    assert found[f"{rollout}.checkpoint_engine.backend"] == "nccl"
+    batch, exchange = found["data.train_batch_size"], found["trainer.v1.separate_async.parameter_sync_step"]
+    assert batch == exchange * found["actor_rollout_ref.actor.ppo_mini_batch_size"], "veRL asserts it"
+    assert found["trainer.v1.trainer_mode"] != mapping_of()["trainer.v1.trainer_mode"]
+    on_cpu = mapping_of(cpu=True, serving_gpus=1)
+    assert on_cpu[f"{rollout}.checkpoint_engine.backend"] not in ("nccl", "naive")
+    assert find_spec(on_cpu[f"{rollout}.checkpoint_engine.custom_backend_module"]) is not None
+    assert not [key for key in mapping_of(cpu=True) if "checkpoint_engine.backend" in key], "veRL's own, by turns"
+
+
+def test_only_the_gpus_that_serve_have_to_be_whole_replicas() -> None:
+    VerlOptions(gpus_per_node=3, serving_gpus=4, tensor_parallel=2)
+    with pytest.raises(ValidationError, match=r"does not divide the 3 GPUs \(serving_gpus\)"):
+        VerlOptions(gpus_per_node=4, serving_gpus=3, tensor_parallel=2)
+    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+        VerlOptions(serving_gpus=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"gpus_per_node": 4, "tensor_parallel": 2}, "1 (nodes) x 4 = 4 GPUs, which train and serve by turns; serving"),
+        (
+            {"nodes": 2, "gpus_per_node": 8, "serving_gpus": 8, "tensor_parallel": 4},
+            "2 (nodes) x 8 = 16 GPUs, which train, and 8 more, which serve; serving replicas: 2",
+        ),
+    ],
+)
+def test_a_dry_run_tells_what_trains_and_what_serves(options: dict[str, Any], told: str) -> None:
+    assert told in str(Resources.of(VerlOptions(**options), cpu=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus_of_nodes", "told"),
+    [
+        ({"nodes": 2, "gpus_per_node": 8}, [8, 8], None),
+        ({"nodes": 2, "gpus_per_node": 8}, [8, 0, 4], r"12 GPUs, but .* 2 x 8 \(nodes x gpus_per_node\) = 16$"),
+        ({"nodes": 1, "gpus_per_node": 16}, [8, 8], "too few GPUs on one node"),
+        ({"gpus_per_node": 4, "serving_gpus": 4}, [8], None),
+        ({"gpus_per_node": 8, "serving_gpus": 1}, [8], r"1 x 8 .* \+ 1 \(serving_gpus\) = 9$"),
+        ({"gpus_per_node": 2, "serving_gpus": 8, "tensor_parallel": 8}, [4, 4, 4], "each of the 1 serving replicas"),
+        ({"gpus_per_node": 2, "serving_gpus": 8, "tensor_parallel": 4}, [4, 4, 4], None),
+    ],
+)
+def test_what_a_cluster_lacks_is_told_before_anything_waits_for_it(
+    options: dict[str, Any], gpus_of_nodes: list[int], told: str | None
+) -> None:
+    lacking = Resources.of(VerlOptions(**options), cpu=False).lacking(gpus_of_nodes)
+    assert lacking is None if told is None else re.search(told, lacking or "")
 
 
 def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
@@ -137,6 +195,8 @@ def test_what_mends_verl_on_a_cpu_is_used_there_alone() -> None:
         ("algorithm.lam=0.5", "algorithm"),
         ("~trainer.logger", "trackers"),
         ("actor_rollout_ref.actor.optim.lr=1", "learning_rate"),
+        ("actor_rollout_ref.rollout.nnodes=2", "serving_gpus"),
+        ("actor_rollout_ref.hybrid_engine=False", "serving_gpus"),
     ],
 )
 def test_what_agl_decides_is_refused_with_the_place(override: str, where: str) -> None:
@@ -156,6 +216,9 @@ def test_a_lora_adapter_needs_a_gpu_and_no_dropout() -> None:
     found = mapping_of(spec={"lora": lora})
     assert found["actor_rollout_ref.model.lora_rank"] == 8
     assert found["actor_rollout_ref.model.target_modules"] == ["q_proj"]
+    merge = "actor_rollout_ref.model.lora.merge"
+    assert merge not in found
+    assert mapping_of(spec={"lora": lora}, serving_gpus=1)[merge] is True, "servers of their own get no adapters"
     with pytest.raises(ConfigError, match="torch engine"):
         mapping_of(spec={"lora": lora}, cpu=True)
     with pytest.raises(ConfigError, match="dropout"):

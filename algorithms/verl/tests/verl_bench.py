@@ -19,15 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agl_algorithms.prepared import Prepared, prepare, samples_of
 from agl_core.config.models import OptimizerSection
+from agl_core.learning.screening import screen
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind, TransitionKey
 from agl_torch.model import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.losses import STEP_WEIGHT, TOTAL_LOSS, ChosenAlgorithm, actor_loss, critic_loss
-from agl_verl.prepared import Prepared, prepare, screen, shares
-from agl_verl.rows import gather, rows_of, spread
+from agl_verl.rows import gather, rows_of, shares, spread
 
 LEARNING_RATE = 1e-4
 """With random tokens a larger one makes ratios that overflow any clipping."""
@@ -74,15 +75,15 @@ def one_process() -> None:
         torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1)
 
 
-def recorded_batch(vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0) -> Batch:
-    """Ragged: three groups of three rollouts of one to four calls, some of them a second agent's and so left out.
+def recorded_batch(vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0, rollouts: int = 9) -> Batch:
+    """Ragged: groups of three rollouts of one to four calls, some of them a second agent's and so left out.
 
     Of the transitions one has a log-probability that is not finite, one is longer than `TOO_LONG`, forced tokens occur,
     and some are of an older policy version than the rest.
     """
     random = np.random.default_rng(seed)
     made: list[tuple[list[int], list[int], list[bool], list[float], float, int, int, int, float]] = []
-    for rollout in range(9):
+    for rollout in range(rollouts):
         score = float(random.normal())
         turns = [turn for turn in range(int(random.integers(1, 5))) if turn != 1 or rollout % 3 == 0]
         for turn in turns:
@@ -180,9 +181,9 @@ class VerlBench:
 
     def update(self, batch: Batch, vocabulary: int, pads: int = 3) -> Made:
         """What `AglTrainer.update` does with its rows, `pads` pad rows among them."""
-        screened = screen(batch, context_length=TOO_LONG, vocabulary=vocabulary)
-        prepared = None if self.critic is not None else prepare(screened, self.algorithm)
-        whole = screened.batch
+        usable = screen(batch, context_length=TOO_LONG, vocabulary=vocabulary)
+        whole, samples = usable.batch, samples_of(usable.batch)
+        prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained
         keys = [row.key for row in rows_of(whole, sent, 1)] + [f"pad_{place}_0" for place in range(pads)]
         data = self.rows(whole, sent, pads)
@@ -192,17 +193,16 @@ class VerlBench:
         if prepared is None:
             values = self.infer(self.critic, data, "values")
             data["values"] = nested(values)
-            prepared = prepare(screened, self.algorithm, gather(whole, values, keys))
+            prepared = prepare(usable, samples, self.algorithm, gather(whole, values, keys))
         for field, values_R in self.fields(prepared).items():
             data[field] = nested(spread(whole, values_R, keys))
         before = self.parameters(self.actor)
         value_loss = critic_change = None
         if self.critic is not None:
             critic_before = self.parameters(self.critic)
-            assert prepared.value_weights_R is not None
-            measured = self.train(
-                self.critic, data, self.algorithm.critic_epochs, float(prepared.value_weights_R.sum())
-            )
+            assert prepared.value is not None
+            whole_weight = float(prepared.value.weights_R.sum())
+            measured = self.train(self.critic, data, self.algorithm.critic_epochs, whole_weight)
             value_loss = measured["value_loss"]
             after = self.parameters(self.critic)
             critic_change = torch.cat([(after[each] - critic_before[each]).flatten() for each in after])
@@ -230,15 +230,15 @@ class VerlBench:
 
     def fields(self, prepared: Prepared) -> dict[str, Tensor]:
         """What `AglTrainer._compute_advantage` writes, for one optimizer step."""
-        whole = prepared.screened.batch
+        whole = prepared.batch
         steps = [prepared.trained]
         found = {
             "advantages": prepared.advantages_R,
             "loss_weights": shares(prepared.weights_R, whole, steps),
         }
-        if prepared.targets_R is not None and prepared.value_weights_R is not None:
-            found["returns"] = prepared.targets_R
-            found["value_weights"] = shares(prepared.value_weights_R, whole, steps)
+        if prepared.value is not None:
+            found["returns"] = prepared.value.targets_R
+            found["value_weights"] = shares(prepared.value.weights_R, whole, steps)
         return found
 
     def infer(self, worker: Any, data: Any, output: str) -> Sequence[Tensor]:
