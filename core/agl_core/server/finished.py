@@ -26,7 +26,7 @@ class Finished:
         self._store, self._kept = store, kept
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
         self._count = 0
-        self._next = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], Container[str]] = {}
         self._stopped = False
 
     def add(self, rollout: Rollout) -> None:
@@ -35,8 +35,9 @@ class Finished:
         self._ended[rollout.id] = _Ended(self._count, rollout)
         if len(self._ended) > self._kept:
             self._ended.popitem(last=False)
-        arrived, self._next = self._next, asyncio.Event()
-        arrived.set()
+        for waiter, wanted in self._waiting.items():
+            if rollout.id in wanted:
+                _wake(waiter)
 
     def remembered(self, id: str) -> Rollout | None:
         """The rollout, if it is in memory."""
@@ -59,16 +60,21 @@ class Finished:
                 return before + [each.rollout for each in found]
             if self._stopped:
                 raise stopping()
+            waiter = loop.create_future()
+            self._waiting[waiter] = wanted
             try:
                 async with asyncio.timeout_at(until):
-                    await self._next.wait()
+                    await waiter
             except TimeoutError:
                 return []
+            finally:
+                del self._waiting[waiter]
 
     def stop(self) -> None:
         """Send away who waits."""
         self._stopped = True
-        self._next.set()
+        for waiter in self._waiting:
+            _wake(waiter)
 
     async def _stored(self, id: str) -> Rollout:
         try:
@@ -82,3 +88,8 @@ class Finished:
                 code="rollout_unknown",
             )
         return rollout
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
@@ -131,7 +131,11 @@ class Gateway:
         headers = request.headers
         exchange = attempt.retries.find(dialect.api, headers, raw)
         if exchange is None:
-            exchange = attempt.retries.add(dialect.api, headers, raw, attempt.next_sequence())
+            earlier = attempt.retries.unanswered(dialect.api, headers, asked.recorded)
+            sequence = attempt.next_sequence() if earlier is None else earlier.sequence
+            exchange = attempt.retries.add(dialect.api, headers, raw, sequence)
+            exchange.supersedes = earlier
+            self.counters.retried += earlier is not None
         else:
             self.counters.retried += 1
         if exchange.task is None or exchange.failed:
@@ -198,7 +202,7 @@ class Gateway:
             late=late,
             retry_of=exchange.marker,
         )
-        await self._commit(attempt, call)
+        await self._commit(attempt, call, exchange.supersedes)
         self.counters.calls += 1
         self.counters.without_ids += not reply.has_ids
         self.counters.late += late
@@ -206,14 +210,20 @@ class Gateway:
             raise attempt_closed(*attempt.key)
         return reply
 
-    async def _commit(self, attempt: ActiveAttempt, call: Call) -> None:
-        """Write the call; an attempt that is closed meanwhile waits for it, so that the count is right."""
+    async def _commit(self, attempt: ActiveAttempt, call: Call, superseded: Call | None) -> None:
+        """Write the call; an attempt that is closed meanwhile waits for it, so that the count is right.
+
+        The call that it supersedes does not count any more: its reply never arrived.
+        """
         task = asyncio.current_task()
         assert task is not None
         attempt.committing.add(task)
         try:
-            await self._store.put(call)
-            attempt.completed_calls += not call.late
+            if call.late or superseded is None:
+                await self._store.put(call)
+                attempt.completed_calls += not call.late
+            else:
+                await self._store.put(call, replace(superseded, late=True))
         except StoreRefusedError:
             raise
         except StoreError as failed:

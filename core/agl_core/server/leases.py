@@ -39,9 +39,13 @@ class Leases:
         return ActiveAttempt(rollout, record, _now() + self._longest, expires)
 
     def hold_again(self, rollout: Rollout, record: Attempt) -> ActiveAttempt:
-        """An attempt that a worker got from an earlier server: it has to send a heartbeat before one lease is over."""
+        """An attempt that a worker got from an earlier server: it has to send a heartbeat before one lease is over.
+
+        How long it has run is known by the wall clock alone, which may have been set meanwhile: it gets no more than
+        what a new one gets.
+        """
         expires = _now() + self._expiry
-        left = self._longest - (time.time() - record.started)
+        left = min(self._longest, self._longest - (time.time() - record.started))
         return ActiveAttempt(rollout, record, max(expires, _now() + left), expires, interrupted=True)
 
     def lent(self, active: ActiveAttempt) -> Lease:

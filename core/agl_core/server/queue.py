@@ -292,6 +292,7 @@ class RolloutQueue:
         """Let the worker keep an attempt that it got from an earlier server."""
         calls = await self._store.calls([record.key])
         active = self._hold(self._leases.hold_again(rollout, record))
+        active.retries.recall(calls)
         active.started_calls = max((call.sequence + 1 for call in calls), default=0)
         active.completed_calls = sum(not call.late for call in calls)
 

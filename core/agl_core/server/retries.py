@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from starlette.datastructures import Headers
 
 from agl_core.server.reply import Reply
+from agl_core.types import Call, Json
 from agl_core.wire import HEADER_RETRY
 
 HEADER_STAINLESS = "x-stainless-retry-count"
@@ -24,6 +26,8 @@ class Exchange:
     """The value of `x-agl-retry`, if the client sent one."""
     tries: int = 0
     """The highest retry count seen."""
+    supersedes: Call | None = None
+    """What an earlier server recorded of it, without its client getting the reply."""
     task: asyncio.Task[Reply] | None = None
     """The call in flight or finished; None until it is started."""
 
@@ -40,6 +44,7 @@ class RetryBook:
 
     _by_marker: dict[str, Exchange] = field(default_factory=dict)
     _by_body: dict[bytes, list[Exchange]] = field(default_factory=dict)
+    _recorded: list[Call] = field(default_factory=list)
 
     def find(self, api: str, headers: Headers, body: bytes) -> Exchange | None:
         """The exchange that this request retries; None if it is a call of its own.
@@ -72,8 +77,28 @@ class RetryBook:
         self._by_body.setdefault(_digest(api, body), []).append(exchange)
         return exchange
 
+    def recall(self, calls: Iterable[Call]) -> None:
+        """Calls of the attempt that an earlier server recorded.
+
+        Nobody knows which of the replies arrived. Without a marker, that of a call which had ended before another one
+        began is taken to have: an agent may ask the same twice, and what it got must go on to count.
+        """
+        found = [call for call in calls if not call.late]
+        last = max((call.started for call in found), default=0.0)
+        self._recorded = [call for call in found if call.retry_of or call.ended >= last]
+
+    def unanswered(self, api: str, headers: Headers, request: Mapping[str, Json]) -> Call | None:
+        """The recorded call that this request, for which there is no exchange, retries; each is given once."""
+        marker, count = headers.get(HEADER_RETRY), retry_count(headers)
+        for place, call in enumerate(self._recorded):
+            same = call.retry_of == marker if marker else count and (call.api, call.request) == (api, request)
+            if same:
+                return self._recorded.pop(place)
+        return None
+
     def clear(self) -> None:
         """Forget all: the attempt is closed."""
+        self._recorded.clear()
         self._by_marker.clear()
         self._by_body.clear()
 

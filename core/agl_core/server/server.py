@@ -8,10 +8,10 @@ import dataclasses
 import errno
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import uvicorn
@@ -26,6 +26,7 @@ from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.server.chat import ChatCompletions
 from agl_core.server.completions import Completions
+from agl_core.server.corked import CorkedHttp
 from agl_core.server.dialect import Dialect
 from agl_core.server.faults import ApiError
 from agl_core.server.gateway import Counters, Gateway
@@ -33,6 +34,7 @@ from agl_core.server.keys import Keys
 from agl_core.server.limits import RequestLimits
 from agl_core.server.management import Management
 from agl_core.server.messages import Messages
+from agl_core.server.model_calls import ModelCalls, find_place
 from agl_core.server.openapi import document
 from agl_core.server.operations import Operations, refused
 from agl_core.server.operators import Operators
@@ -59,7 +61,6 @@ _DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": Messages(),
     "/v1/completions": Completions(),
 }
-_Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class LightningServer:
@@ -159,8 +160,10 @@ class LightningServer:
         if self._upstream is not None:
             await self._relay.serve(self._upstream, self._settings, None)
         config = uvicorn.Config(
-            RequestLimits(self._app()),
+            RequestLimits(ModelCalls(self._app(), self._gateway, _DIALECTS)),
+            http=CorkedHttp,
             lifespan="off",
+            proxy_headers=False,
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE,
             log_config=None,
@@ -248,12 +251,6 @@ class LightningServer:
         described = orjson.dumps(self.openapi)
         started = int(time.time())
 
-        def endpoint(dialect: Dialect) -> _Endpoint:
-            async def answer(request: Request) -> Response:
-                return await gateway.answer(request, dialect)
-
-            return answer
-
         async def models(request: Request) -> Response:
             try:
                 gateway.check_key(request)
@@ -272,6 +269,8 @@ class LightningServer:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
             if path.startswith("/agl/"):
                 return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
+            if find_place(path, _DIALECTS) is not None:  # With POST it would have been a model call.
+                status = 405
             ours = next((each for route, each in _DIALECTS.items() if route in path), _DIALECTS["/v1/chat/completions"])
             return ours.refuse(
                 ApiError(
@@ -283,14 +282,9 @@ class LightningServer:
                 )
             )
 
-        served = [(path, endpoint(dialect), ["POST"]) for path, dialect in _DIALECTS.items()]
         return Starlette(
             routes=[
-                *(
-                    Route(f"{prefix}{path}", called, methods=methods)
-                    for path, called, methods in [*served, ("/v1/models", models, ["GET"])]
-                    for prefix in (_PREFIX, "")
-                ),
+                *(Route(f"{prefix}/v1/models", models, methods=["GET"]) for prefix in (_PREFIX, "")),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
                 *(each.route(self.keys) for each in self._operations),
                 Route("/openapi.json", openapi),

@@ -14,6 +14,12 @@ from agl_core.store.pieces import Data, Pieces
 from agl_core.store.schema import PIECES, TABLES, Table, insertion
 
 _ROWS_PER_STATEMENT = 64
+_COMPANY = 60
+"""Turns of the event loop that a transaction waits for more to write, where the one before it had several writes.
+
+Between two threads each transaction costs more than what it writes. A turn is short where little is going on, so that
+nobody waits long; a caller that writes one after the other does not wait at all.
+"""
 
 
 class GroupWriter:
@@ -24,6 +30,7 @@ class GroupWriter:
         self._pieces = pieces
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
         self._waiting: list[tuple[Rows, asyncio.Future[None]]] = []
+        self._company = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -39,7 +46,7 @@ class GroupWriter:
         if self._idle.is_set():
             self._idle.clear()
             # Not at once: what else is put in this turn of the loop comes along.
-            loop.call_soon(self._start)
+            loop.call_soon(self._gather, self._company)
         await done
 
     async def close(self) -> None:
@@ -48,8 +55,15 @@ class GroupWriter:
         self._thread.submit(self._connection.close)
         await asyncio.to_thread(self._thread.shutdown)
 
+    def _gather(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._gather, turns - 1)
+        else:
+            self._start()
+
     def _start(self) -> None:
         batch, self._waiting = self._waiting, []
+        self._company = _COMPANY if len(batch) > 1 else 0
         pieces = self._pieces.take()
         loop = asyncio.get_running_loop()
         running = loop.run_in_executor(self._thread, self._write_each, pieces, [rows for rows, _ in batch])
@@ -71,7 +85,7 @@ class GroupWriter:
             else:
                 done.set_exception(error)
         if self._waiting:
-            self._start()
+            self._gather(self._company)
         else:
             self._idle.set()
 

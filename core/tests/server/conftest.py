@@ -10,10 +10,28 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from stack import Stack, running_stack
+from memory_store import MemoryStore
+from stack import Hooks, Stack, running_stack
+
+from agl_core.server import Keys, RolloutQueue
 
 
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
     async with running_stack() as running:
         yield running
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def hooks() -> Hooks:
+    return Hooks()
+
+
+@pytest.fixture
+def queue(store: MemoryStore, hooks: Hooks) -> RolloutQueue:
+    return RolloutQueue(store, timeout=30, attempts=2, hook=hooks, keys=Keys())

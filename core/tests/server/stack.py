@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from memory_store import MemoryStore
 from scripted_upstream import ScriptedUpstream
 
@@ -64,6 +66,7 @@ class Stack:
     """A MemoryStore unless the test brought its own."""
     upstream: ScriptedUpstream
     _ids: Iterator[int] = field(default_factory=itertools.count)
+    _clients: list[openai.AsyncOpenAI] = field(default_factory=list)
 
     async def lease(self, **fields: Any) -> AttemptKey:
         """Enqueue a new rollout and lease it."""
@@ -78,9 +81,16 @@ class Stack:
         return f"{self.server.base_url}{place}/v1"
 
     def client(self, key: AttemptKey | None = None, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
+        """A client that is closed with the stack."""
+        made = openai.AsyncOpenAI(
             **{"base_url": self.url(key), "api_key": self.server.agent_key, "max_retries": 0, **options}
         )
+        self._clients.append(made)
+        return made
+
+    async def close_clients(self) -> None:
+        for each in self._clients:
+            await each.close()
 
     async def calls(self, key: AttemptKey) -> list[Call]:
         return await self.store.calls([key])
@@ -90,6 +100,12 @@ async def until(condition: Callable[[], object]) -> None:
     """Wait for a condition of another task or process that has no event to wait for."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
+
+
+def said_by_agl(caplog: pytest.LogCaptureFixture) -> str:
+    """What agl logged, with tracebacks; what a client of an earlier test says as it is collected is not in it."""
+    formatter = logging.Formatter()
+    return "\n".join(formatter.format(each) for each in caplog.records if each.name.startswith("agl_"))
 
 
 async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.Response:
@@ -124,7 +140,9 @@ async def running_stack(
         store = MemoryStore() if store is None else store
         upstream = options.pop("upstream", Upstream(**fields))
         async with LightningServer(store, upstream, **{**settings, **options}) as server:
-            yield Stack(server, store, scripted)
+            made = Stack(server, store, scripted)
+            yield made
+            await made.close_clients()
 
 
 @contextlib.contextmanager

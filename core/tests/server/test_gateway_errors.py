@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from scripted_upstream import OVERFLOW, Drop, Fail, Hold, Raw
-from stack import Stack, post, running_stack
+from stack import Stack, post, running_stack, said_by_agl
 
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import HEADER_ROLLOUT, CloseRequest
@@ -209,8 +209,8 @@ async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
     response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
     assert (response.status_code, error_of(response)["code"]) == (503, "store_failed")
     assert int(response.headers["retry-after"]) > 0
-    assert "scripted failure" in caplog.text
-    assert "Traceback" not in caplog.text + response.text
+    assert "scripted failure" in said_by_agl(caplog)
+    assert "Traceback" not in said_by_agl(caplog) + response.text
     stack.store.failing = False
     assert not (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="500"))).counted
     [attempt] = await stack.store.attempts(key.rollout)

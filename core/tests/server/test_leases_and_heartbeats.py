@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from clock import Clock
 from memory_store import MemoryStore
-from stack import Hooks, Stack, make_rollout
+from stack import Hooks, Stack, make_rollout, said_by_agl
 
 from agl_core.client.api import LightningClient
 from agl_core.errors import ServerError
@@ -30,6 +31,7 @@ from agl_core.wire import (
 
 FINISHED = CloseRequest(ending=Ending.FINISHED, result="4")
 ALIVE = HeartbeatReply(lost=[], closed=False)
+YEAR = 365 * 86_400.0
 
 
 @pytest.fixture
@@ -40,6 +42,20 @@ async def clock() -> Clock:
 @pytest.fixture
 async def store() -> MemoryStore:
     return MemoryStore()
+
+
+@pytest.fixture
+async def set_wall_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes the wall clock wrong by so many seconds; else it goes as the event loop's does."""
+    loop = asyncio.get_running_loop()
+    started, error = time.time() - loop.time(), 0.0
+
+    def be_wrong_by(seconds: float) -> None:
+        nonlocal error
+        error = seconds
+
+    monkeypatch.setattr(time, "time", lambda: started + loop.time() + error)
+    return be_wrong_by
 
 
 @contextlib.asynccontextmanager
@@ -148,6 +164,31 @@ async def test_what_a_beating_worker_is_lent_later_expires_too(
     assert await state(store) is RolloutState.QUEUED
 
 
+@pytest.mark.parametrize("jump", [YEAR, -YEAR])
+async def test_leases_do_not_go_by_the_wall_clock(
+    jump: float,
+    queue: RolloutQueue,
+    clock: Clock,
+    store: MemoryStore,
+    set_wall_clock: Callable[[float], None],
+) -> None:
+    await queue.enqueue([make_rollout(id) for id in "ab"])
+    kept, dropped = await lent(queue, capacity=2)
+    beat(queue, kept, dropped)
+    await clock.advance(15)
+    assert beat(queue, kept) == []
+    await clock.advance(4)
+    set_wall_clock(jump)
+    await clock.advance(1)
+    assert [await state(store, id) for id in "ab"] == ["running", "queued"]
+    for _ in range(7):
+        assert beat(queue, kept) == []
+        await clock.advance(15)
+    assert await state(store) is RolloutState.RUNNING
+    await clock.advance(5)
+    assert await state(store) is RolloutState.QUEUED, "its timeout does not go by the wall clock either"
+
+
 async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_short(
     queue: RolloutQueue, clock: Clock, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,9 +198,9 @@ async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_sho
     await clock.advance(20)
     for _ in range(15):
         await clock.advance(0.8)
-    assert 1 <= len(caplog.records) <= 4, caplog.text
-    assert "scripted failure" in caplog.text
-    assert "Traceback" not in caplog.text
+    said = said_by_agl(caplog)
+    assert 1 <= said.count("scripted failure") <= 4, said
+    assert "Traceback" not in said
     store.failing = False
     for _ in range(3):
         await clock.advance(5)
@@ -303,4 +344,22 @@ async def test_a_restored_attempt_keeps_its_own_timeout(clock: Clock, store: Mem
             assert await state(store) is RolloutState.RUNNING
         beat(queue, key)
         await clock.advance(10)
+        assert await state(store) is RolloutState.QUEUED
+
+
+async def test_a_wall_clock_set_back_does_not_lengthen_a_restored_attempt(
+    clock: Clock, store: MemoryStore, set_wall_clock: Callable[[float], None]
+) -> None:
+    async with watched(store) as queue:
+        await queue.enqueue([make_rollout("a")])
+        (key,) = await lent(queue)
+    set_wall_clock(-YEAR)
+    async with watched(store) as queue:
+        await queue.restore("run")
+        for _ in range(8):
+            assert beat(queue, key) == []
+            await clock.advance(15)
+            assert await state(store) is RolloutState.RUNNING
+        beat(queue, key)
+        await clock.advance(15)
         assert await state(store) is RolloutState.QUEUED

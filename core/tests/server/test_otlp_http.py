@@ -26,6 +26,8 @@ from agl_core.server.otlp import decoding
 from agl_core.types import AttemptKey, OutcomeStatus
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
+PATIENCE = 120.0
+"""Seconds for any part of a request: 32 MiB through one event loop take long where others need the machine too."""
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ async def post(
     intake: IntakeStack, body: bytes, kind: str = PROTOBUF, key: Any = None, **headers: str
 ) -> httpx.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
         return await client.post(
             intake.url(key), content=body, headers={"content-type": kind, **intake.authorization, **named}
         )

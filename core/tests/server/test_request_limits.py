@@ -26,10 +26,13 @@ WORKERS = {
     "/agl/v1/rollouts/r0/attempts/0/close": b'{"ending": "lost", "result": %s}',
 }
 
+PATIENCE = 120.0
+"""Seconds for any part of a request: large ones take long where others need the machine too."""
+
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
         yield client
 
 
