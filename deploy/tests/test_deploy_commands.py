@@ -61,7 +61,7 @@ def test_every_place_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("train", "1", "--sever", "1"), ("serf", "1"), ("worker",), ("serve", "1", "--port", "x")]
+    "words", [("train", "1", "--sever", "1"), ("serf", "1"), ("serve",), ("serve", "1", "--port", "x")]
 )
 def test_a_wrong_command_line_is_noticed(words: tuple[str, ...]) -> None:
     with pytest.raises(Exception, match=r"(?i)no such|missing|valid integer"):

@@ -24,18 +24,24 @@ class Exit:
 
 async def launch(command: Sequence[str], environment: Mapping[str, str]) -> Exit:
     """Run a command with this process's input and output, until it ends. OSError if it cannot be started."""
-    process = await asyncio.create_subprocess_exec(*command, env=environment)
-    passed: list[int] = []
+    process: asyncio.subprocess.Process | None = None
+    came: list[signal.Signals] = []
 
     def pass_on(number: signal.Signals) -> None:
-        passed.append(number)
-        if number is not signal.SIGINT or not _has_terminal():
+        if process is not None and (number is not signal.SIGINT or not _has_terminal()):
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    with _handled(pass_on):
+    def handle(number: signal.Signals) -> None:
+        came.append(number)
+        pass_on(number)
+
+    with _handled(handle):  # Before the command starts: it may be what tells somebody to send one.
+        process = await asyncio.create_subprocess_exec(*command, env=environment)
+        for number in tuple(came):
+            pass_on(number)
         status = await process.wait()
-    return Exit(status if status >= 0 else 128 - status, bool(passed))
+    return Exit(status if status >= 0 else 128 - status, bool(came))
 
 
 def _has_terminal() -> bool:

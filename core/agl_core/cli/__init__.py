@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agl_core.cli.doctor import doctor
+from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.reward import reward
@@ -69,6 +69,13 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in SERVER_MODULES or "--debug" in sys.argv:
+            raise
+        needed = f"This needs the server's packages, of which {missing} is not installed"
+        typer.secho(f"Error: {needed}: pip install 'agl-core[server]'", fg=typer.colors.RED, err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -10,8 +10,8 @@ from typing import Any
 
 import tomli_w
 
+from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import ConfigError
-from agl_core.training.run import CONFIG_FILE
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

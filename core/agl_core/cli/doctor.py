@@ -41,7 +41,8 @@ _ADAPTERS = {
 """The packages that bring an adapter, by the framework's module."""
 _DISTRIBUTIONS = {"agents": "openai-agents"}
 """Where a module's name is so plain that another may have it."""
-_SERVER = ("httptools", "starlette", "uvicorn")
+SERVER_MODULES = ("httptools", "starlette", "uvicorn")
+"""What agl-core imports of its extra `server`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def _findings(config: Path | None, upstream: str | None, key_env: str | None, mo
 def _packages() -> Iterator[Finding]:
     from agl_core.plugins import Kind, Plugins
 
-    missing = [name for name in _SERVER if importlib.util.find_spec(name) is None]
+    missing = [name for name in SERVER_MODULES if importlib.util.find_spec(name) is None]
     yield Finding(
         "server",
         f"{', '.join(missing)} missing" if missing else "its packages are installed",

@@ -30,12 +30,12 @@ def evaluate(
     from agl_core.cli.observer import ConsoleObserver
     from agl_core.cli.tables import print_evaluation
     from agl_core.config.check import check
-    from agl_core.config.load import load
+    from agl_core.config.load import CONFIG_FILE, load
     from agl_core.errors import CheckpointError
     from agl_core.server.event_loop import run
     from agl_core.training.checkpoints import Checkpoints
-    from agl_core.training.run import CONFIG_FILE, folder_of_served, new_run_dir
     from agl_core.training.run import evaluate as run_evaluation
+    from agl_core.training.run import folder_of_served, new_run_dir
 
     of_run = not target.is_file()
     file = find_run(target) / CONFIG_FILE if of_run else target

@@ -98,7 +98,7 @@ def try_(
 
 def _run_of(file: Path, loaded: LoadedConfig) -> Path:
     """The run that has this file as its configuration, else the newest of the configuration's name."""
-    from agl_core.training.run import CONFIG_FILE
+    from agl_core.config.load import CONFIG_FILE
 
     runs, name = loaded.config.runs, loaded.config.name
     if file.name == CONFIG_FILE and file.resolve().parent.parent == runs.resolve():

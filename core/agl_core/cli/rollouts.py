@@ -211,11 +211,10 @@ async def _rewards(store: Store, rollout: Rollout) -> list[Reward]:
 def _read(run: Path | None, read: Any) -> tuple[Any, list[Run]]:
     """Call `read` with the run's store, opened for reading only."""
     from agl_core.cli.captures import is_capture
-    from agl_core.config.load import load
-    from agl_core.training.run import CONFIG_FILE
+    from agl_core.config.load import CONFIG_FILE, load_for_server
 
     folder = newest_run() if run is None else find_run(run)
-    build = _build_store if is_capture(folder) else load(folder / CONFIG_FILE).store.build
+    build = _build_store if is_capture(folder) else load_for_server(folder / CONFIG_FILE).store.build
 
     async def reading() -> tuple[Any, list[Run]]:
         store: Store = build(folder, True)
@@ -233,7 +232,7 @@ def _build_store(folder: Path, read_only: bool) -> Store:
 
 def newest_run() -> Path:
     """The newest run's folder below ./runs."""
-    from agl_core.training.run import CONFIG_FILE
+    from agl_core.config.load import CONFIG_FILE
 
     found = sorted(Path("runs").glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:

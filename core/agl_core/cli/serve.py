@@ -14,7 +14,7 @@ from agl_core.cli.train import Set
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agl_core.config.load import LoadedConfig
+    from agl_core.config.load import ServedConfig
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
 Host = Annotated[str | None, typer.Option(help="The address to listen on, instead of server.host.", show_default=False)]
@@ -36,19 +36,20 @@ def serve(
     queued, and workers keep what they run. So the server may be killed at any time; start it again by the same
     command, and trainer and workers go on.
 
+    Of the plugins that the configuration names only the store has to be installed here, and no weights are needed.
+
     To be reached from other machines, give it an address of this one with --host, and set AGL_WORKER_KEY and
     AGL_OPERATOR_KEY here, the first for the workers and the second for the trainer. What crosses the network is not
     encrypted. Ctrl-C or SIGTERM stops it; workers and trainer wait for the next one.
     """
     from rich.console import Console
 
-    from agl_core.config.load import dump, load
+    from agl_core.config.load import CONFIG_FILE, dump, load_for_server
     from agl_core.server.event_loop import run
-    from agl_core.training.run import CONFIG_FILE
 
     changes = [f"server.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]
     file = target / CONFIG_FILE if target.is_dir() else target
-    loaded = load(file, [*set_, *changes])
+    loaded = load_for_server(file, [*set_, *changes])
     run_dir = target if target.is_dir() else loaded.config.runs / loaded.config.name
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / CONFIG_FILE).exists():
@@ -56,7 +57,7 @@ def serve(
     run(_serve(loaded, run_dir, file, Console()))
 
 
-async def _serve(loaded: LoadedConfig, run_dir: Path, file: Path, console: Console) -> None:
+async def _serve(loaded: ServedConfig, run_dir: Path, file: Path, console: Console) -> None:
     from agl_core.training.serving import server_apart
 
     async with server_apart(loaded, run_dir) as server:

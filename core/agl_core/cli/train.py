@@ -59,9 +59,9 @@ def train(
     from agl_core.cli.observer import ConsoleObserver
     from agl_core.cli.tables import print_summary
     from agl_core.config.check import check
-    from agl_core.config.load import load
+    from agl_core.config.load import CONFIG_FILE, load
     from agl_core.server.event_loop import run
-    from agl_core.training.run import CONFIG_FILE, folder_of_served, new_run_dir
+    from agl_core.training.run import folder_of_served, new_run_dir
     from agl_core.training.run import train as run_training
 
     if config is not None and resume is None:
@@ -110,7 +110,7 @@ def reached(loaded: LoadedConfig, folder: Path | None, url: str) -> Server:
 
 def find_run(folder: Path) -> Path:
     """A run's folder, given as such or by its name below `runs`."""
-    from agl_core.training.run import CONFIG_FILE
+    from agl_core.config.load import CONFIG_FILE
 
     for candidate in (folder, Path("runs") / folder):
         if (candidate / CONFIG_FILE).is_file():

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,12 +21,30 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agl_core.client import Server, Worker
-    from agl_core.config.load import LoadedConfig
+    from agl_core.config.models import AgentSection, RunConfig, WorkerSection
 
-Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
+Target = Annotated[
+    Path | None,
+    typer.Argument(
+        help="The run's configuration (TOML), or its folder; not needed with --server and --entry or --command.",
+        show_default=False,
+    ),
+]
 ServerUrl = Annotated[
     str | None,
     typer.Option("--server", metavar="URL", help="Where `agl train` or `agl serve` listens.", show_default=False),
+]
+Entry = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION", help="The agent, instead of the file's agent.entry.", show_default=False),
+]
+Command = Annotated[
+    str | None,
+    typer.Option(
+        metavar="'PROGRAM …'",
+        help="A program that is run for each rollout (agent.command), instead of the file's agent.",
+        show_default=False,
+    ),
 ]
 Concurrency = Annotated[
     int | None,
@@ -35,7 +54,6 @@ Concurrency = Annotated[
 ]
 Drain = Annotated[float, typer.Option(min=0, help="Seconds that rollouts get to end after SIGTERM or Ctrl-C.")]
 
-_CONFIG_FILE = "config.toml"
 _LOOK_AGAIN = 0.5
 _REFRESH = 0.5
 _LINES = 10.0
@@ -43,8 +61,10 @@ _LINES = 10.0
 
 
 def work(
-    target: Target,
+    target: Target = None,
     server: ServerUrl = None,
+    entry: Entry = None,
+    command: Command = None,
     concurrency: Concurrency = None,
     drain: Drain = 30.0,
     set_: Set = [],  # noqa: B006
@@ -52,62 +72,105 @@ def work(
     """Run rollouts for `agl train TARGET`, until that run is over. There may be any number of workers.
 
     On the machine of `agl train` (or `agl serve`), the server and its key are found in the run's folder. Anywhere
-    else, name the server with --server and set AGL_WORKER_KEY to the value it has there. The configuration, the agent
-    and what that needs have to be on each machine.
+    else, name the server with --server and set AGL_WORKER_KEY to the value it has there. The agent and what it needs
+    have to be on each machine, and the configuration, unless --entry or --command say which agent it is; engine,
+    algorithms, rewards and weights need not.
 
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back at once.
     """
     from rich.console import Console
 
-    from agl_core.client import find_server, is_over
-    from agl_core.config.load import load
-
-    folder = target if target.is_dir() else None
-    loaded = load(target if folder is None else folder / _CONFIG_FILE, set_)
+    plan = _planned(target, server, entry, command, set_)
     console = Console(stderr=True)
-    has_moved = asyncio.run(
-        _work(
-            loaded,
-            lambda: find_server(loaded.config, folder, server),
-            lambda found: is_over(loaded.config, folder, found),
-            concurrency,
-            drain,
-            console,
-        )
-    )
+    has_moved = asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console))
     if has_moved:
         console.print("the server has moved: starting anew", highlight=False)
         os.execv(sys.executable, sys.orig_argv)
 
 
-async def _work(
-    loaded: LoadedConfig,
-    find: Callable[[], Server | None],
-    is_over: Callable[[Server], bool],
-    concurrency: int | None,
-    drain: float,
-    console: Console,
-) -> bool:
+@dataclass(frozen=True)
+class _Plan:
+    """Which agent is run, how, and for which server."""
+
+    agent: AgentSection
+    workers: WorkerSection
+    folder: Path
+    plugins: tuple[Path, ...]
+    config: RunConfig | None
+    run_dir: Path | None
+    url: str | None
+
+    def find(self) -> Server | None:
+        from agl_core.client import find_server
+
+        return find_server(self.config, self.run_dir, self.url)
+
+    def is_over(self, server: Server) -> bool:
+        from agl_core.client import is_over
+
+        return is_over(self.config, self.run_dir, server)
+
+
+def _planned(
+    target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
+) -> _Plan:
+    from agl_core.config.load import CONFIG_FILE, load_for_workers
+    from agl_core.config.models import WorkerSection
+    from agl_core.errors import ConfigError
+
+    if target is None:
+        if url is None or (entry is None and command is None) or overrides:
+            raise ConfigError(
+                "Name the run's configuration or its folder. Only with --server and either --entry or --command, and "
+                "without --set, a worker needs none."
+            )
+        return _Plan(_agent(entry, command), WorkerSection(), Path.cwd(), (), None, None, url)
+    run_dir = target if target.is_dir() else None
+    config = load_for_workers(target if run_dir is None else run_dir / CONFIG_FILE, overrides)
+    assert config.folder is not None
+    agent = config.agent
+    if entry is not None or command is not None:
+        agent = _agent(entry, command).model_copy(update={"attach": agent.attach})
+    return _Plan(agent, config.workers, config.folder, config.plugins, config, run_dir, url)
+
+
+def _agent(entry: str | None, command: str | None) -> AgentSection:
+    from pydantic import ValidationError
+
+    from agl_core.config.models import AgentSection
+    from agl_core.errors import ConfigError
+
+    try:
+        return AgentSection(entry=entry, command=command)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"The agent of --entry or --command: {problem}.") from error
+
+
+async def _work(plan: _Plan, concurrency: int, drain: float, console: Console) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
     from agl_core.capture import attach, installed_adapters
     from agl_core.client import LightningClient, Worker, agent_environment, choose_runner, client_variables
+    from agl_core.plugins import Plugins
 
-    workers = loaded.config.workers
-    server = await _found(find, console)
+    plugins = Plugins.load(plan.plugins)
+    server = await _found(plan.find, console)
     elsewhere = over = False
 
     def gone() -> bool:
         nonlocal elsewhere, over
-        elsewhere, over = find() not in (None, server), is_over(server)
+        elsewhere, over = plan.find() not in (None, server), plan.is_over(server)
         return elsewhere or over
 
     with agent_environment(client_variables(server.base_url)):
-        if loaded.config.agent.attach:
-            attach(installed_adapters(loaded.plugins))
-        runner = choose_runner(loaded, server.base_url)
+        if plan.agent.attach:
+            attach(installed_adapters(plugins))
+        runner = choose_runner(
+            plan.agent, plan.workers, folder=plan.folder, plugins=plan.plugins, base_url=server.base_url
+        )
         async with LightningClient(server.base_url, server.key) as client:
-            worker = Worker(client, runner, concurrency=concurrency or workers.concurrency, moved=gone)
+            worker = Worker(client, runner, concurrency=concurrency, moved=gone)
             console.print(f"working for {server.base_url}", highlight=False)
             showing = asyncio.create_task(_show(worker, console))
             with _draining(worker, drain, console):

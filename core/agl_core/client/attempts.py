@@ -41,7 +41,10 @@ class Runner(Protocol):
         """Get ready for the first attempt."""
 
     async def run(self, lease: Lease, base_url: str, recording: Recording) -> Ended:
-        """Run one attempt to its end. When this is cancelled, nothing of the attempt is left running."""
+        """Run one attempt to its end.
+
+        When this is cancelled, nothing of the attempt is left running; if it has ended already, it returns how.
+        """
         ...
 
     async def close(self) -> None:

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
 from agl_core.client.agent import load_agent
 from agl_core.client.attempts import Runner
 from agl_core.client.in_process import InProcess
 from agl_core.client.isolated import CommandPerAttempt, ProcessPerAttempt
-from agl_core.config.load import LoadedConfig
+from agl_core.config.models import AgentSection, WorkerSection
 
 
-def choose_runner(loaded: LoadedConfig, base_url: str) -> Runner:
-    """What runs the attempts of this configuration's agent, for the server at `base_url`.
+def choose_runner(
+    agent: AgentSection, workers: WorkerSection, *, folder: Path, plugins: Sequence[Path], base_url: str
+) -> Runner:
+    """What runs the attempts of this agent, for the server at `base_url`.
 
-    A Python agent is imported, so adapters are to be attached before. AgentError if that fails.
+    `folder` is where its module is found too, or where its command runs; `plugins` are files whose adapters are to be
+    attached. A Python agent is imported, so adapters are to be attached here before. AgentError if that fails.
     """
-    agent, workers = loaded.config.agent, loaded.config.workers
-    plugins = loaded.config.plugins if agent.attach else None
+    attached = plugins if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
     if agent.command is not None:
         command = shlex.split(agent.command) if isinstance(agent.command, str) else list(agent.command)
-        return CommandPerAttempt(command, loaded.folder, plugins=plugins, memory=memory)
+        return CommandPerAttempt(command, folder, plugins=attached, memory=memory)
     assert agent.entry is not None
-    imported = load_agent(agent.entry, loaded.folder)
+    imported = load_agent(agent.entry, folder)
     if workers.isolation == "none" or (workers.isolation == "auto" and imported.is_async):
         return InProcess(imported)
     return ProcessPerAttempt(
         agent.entry,
-        loaded.folder,
+        folder,
         base_url=base_url,
-        plugins=plugins,
+        plugins=attached,
         memory=memory,
     )

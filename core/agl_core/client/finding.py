@@ -24,8 +24,12 @@ class Server:
     key: str = field(repr=False)
 
 
-def find_server(config: RunConfig, folder: Path | None, url: str | None, name: str = WORKER_KEY) -> Server | None:
+def find_server(
+    config: RunConfig | None, folder: Path | None, url: str | None, name: str = WORKER_KEY
+) -> Server | None:
     """The server of a run: at `url`, else as the file in the run's `folder` says, or in the newest of its name.
+
+    Without a configuration it is the one at `url`, with the key of the environment.
 
     `name` is the variable of the key that is needed; the key is its value, else as that file says. None if there is no
     such file yet; ConfigError if only the key is missing.
@@ -45,16 +49,18 @@ def find_server(config: RunConfig, folder: Path | None, url: str | None, name: s
     return Server(base_url, key) if base_url and key else None
 
 
-def is_over(config: RunConfig, folder: Path | None, server: Server) -> bool:
+def is_over(config: RunConfig | None, folder: Path | None, server: Server) -> bool:
     """Whether the file of this server says that its run is over; False on a machine that does not have the file."""
     file = _newest(config, folder, server.base_url)
     return file is not None and file.base_url == server.base_url and file.over
 
 
-def _newest(config: RunConfig, folder: Path | None, base_url: str) -> ServerFile | None:
+def _newest(config: RunConfig | None, folder: Path | None, base_url: str) -> ServerFile | None:
     """The file of this server, if there is one, else the newest one."""
     if folder is not None:
         files = [folder / SERVER_FILE]
+    elif config is None:
+        files = []
     else:
         same_name = re.compile(rf"{re.escape(config.name)}(-\d+)?")
         files = [each for each in config.runs.glob(f"*/{SERVER_FILE}") if same_name.fullmatch(each.parent.name)]

@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,7 +122,7 @@ class _Forker:
 
     def _start(self, id: int, files: list[int]) -> None:
         try:
-            pid = os.fork()
+            pid = _fork()
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.write(files[0], json.dumps({"failed": f"no process could be started ({error})"}).encode() + b"\n")
@@ -184,6 +185,13 @@ class _Forker:
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # The worker is gone, which the next read shows.
             self._control.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _fork() -> int:
+    """`os.fork`, without Python's warning (from 3.12 on) of native threads: their library sees to forks itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
 
 
 if __name__ == "__main__":

@@ -46,8 +46,9 @@ class InProcess:
         try:
             await asyncio.wait({work})
         except asyncio.CancelledError:
-            await self._end(work)
-            raise
+            if not work.done():
+                await self._end(work)
+                raise
         try:
             result = work.result()
         except asyncio.CancelledError:

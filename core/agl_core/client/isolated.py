@@ -68,14 +68,21 @@ class ProcessPerAttempt:
         await self._processes.close()
 
     async def run(self, lease: Lease, base_url: str, recording: Recording) -> Ended:
+        ended: Ended | None = None
         try:
             async with self._processes.started() as process:
                 process.send({"lease": lease.model_dump(mode="json"), "base_url": base_url})
-                return await self._until_ended(process, recording)
+                ended = await self._ended(process, recording)
+                await asyncio.wait({process.exited}, timeout=_EXIT_GRACE)
         except ForkerGoneError as error:
             return Ended(Ending.LOST, error=str(error))
+        except asyncio.CancelledError:
+            if ended is None:
+                raise
+        return ended
 
-    async def _until_ended(self, process: Process, recording: Recording) -> Ended:
+    async def _ended(self, process: Process, recording: Recording) -> Ended:
+        """How the agent ended, as soon as that is known; its process may still be exiting."""
         reading = asyncio.create_task(_read(process, recording))
         try:
             either: set[asyncio.Future[Any]] = {reading, process.exited}
@@ -87,7 +94,6 @@ class ProcessPerAttempt:
         finally:
             reading.cancel()
         if ended is not None:
-            await asyncio.wait({process.exited}, timeout=_EXIT_GRACE)
             return ended
         return Ended(Ending.CRASHED, error=f"the agent's process {_fate(await process.exited)} before it had a result")
 

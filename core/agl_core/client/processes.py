@@ -130,9 +130,12 @@ class Processes:
         if not exited.done() and self._control is not None:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({"end": id}).encode() + b"\n")
-        await asyncio.wait({exited})
-        exited.exception()
-        self._exited.pop(id, None)
+        try:
+            await asyncio.wait({exited})
+        finally:  # Also where that is cancelled: it may be exiting by itself, and slowly.
+            await asyncio.wait({exited})
+            exited.exception()
+            self._exited.pop(id, None)
 
     async def _start_forker(self) -> int:
         """Start it and wait until it is ready; how many threads of Python it has."""

@@ -20,21 +20,24 @@ from agl_core.client.heartbeats import Heartbeats
 from agl_core.client.link import Link, persistently
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire import MAX_REPORTS, CloseRequest, Lease, LeaseRequest, RewardReport
+from agl_core.wire import MAX_REPORTS, CloseReply, CloseRequest, Lease, LeaseRequest, RewardReport
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _LEASE_WAIT = 5.0
+_NOTICE = 0.5
+"""Seconds to notice that an agent has ended by itself: if this process was stopped, it learns all at once that time is
+up, that the lease is gone, and that the agent had ended long before."""
 
 
 class Worker:
     """Runs one agent for one server, in the event loop that calls `run`.
 
-    An attempt that exceeds its timeout, or that the server no longer counts, is ended. While the server is away, the
-    worker waits for it, and what has ended meanwhile is reported when it is back; `moved` is asked each time whether
-    the server is to be looked for elsewhere instead.
+    An attempt that exceeds its timeout, or that the server no longer counts, is ended; one that had ended by then is
+    reported all the same. While the server is away, the worker waits for it, and what has ended meanwhile is reported
+    when it is back; `moved` is asked each time whether the server is to be looked for elsewhere instead.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class Worker:
         self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
         self._link = Link(client.base_url)
         self._running: dict[AttemptKey, asyncio.Task[None]] = {}
-        self._lost: set[AttemptKey] = set()
+        self._lost: dict[AttemptKey, asyncio.Future[None]] = {}
+        """Done for those that the server no longer counts."""
         self._stopped, self._hurried = asyncio.Event(), asyncio.Event()
         self._patience = 0.0
         self._left = Ending.CANCELLED
@@ -114,6 +118,7 @@ class Worker:
         for lease in reply.leases:
             key = AttemptKey(lease.rollout, lease.attempt)
             heartbeats.hold([key], lease.heartbeat)
+            self._lost[key] = asyncio.get_running_loop().create_future()
             task = self._running[key] = asyncio.create_task(self._attempt(key, lease))
             task.add_done_callback(functools.partial(self._ended, key, heartbeats))
 
@@ -129,50 +134,62 @@ class Worker:
     def _ended(self, key: AttemptKey, heartbeats: Heartbeats, _: asyncio.Task[None]) -> None:
         heartbeats.release(key)
         self._running.pop(key, None)
-        self._lost.discard(key)
+        self._lost.pop(key, None)
 
     def _told(self, lost: Collection[AttemptKey], closed: bool) -> None:
         """What a heartbeat was answered."""
         if closed:
             self._stopped.set()
         for key in lost:
-            if (task := self._running.get(key)) is not None and key not in self._lost:
-                self._lost.add(key)
-                task.cancel()
+            if (gone := self._lost.get(key)) is not None and not gone.done():
+                gone.set_result(None)
 
     async def _attempt(self, key: AttemptKey, lease: Lease) -> None:
-        recording = Recording()
+        recording, lost = Recording(), self._lost[key]
         try:
-            ended = await self._executed(lease, recording)
+            ended = await self._executed(lease, recording, lost)
         except asyncio.CancelledError:
-            if key not in self._lost:
+            if not lost.done():
                 request = _closing(Ended(self._left, error="the worker was stopped"), recording)
                 await self._report(key, request, tries=1)
             raise
-        self.problems.update(recording.problems)
-        await self._report(key, _closing(ended, recording))
+        if ended is not None:
+            self.problems.update(recording.problems)
+            await self._report(key, _closing(ended, recording))
 
-    async def _executed(self, lease: Lease, recording: Recording) -> Ended:
+    async def _executed(self, lease: Lease, recording: Recording, lost: asyncio.Future[None]) -> Ended | None:
+        """How the attempt ended; None if it was ended here because it was lost."""
         work = asyncio.create_task(self._runner.run(lease, self._client.base_url, recording))
+        either: set[asyncio.Future[Any]] = {work, lost}
         try:
-            await asyncio.wait({work}, timeout=lease.timeout)
-            if not work.done():
-                error = f"the attempt took longer than {lease.timeout:g} seconds"
-                return Ended(Ending.TIMED_OUT, error=error)
-            return work.result()
-        except Exception as error:
-            logger.exception("An attempt could not be run.")
-            return Ended(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
+            await asyncio.wait(either, timeout=lease.timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work}, timeout=_NOTICE)
         finally:
             work.cancel()
             await asyncio.wait({work})
             recording.close()
+        try:
+            return work.result()
+        except asyncio.CancelledError:
+            error = f"the attempt took longer than {lease.timeout:g} seconds"
+            return None if lost.done() else Ended(Ending.TIMED_OUT, error=error)
+        except Exception as error:
+            logger.exception("An attempt could not be run.")
+            return Ended(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
 
     async def _report(self, key: AttemptKey, request: CloseRequest, tries: int | None = None) -> None:
-        """Close the attempt; while the server is away, `tries` times, or until it is back."""
+        """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled."""
         self.endings[request.ending] += 1
+
+        def close() -> Coroutine[Any, Any, CloseReply]:
+            return self._client.close_attempt(key, request)
+
         try:
-            await self._answered(lambda: self._client.close_attempt(key, request), tries)
+            try:
+                await self._answered(close, tries)
+            except asyncio.CancelledError:
+                await self._answered(close, tries=1)
+                raise
         except UnreachableError:
             logger.debug("How %s/%s ended could not be reported.", *key)
         except ServerError as error:

@@ -18,22 +18,30 @@ from agl_core.config.resolve import Chosen, PolicyPlan, Resolver, below
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
 
+CONFIG_FILE = "config.toml"
+"""The configuration of a run as resolved, in the run's folder."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedConfig:
-    """A configuration, read and resolved."""
+class ServedConfig:
+    """A configuration as far as a server needs it, and those who look at what that stored."""
 
     config: RunConfig
     """As resolved: settings of plugins with their defaults, paths absolute, secrets left out."""
     folder: Path
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
+    store: Chosen
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedConfig(ServedConfig):
+    """A configuration, read and resolved."""
+
     policies: Mapping[str, PolicyPlan]
     """How each policy learns."""
     engine: Chosen
-    store: Chosen
     buffer: Chosen
     tasks: Mapping[str, Chosen]
     """By the name of the set."""
@@ -51,6 +59,54 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
         loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
         tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
     """
+    config, report = _validated(path, overrides, seed)
+    folder = config.folder
+    assert folder is not None
+    config = config.model_copy(update={"policies": _policies(config.policies, folder, report)})
+    plugins = Plugins.load(config.plugins)
+    parts = _resolved(config, Resolver(plugins, folder, report), report)
+    assert parts.store is not None
+    assert parts.engine is not None
+    assert parts.buffer is not None
+    return LoadedConfig(
+        config=parts.config,
+        folder=folder,
+        plugins=plugins,
+        store=parts.store,
+        policies=parts.policies,
+        engine=parts.engine,
+        buffer=parts.buffer,
+        tasks=parts.tasks,
+        rewards=parts.rewards,
+        trackers=parts.trackers,
+    )
+
+
+def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServedConfig:
+    """Read a run's configuration as far as a server needs it, and those who look at what that stored.
+
+    Of the plugins that it names only the store has to be installed, and the weights need not be there. Settings of
+    what is not installed are left out of `config`, for any of them may be a secret. ConfigError tells what is wrong.
+    """
+    config, report = _validated(path, overrides)
+    folder = config.folder
+    assert folder is not None
+    plugins = Plugins.load(config.plugins)
+    parts = _resolved(config, Resolver(plugins, folder, report, required=(Kind.STORE,)), report)
+    assert parts.store is not None
+    return ServedConfig(parts.config, folder, plugins, parts.store)
+
+
+def load_for_workers(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's configuration as far as those who run its agent need it, with `folder` and `plugins` absolute.
+
+    The plugins that it names are not looked for, nor are the weights: where agents run there need be no engine, no
+    algorithm and no reward. ConfigError tells what is wrong apart from these.
+    """
+    return _validated(path, overrides)[0]
+
+
+def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RunConfig, Report]:
     data = _read(path)
     report = Report(path, apply_overrides(data, overrides))
     if seed is not None:
@@ -60,10 +116,7 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
     assert config is not None
     folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
     plugins = tuple(below(folder, file) for file in config.plugins)
-    config = config.model_copy(
-        update={"folder": folder, "plugins": plugins, "policies": _policies(config.policies, folder, report)}
-    )
-    return _with_plugins(config, folder, Plugins.load(plugins), report)
+    return config.model_copy(update={"folder": folder, "plugins": plugins}), report
 
 
 def dump(config: RunConfig) -> str:
@@ -105,8 +158,21 @@ def _weights(model: ModelSection, folder: Path) -> str | None:
     return model.path if _HUB_NAME.fullmatch(model.path) and not local.exists() else None
 
 
-def _with_plugins(config: RunConfig, folder: Path, plugins: Plugins, report: Report) -> LoadedConfig:
-    resolver = Resolver(plugins, folder, report)
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What a configuration chose, as far as it is installed."""
+
+    config: RunConfig
+    policies: Mapping[str, PolicyPlan]
+    engine: Chosen | None
+    store: Chosen | None
+    buffer: Chosen | None
+    tasks: Mapping[str, Chosen]
+    rewards: Mapping[str, Chosen]
+    trackers: Mapping[str, Chosen]
+
+
+def _resolved(config: RunConfig, resolver: Resolver, report: Report) -> _Parts:
     algorithm_section, algorithm = resolver.choice(Kind.ALGORITHM, ("algorithm",), config.algorithm)
     credit_section, credit = resolver.choice(Kind.CREDIT, ("credit",), config.credit)
     policy_sections, policies = resolver.policies(config.policies, algorithm, credit)
@@ -117,9 +183,6 @@ def _with_plugins(config: RunConfig, folder: Path, plugins: Plugins, report: Rep
     reward_sections, rewards = resolver.rewards(config.rewards)
     tracker_sections, trackers = resolver.trackers(config.trackers, must_exist="trackers" in config.model_fields_set)
     report.raise_if_any()
-    assert engine is not None
-    assert store is not None
-    assert buffer is not None
     resolved = config.model_copy(
         update={
             "algorithm": algorithm_section,
@@ -133,4 +196,4 @@ def _with_plugins(config: RunConfig, folder: Path, plugins: Plugins, report: Rep
             "trackers": tracker_sections,
         }
     )
-    return LoadedConfig(resolved, folder, plugins, policies, engine, store, buffer, tasks, rewards, trackers)
+    return _Parts(resolved, policies, engine, store, buffer, tasks, rewards, trackers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,14 @@ class Resolver:
     """Looks up and validates, section by section; what is wrong goes to the report.
 
     Each method returns the section with the settings as validated (defaults filled in, paths absolute), so that the
-    resolved configuration says everything, and what it chose. Parts that are wrong are missing from both.
+    resolved configuration says everything, and what it chose. Parts that are wrong are missing from both, and so are
+    the settings of plugins that are not installed; only for the kinds that are `required` that is wrong.
     """
 
-    def __init__(self, plugins: Plugins, folder: Path, report: Report) -> None:
-        self._plugins, self._folder, self._report = plugins, folder, report
+    def __init__(
+        self, plugins: Plugins, folder: Path, report: Report, *, required: Collection[Kind] = tuple(Kind)
+    ) -> None:
+        self._plugins, self._folder, self._report, self._required = plugins, folder, report, required
 
     def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
@@ -106,9 +109,10 @@ class Resolver:
 
     def tasks(self, sections: Mapping[str, TaskSection]) -> tuple[dict[str, TaskSection], dict[str, Chosen]]:
         """The sets of tasks."""
-        resolved, found = dict(sections), {}
+        resolved, found = {}, {}
         for name, section in sections.items():
             place: Place = ("tasks", name)
+            resolved[name] = TaskSection(source=section.source)
             chosen = self._chosen(
                 Kind.TASK_SOURCE, section.source, section.settings, place, named_by="source", reserved=TaskSection
             )
@@ -119,8 +123,9 @@ class Resolver:
 
     def rewards(self, sections: Mapping[str, RewardSection]) -> tuple[dict[str, RewardSection], dict[str, Chosen]]:
         """The reward rules."""
-        resolved, found = dict(sections), {}
+        resolved, found = {}, {}
         for name, section in sections.items():
+            resolved[name] = RewardSection(rule=section.rule, weight=section.weight)
             chosen = self._chosen(
                 Kind.REWARD,
                 section.rule or name,
@@ -169,7 +174,8 @@ class Resolver:
         return Chosen(component, with_absolute_paths(options, self._folder)) if options is not None else None
 
     def _unknown(self, kind: Kind, name: str, place: Place) -> None:
-        self._report.add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
+        if kind in self._required:
+            self._report.add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
 
 
 def below(folder: Path, path: Path) -> Path:

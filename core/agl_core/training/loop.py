@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_jsonable_python
 
 from agl_core.config import PolicyPlan, RunConfig
-from agl_core.learning import PolicyCredit, Prepared, prepare, without_stale
+from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource, UpdateResult
 from agl_core.store.interface import Store
@@ -132,7 +132,7 @@ class Trainer:
     async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record; once the weights move, the record has to follow."""
         ages = staleness_metrics(drawn.episodes, self.versions)
-        prepared = prepare(
+        prepared = make_batches(
             without_stale(drawn.groups, self.versions, self.config.asynchronous.max_staleness),
             self._credit,
             weights=drawn.weights,
@@ -174,7 +174,7 @@ class Trainer:
         state.train_rewards.append(found["reward/mean"])
         self._count_memory(stats)
 
-    async def _update(self, step: int, prepared: Prepared) -> dict[str, UpdateResult]:
+    async def _update(self, step: int, prepared: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
         results: dict[str, UpdateResult] = {}
         with self.observer.phase("update", step) as phase:
@@ -194,7 +194,7 @@ class Trainer:
         return results
 
     async def _record(
-        self, step: int, prepared: Prepared, results: Mapping[str, UpdateResult], rollouts: Sequence[Rollout]
+        self, step: int, prepared: StepBatches, results: Mapping[str, UpdateResult], rollouts: Sequence[Rollout]
     ) -> list[Use]:
         """Store, all or nothing, what training made of every transition, and of which step each rollout is.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from agl_core.client import BlockingClient, FarServer, Server
 from agl_core.config.check import cautions
-from agl_core.config.load import LoadedConfig, dump
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, dump
 from agl_core.errors import CheckpointError, StoreError
 from agl_core.server import LightningServer
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
@@ -23,7 +23,6 @@ from agl_core.training.serving import near_server
 from agl_core.training.session import Session, open_session
 from agl_core.wire.operators import FinishRequest, VersionsRequest
 
-CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from agl_core.config.load import LoadedConfig
+from agl_core.config.load import ServedConfig
 from agl_core.config.models import RunConfig
 from agl_core.errors import EngineError, ServerError
 from agl_core.protocols import Upstream
@@ -66,7 +66,7 @@ class Serving(Protocol):
 
 
 @asynccontextmanager
-async def near_server(loaded: LoadedConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
+async def near_server(loaded: ServedConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, in the trainer's own process; they end with it.
 
     Workers on this machine find it by the file in the run's folder, which also tells those that are away that the run
@@ -90,7 +90,7 @@ async def near_server(loaded: LoadedConfig, run_dir: Path) -> AsyncIterator[Ligh
 
 
 @asynccontextmanager
-async def server_apart(loaded: LoadedConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
+async def server_apart(loaded: ServedConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, for a trainer elsewhere; what an earlier server left there is taken up.
 
     With port 0 it listens where that one did, if it can, so that those who wait for it find it again.
@@ -115,7 +115,7 @@ async def server_apart(loaded: LoadedConfig, run_dir: Path) -> AsyncIterator[Lig
             await server.stop(over=False)
 
 
-def _server(loaded: LoadedConfig, store: Store, keys: Keys, port: int, run: str | None = None) -> LightningServer:
+def _server(loaded: ServedConfig, store: Store, keys: Keys, port: int, run: str | None = None) -> LightningServer:
     return LightningServer(
         store,
         None,

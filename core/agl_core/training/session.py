@@ -125,13 +125,21 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
 async def start_worker(loaded: LoadedConfig, server: LightningServer, stack: AsyncExitStack) -> WorkerThread:
     """A worker in this process, until the stack is closed; so long, clients that agents make find the server."""
     stack.enter_context(agent_environment(client_variables(server.base_url, server.agent_key)))
-    if loaded.config.agent.attach:
+    config = loaded.config
+    if config.agent.attach:
         attach(installed_adapters(loaded.plugins))
     worker = WorkerThread(
-        await asyncio.to_thread(choose_runner, loaded, server.base_url),
+        await asyncio.to_thread(
+            choose_runner,
+            config.agent,
+            config.workers,
+            folder=loaded.folder,
+            plugins=config.plugins,
+            base_url=server.base_url,
+        ),
         base_url=server.base_url,
         worker_key=server.worker_key,
-        concurrency=loaded.config.workers.concurrency,
+        concurrency=config.workers.concurrency,
     )
     worker.start()
     stack.push_async_callback(worker.stop)

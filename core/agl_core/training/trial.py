@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, nearest
-from agl_core.learning import PolicyCredit, prepare, score
+from agl_core.learning import PolicyCredit, make_batches, score
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
 from agl_core.training.recorded import recorded_episodes, scoring_rules
@@ -144,7 +144,7 @@ def credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict[
             f"The recorded calls were answered by policy '{min(unknown)}', which the configuration does not have. "
             f"{nearest(min(unknown), loaded.policies)}"
         )
-    prepared = prepare(
+    prepared = make_batches(
         groups,
         {name: PolicyCredit.planned(plan) for name, plan in loaded.policies.items()},
         agents=train.agents,

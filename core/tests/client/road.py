@@ -30,8 +30,11 @@ class Road:
             each.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
         there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        self._open |= {writer, back}
+        self._open.add(back)
+        if writer.is_closing():  # The road was closed meanwhile.
+            back.close()
 
         async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError):

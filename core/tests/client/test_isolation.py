@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,28 @@ import psutil
 import pytest
 from stack import make_rollout, until
 
+from agl_core.capture import Recording
 from agl_core.client import ProcessPerAttempt
 from agl_core.errors import AgentError
 from agl_core.types import Ending, OutcomeStatus, Task
+from agl_core.wire import LeaseRequest
 
 HERE = Path(__file__).parent
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 2.0, "attempts": 1}], indirect=True)
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 8.0, "attempts": 1}], indirect=True)
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[Path]:
+    """The file for the pids of what `start_family` starts; at last all of that is ended, whatever became of the test.
+
+    To be named before `workplace`, whose workers have to be gone by then.
+    """
+    file = tmp_path / "pids"
+    yield file
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(str(file) in argument for argument in process.cmdline()):
+                process.kill()
 
 
 def processes(place: Any, entry: str = "isolated_agents:solve", folder: Path = HERE, **options: Any) -> Any:
@@ -32,6 +50,10 @@ async def run(place: Any, tasks: list[Any], runner: Any = None) -> list[Any]:
     """(rollout, attempt) of each task."""
     ended = await place.finish(place.start_runner(runner or processes(place)), tasks)
     return [ended[i] for i in range(len(tasks))]
+
+
+def noted(pids: Path) -> list[int]:
+    return [int(line) for line in pids.read_text().split()] if pids.exists() else []
 
 
 def is_alive(pid: int) -> bool:
@@ -108,13 +130,12 @@ async def test_agents_that_spin_do_not_starve_the_others(workplace: Any) -> None
 
 @QUICK
 @pytest.mark.parametrize("then", ["return", "sleep", "ignore SIGTERM"])
-async def test_what_an_agent_started_ends_with_it(workplace: Any, tmp_path: Path, then: str) -> None:
-    task = {"does": "start_family", "file": str(tmp_path / "pids"), "then": then}
+async def test_what_an_agent_started_ends_with_it(pids: Path, workplace: Any, then: str) -> None:
+    task = {"does": "start_family", "file": str(pids), "then": then}
     [(rollout, _)] = await run(workplace, [task])
     assert rollout.ending is (Ending.FINISHED if then == "return" else Ending.TIMED_OUT)
-    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 3
-    assert [pid for pid in pids if is_alive(pid)] == []
+    assert len(noted(pids)) == 3
+    assert [pid for pid in noted(pids) if is_alive(pid)] == []
 
 
 async def test_an_agent_may_not_take_more_memory_than_allowed(workplace: Any) -> None:
@@ -143,6 +164,21 @@ async def test_an_agent_that_starts_threads_at_import_is_imported_for_each_attem
     assert "threaded_agent:solve starts threads" in caplog.text
 
 
+async def test_native_threads_of_a_library_are_no_reason_to_import_anew_nor_to_warn(
+    workplace: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "native_agent.py").write_text(
+        "import ctypes, os\n"
+        "libc, imported_in = ctypes.CDLL(None), os.getpid()\n"
+        "libc.pthread_create(ctypes.byref(ctypes.c_void_p()), None, libc.pause, None)\n"
+        "def solve(task):\n"
+        "    return os.getpid() != imported_in\n"
+    )
+    ended = await run(workplace, [1, 2], processes(workplace, "native_agent:solve", tmp_path))
+    assert [attempt.result for _, attempt in ended] == [True, True]
+    assert "Warning" not in capfd.readouterr().err  # Python has one for this from 3.12 on.
+
+
 async def test_an_agent_that_cannot_be_imported_is_an_error_at_the_start(workplace: Any) -> None:
     runner = processes(workplace, "no_such_agent:solve")
     with pytest.raises(AgentError, match="no_such_agent"):
@@ -150,16 +186,12 @@ async def test_an_agent_that_cannot_be_imported_is_an_error_at_the_start(workpla
 
 
 @pytest.mark.parametrize("workplace", [{"attempts": 2}], indirect=True)
-async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again(
-    workplace: Any, tmp_path: Path
-) -> None:
+async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again(pids: Path, workplace: Any) -> None:
     worker = workplace.start_runner(processes(workplace))
-    file = tmp_path / "pids"
-    task = {"does": "start_family", "file": str(file), "then": "sleep"}
+    task = {"does": "start_family", "file": str(pids), "then": "sleep"}
     running = asyncio.create_task(workplace.finish(worker, [task, {"does": "tell"}]))
-    await until(lambda: file.exists() and len(file.read_text().splitlines()) == 3)
+    await until(lambda: len(noted(pids)) == 3)
     forker = next(each for each in psutil.Process().children() if "agl_core.client.forker" in " ".join(each.cmdline()))
-    file.unlink()
     task["then"] = "return"
     forker.send_signal(signal.SIGKILL)
     ended = await running
@@ -168,20 +200,37 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
     assert ended[1][0].ending is Ending.FINISHED
 
 
-async def test_stopping_the_worker_ends_its_processes(workplace: Any, tmp_path: Path) -> None:
-    file = tmp_path / "pids"
+async def test_stopping_the_worker_ends_its_processes(pids: Path, workplace: Any) -> None:
     worker = workplace.start_runner(processes(workplace))
-    task = Task("t", {"does": "start_family", "file": str(file), "then": "sleep"})
+    task = Task("t", {"does": "start_family", "file": str(pids), "then": "sleep"})
     await workplace.stack.server.queue.enqueue([make_rollout("w0", task=task)])
-    await until(lambda: file.exists() and len(file.read_text().splitlines()) == 3)
+    await until(lambda: len(noted(pids)) == 3)
     await worker.stop()
     [rollout] = await workplace.stack.server.queue.done(["w0"])
     assert rollout.ending is Ending.CANCELLED
-    assert [pid for pid in map(int, file.read_text().split()) if is_alive(pid)] == []
+    assert [pid for pid in noted(pids) if is_alive(pid)] == []
     assert not [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
 
 
-KILLED = """
+async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_cancelled(
+    workplace: Any, tmp_path: Path
+) -> None:
+    server, file, runner = workplace.stack.server, tmp_path / "told", processes(workplace)
+    task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": True})
+    await server.queue.enqueue([make_rollout("w0", task=task)])
+    [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+    running = asyncio.create_task(runner.run(lease, server.base_url, Recording()))
+    await until(lambda: file.exists() and file.read_text() == "running")
+    file.write_text("end")
+    await until(lambda: file.read_text() == "deaf")
+    [agent] = [each for forker in psutil.Process().children() for each in forker.children()]
+    running.cancel()
+    assert (await running).result == "late"
+    assert not agent.is_running()
+    await runner.close()
+
+
+WORKER = """
 import asyncio, sys
 from pathlib import Path
 from agl_core.client import LightningClient, ProcessPerAttempt, Worker
@@ -189,22 +238,51 @@ from agl_core.client import LightningClient, ProcessPerAttempt, Worker
 async def main(url, key, folder):
     async with LightningClient(url, key) as client:
         runner = ProcessPerAttempt("isolated_agents:solve", Path(folder), base_url=url)
-        await Worker(client, runner, concurrency=4).run()
+        await Worker(client, runner, concurrency=1).run()
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_worker_that_is_killed_leaves_nothing_behind(workplace: Any, tmp_path: Path) -> None:
-    server, file = workplace.stack.server, tmp_path / "pids"
-    task = Task("t", {"does": "start_family", "file": str(file), "then": "ignore SIGTERM"})
-    await server.queue.enqueue([make_rollout("w0", task=task)])
-    command = [sys.executable, "-c", KILLED, server.base_url, server.worker_key, str(HERE)]
-    worker = subprocess.Popen(command)  # noqa: ASYNC220
-    await until(lambda: file.exists() and len(file.read_text().splitlines()) == 3)
-    family = psutil.Process(worker.pid).children(recursive=True)
-    worker.kill()
-    worker.wait()
+@contextlib.contextmanager
+def worker_apart(place: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker in a process of its own, which is killed at last."""
+    server = place.stack.server
+    with subprocess.Popen([sys.executable, "-c", WORKER, server.base_url, server.worker_key, str(HERE)]) as worker:
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+
+async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workplace: Any) -> None:
+    task = Task("t", {"does": "start_family", "file": str(pids), "then": "ignore SIGTERM"})
+    await workplace.stack.server.queue.enqueue([make_rollout("w0", task=task)])
+    with worker_apart(workplace) as worker:
+        await until(lambda: len(noted(pids)) == 3)
+        family = psutil.Process(worker.pid).children(recursive=True)
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=20)
     assert alive == []
-    await until(lambda: not [pid for pid in map(int, file.read_text().split()) if is_alive(pid)])
+    await until(lambda: not [pid for pid in noted(pids) if is_alive(pid)])
+
+
+@pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 2.0, "attempts": 3}], indirect=True)
+@pytest.mark.parametrize("lingers", [False, True])
+async def test_what_ended_while_the_worker_was_stopped_is_reported(
+    workplace: Any, tmp_path: Path, lingers: bool
+) -> None:
+    queue, store, file = workplace.stack.server.queue, workplace.stack.store, tmp_path / "told"
+    task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": lingers})
+    await queue.enqueue([make_rollout("w0", task=task)])
+    with worker_apart(workplace) as worker:
+        await until(lambda: file.exists() and file.read_text() == "running")
+        worker.send_signal(signal.SIGSTOP)
+        file.write_text("end")
+        await until(lambda: file.read_text() == "ended")
+        await until(lambda: queue.queued)
+        worker.send_signal(signal.SIGCONT)
+        [rollout] = await queue.done(["w0"])
+    attempts = await store.attempts("w0")
+    assert [(each.ending, each.result) for each in attempts] == [(Ending.LOST, "late"), (Ending.FINISHED, "in time")]
+    assert attempts[0].error.endswith("Its worker reported later that it was finished; that does not count.")
+    assert rollout.counted_attempt == 1

@@ -18,8 +18,8 @@ from stack import make_rollout, until
 from agl_core.capture import reward
 from agl_core.client import Agent, AgentContext, InProcess, LightningClient, UnreachableError, Worker
 from agl_core.errors import ServerError
-from agl_core.types import Ending
-from agl_core.wire import MAX_REPORTS, LeaseReply, LeaseRequest
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire import MAX_REPORTS, CloseReply, CloseRequest, HeartbeatRequest, LeaseReply, LeaseRequest
 
 
 async def ask(context: AgentContext, text: str) -> str:
@@ -141,6 +141,71 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
             await until(lambda: "is back" in caplog.text)
     said = [record.message for record in caplog.records if record.name == "agl_core.client.link"]
     assert len(said) == 2, said
+
+
+@LEASED
+@pytest.mark.parametrize("pause", [0.0, 0.3])
+async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, pause: float) -> None:
+    """It ended while the server was away, or just when it is back and a heartbeat is told that the lease is over."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        await ask(context, "hi")
+        if context.attempt > 0:
+            return "in time"
+        asked.set()
+        await go_on.wait()
+        await asyncio.sleep(pause)
+        return "late"
+
+    queue = workplace.stack.server.queue
+    async with working(workplace, agent) as (worker, road, _):
+        await queue.enqueue([make_rollout("w0")])
+        await asked.wait()
+        queue.heartbeat(HeartbeatRequest(worker=worker.name, attempts=[]))  # Should its own first one be slow.
+        road.close()
+        if not pause:
+            go_on.set()
+            await until(lambda: worker.endings.total() == 1)
+        await until(lambda: queue.queued == 1)
+        await road.open()
+        go_on.set()
+        [rollout] = await queue.done(["w0"])
+        await until(lambda: worker.running == 0)
+    late, counted = await workplace.stack.store.attempts("w0")
+    assert (late.ending, late.result) == (Ending.LOST, "late")
+    assert late.error.endswith("Its worker reported later that it was finished; that does not count.")
+    assert (rollout.counted_attempt, counted.result) == (1, "in time")
+
+
+class Slow(LightningClient):
+    """The first report takes for ever."""
+
+    def __init__(self, base_url: str, key: str) -> None:
+        super().__init__(base_url, key)
+        self.reporting = asyncio.Event()
+
+    async def close_attempt(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
+        if not self.reporting.is_set():
+            self.reporting.set()
+            await asyncio.sleep(3600)
+        return await super().close_attempt(key, request)
+
+
+async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        return await ask(context, "hi")
+
+    server = workplace.stack.server
+    async with Slow(server.base_url, server.worker_key) as client:
+        worker = Worker(client, InProcess(Agent("test:agent", agent, True, True)), concurrency=4)
+        task = asyncio.create_task(worker.run())
+        await server.queue.enqueue([make_rollout("w0")])
+        await client.reporting.wait()
+        worker.drain(0)
+        await asyncio.wait_for(task, 20)
+    [rollout] = await server.queue.done(["w0"])
+    assert (rollout.ending, worker.endings.total()) == (Ending.FINISHED, 1)
 
 
 async def test_a_server_that_has_moved_is_left(workplace: Any) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.capture import outcome_report, record_outcome, reward
-from agl_core.client import AgentContext
-from agl_core.types import Ending, OutcomeStatus
+from agl_core.capture import Recording, outcome_report, record_outcome, reward
+from agl_core.client import Agent, AgentContext, InProcess
+from agl_core.client.attempts import Ended
+from agl_core.types import Ending, Mode, OutcomeStatus
+from agl_core.wire import Lease
 
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 1.0, "attempts": 1}], indirect=True)
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 5.0, "attempts": 1}], indirect=True)
 
 
 async def ask(context: AgentContext, text: str) -> str:
@@ -176,6 +178,23 @@ async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
     assert time.monotonic() - begun < 20
     [rollout] = await workplace.stack.server.queue.done(["w0"])
     assert rollout.ending is Ending.CANCELLED
+
+
+async def test_an_agent_that_has_ended_is_not_cancelled_any_more() -> None:
+    ended = asyncio.Event()
+
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        ended.set()
+        return "done"
+
+    lease = Lease(
+        rollout="w0", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, timeout=9, path="",
+        key="", heartbeat=1, expires=9,
+    )  # fmt: skip
+    running = asyncio.create_task(InProcess(Agent("test:agent", agent, True, True)).run(lease, "", Recording()))
+    await ended.wait()
+    running.cancel()
+    assert await running == Ended(Ending.FINISHED, "done")
 
 
 async def test_outcomes_of_tools_reach_the_store(workplace: Any) -> None:

@@ -1,0 +1,71 @@
+"""`agl serve` where nothing is installed that trains, and agl where nothing is that serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from agl_core.cli.doctor import SERVER_MODULES
+from agl_core.client import BlockingClient
+from agl_core.config.load import load_for_server
+from agl_core.wire import WORKER_KEY
+
+CONFIG: dict[str, Any] = {
+    "config_version": 1,
+    "agent": {"entry": "an_agent:solve"},
+    "tasks": {"train": {"source": "absent", "token": "a secret"}},
+    "policies": {
+        "default": {"model": {"path": "./absent"}, "algorithm": {"name": "own", "own": {"token": "a secret"}}}
+    },
+    "rewards": {"right": {"rule": "absent", "weight": 0.5, "token": "a secret"}},
+    "credit": {"name": "identical"},
+    "algorithm": {"name": "absent", "absent": {"token": "a secret"}},
+    "engine": {"name": "absent", "absent": {"token": "a secret"}},
+    "trackers": {"absent": {"token": "a secret"}},
+}
+
+
+def test_a_server_needs_its_store_and_nothing_that_trains(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
+    command = (sys.executable, "-c", "from agl_core.cli import main; main()", "serve", "train.toml")
+    variables = {**os.environ, WORKER_KEY: "a-worker's-key"}
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        try:
+            with BlockingClient(url, "a-worker's-key") as client:
+                assert client.health().run == "run"
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.communicate()
+    assert server.returncode == 0
+
+    run = tmp_path / "runs" / "run"
+    written = (run / "config.toml").read_text()
+    assert "secret" not in written, "which settings of an absent plugin are secrets is not known"
+    again = load_for_server(run / "config.toml").config
+    assert (again.engine.name, again.algorithm.name, again.credit.name) == ("absent", "absent", "identical")
+    assert (again.rewards["right"].rule, again.rewards["right"].weight) == ("absent", 0.5)
+    assert again.tasks["train"].source == "absent"
+    listed = without_server_packages("rollouts", str(run), folder=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+
+
+def test_without_its_packages_the_remedy_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
+    done = without_server_packages("serve", "train.toml", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("pip install 'agl-core[server]'")
+
+
+def without_server_packages(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """agl as it is where only `agl-core` is installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({SERVER_MODULES})); from agl_core.cli import main; main()"
+    command = (sys.executable, "-c", code, *arguments)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
