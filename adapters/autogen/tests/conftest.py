@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 sys.path.append(str(Path(__file__).parents[3] / "core" / "tests" / "server"))
 
-from scripted_upstream import Raw
+from scripted_upstream import CallTools, Raw, Say
 from stack import Stack, running_stack
 
 import agl_core
@@ -104,6 +106,24 @@ async def world() -> AsyncIterator[World]:
 @pytest.fixture
 async def trial(world: World) -> Trial:
     return await world.trial()
+
+
+@pytest.fixture(params=["alone", "streaming in a team"])
+def run(request: pytest.FixtureRequest, world: Any, trial: Any) -> Callable[..., Any]:
+    """Runs an agent whose model asks for the given tools; gives the outcomes, all joined with its first call."""
+
+    async def run(*calls: tuple[str, Mapping[str, Any]], tools: Any = None, **options: Any) -> Sequence[Any]:
+        world.upstream.script(CallTools(calls), Say("done"))
+        in_team = request.param != "alone"
+        agent = AssistantAgent("solver", world.client(), tools=tools, model_client_stream=in_team, **options)
+        with trial.running():
+            await (RoundRobinGroupChat([agent], max_turns=1) if in_team else agent).run(task="hello")
+        episode = await trial.episode()
+        assert episode.unjoined == ()
+        assert len(trial.outcomes) == len(episode.transitions[0].outcomes)
+        return episode.transitions[0].outcomes
+
+    return run
 
 
 @pytest.fixture(name="model_client")

@@ -24,6 +24,7 @@ import agl_openai_agents
 from agl_core.capture import ActiveAttempt, Recording, reports
 from agl_openai_agents import AglProcessor, tools, vendor
 
+sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[3] / "core" / "tests" / "server"))
 
 

@@ -9,22 +9,11 @@ from typing import Any
 import agents
 import openai
 import pytest
-from agents import Agent, ModelSettings, RunConfig, function_tool
+from agents import Agent, ModelSettings, RunConfig
+from sample_agents import add, broken
 
 from agl_core.types import Ending, FinishReason
 from agl_openai_agents import AglProcessor
-
-
-@function_tool
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-@function_tool
-def broken() -> str:
-    """Fail."""
-    raise ValueError("boom")
 
 
 @pytest.fixture

@@ -9,25 +9,14 @@ from typing import Any
 import agents
 import openai
 import pytest
-from agents import Agent, OpenAIChatCompletionsModel, function_tool
+from agents import Agent, OpenAIChatCompletionsModel
+from sample_agents import add, broken
 from scripted_upstream import CallTools, Say
 from stack import make_rollout, stack_in_thread
 
 from agl_core.capture import ActiveAttempt, Recording, running
 from agl_core.learning import build_episode
 from agl_core.types import Attempt, Ending, Episode, Outcome, OutcomeStatus
-
-
-@function_tool
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-@function_tool
-def broken() -> str:
-    """Fail."""
-    raise ValueError("boom")
 
 
 @pytest.fixture

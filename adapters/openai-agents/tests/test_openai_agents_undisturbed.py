@@ -1,0 +1,129 @@
+"""Programs whose tools are watched do what they did before, whatever happens to those who watch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import agents
+import pytest
+from agents import RunConfig, function_tool
+from sample_agents import add, broken, slow_in_own_words, solver
+
+from agl_core.capture import running
+from agl_openai_agents import tools
+
+
+def test_concurrent_rollouts_keep_their_outcomes_apart(
+    attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, loop: Any
+) -> None:
+    server.script = lambda seen: answer("done") if seen.turns else ask(("c1", "add", {"a": int(seen.said), "b": 0}))
+    attempts = {str(number): attempt(f"r{number}") for number in range(6)}
+    agent = solver(add)
+
+    async def one(name: str) -> None:
+        with running(attempts[name]):
+            await agents.Runner.run(agent, name)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(one, attempts))
+
+    loop.run_until_complete(all_of_them())
+    assert {name: [o.result for o in a.recording.outcomes] for name, a in attempts.items()} == {
+        name: [int(name)] for name in attempts
+    }
+
+
+def test_the_users_own_hooks_and_formatter_work_as_before(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    told: list[Any] = []
+
+    class Hooks(agents.RunHooks[Any]):
+        async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
+            told.append((tool, result))
+
+    server.script = in_turn(ask(("c1", "slow_in_own_words", {}), ("c2", "broken", {})), answer("done"))
+    config = RunConfig(tool_error_formatter=lambda args: f"{args.kind}: {args.error}")
+    with running(attempt()):
+        run_briefly(solver(slow_in_own_words, broken), "hello", hooks=Hooks(), run_config=config)
+    assert sorted(told, key=lambda each: str(each[1])) == [
+        (slow_in_own_words, "Later, perhaps."),
+        (broken, "tool_exception: boom"),
+    ]
+
+
+def test_a_run_that_is_cancelled_in_a_tool_is_cancelled(
+    attached: None, server: Any, attempt: Any, ask: Any, loop: Any
+) -> None:
+    started = asyncio.Event()
+
+    @function_tool
+    async def forever() -> str:
+        """Never end."""
+        started.set()
+        await asyncio.Event().wait()
+        return ""
+
+    server.script = lambda seen: ask(("c1", "forever", {}))
+    active = attempt()
+
+    async def cancel() -> None:
+        task = asyncio.create_task(agents.Runner.run(solver(forever), "hello"))
+        await asyncio.wait_for(started.wait(), 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with running(active):
+        loop.run_until_complete(cancel())
+    assert active.recording.outcomes == ()
+
+
+@pytest.mark.expects_problems
+def test_an_adapter_that_fails_does_not_break_the_agent(
+    run_briefly: Any,
+    attached: None,
+    server: Any,
+    attempt: Any,
+    ask: Any,
+    answer: Any,
+    in_turn: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(tools, "outcome_report", fail)
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "broken", {})), answer("3"))
+    active = attempt()
+    with running(active):
+        assert run_briefly(solver(add, broken), "hello").final_output == "3"
+    assert any("KeyError" in problem for problem in active.recording.problems)
+    assert {(request.rollout, request.agent) for request in server.seen} == {("r1/0", "solver")}
+
+
+@pytest.mark.expects_problems
+def test_a_version_of_the_sdk_without_one_of_the_functions(
+    run_briefly: Any,
+    detached: None,
+    server: Any,
+    attempt: Any,
+    ask: Any,
+    answer: Any,
+    in_turn: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import agl_openai_agents
+
+    gone = ("agents.run_internal.tool_execution", "_gone", lambda function: function)
+    monkeypatch.setattr(tools, "_SEAMS", (gone, *tools._SEAMS))
+    agl_openai_agents.attach()
+    assert "Watching agents.run_internal.tool_execution._gone of the OpenAI Agents SDK failed" in caplog.text
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    active = attempt()
+    with running(active):
+        run_briefly(solver(add), "hello")
+    assert [o.result for o in active.recording.outcomes] == [3]
+    assert server.agents() == ["solver", "solver"]
