@@ -13,7 +13,7 @@ import openai
 import pytest
 import tomli_w
 
-from agl_core.learning import PolicyCredit, identical, prepare
+from agl_core.learning import PolicyCredit, identical, make_batches
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import (
@@ -277,4 +277,4 @@ def two_rewards(reply: Any) -> Batch:
         for member in (0, 1)
     ]
     credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
-    return prepare([group], credit).batches["default"]
+    return make_batches([group], credit).batches["default"]

@@ -238,7 +238,7 @@ class TinyRun:
 
     def running_agents(self) -> list[int]:
         """The processes of agents that are under way."""
-        begun = [entry["begun"]["pid"] for entry in self.noted() if "begun" in entry]
+        begun = [entry["pid"] for entry in self.noted_as("begun")]
         return [pid for pid in begun[-20:] if _is_forked(pid)]
 
     def noted(self) -> list[dict[str, Any]]:
@@ -248,7 +248,11 @@ class TinyRun:
 
     def acknowledged(self) -> list[dict[str, Any]]:
         """The replies that agents got so far."""
-        return [entry["acknowledged"] for entry in self.noted() if "acknowledged" in entry]
+        return self.noted_as("acknowledged")
+
+    def noted_as(self, what: str) -> list[dict[str, Any]]:
+        """The notes of one kind."""
+        return [entry[what] for entry in self.noted() if what in entry]
 
     def recorded(self) -> Recorded:
         """What is in the store now, whoever else has it open."""

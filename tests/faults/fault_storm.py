@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fault_agent import RETRIES
 from fault_checks import check_acknowledged, check_ended
 from fault_run import TinyRun
 
@@ -23,12 +22,8 @@ _LONGEST_PAUSE = 0.5
 
 
 def drawn_run(shape: str, chance: random.Random) -> dict[str, Any]:
-    """A run for a storm, as arguments of `TinyRun`.
-
-    Apart from the server, an agent's LLM client could try a call again at the next server, which does not know it
-    (test_retries_across_restarts.py): there it tries once.
-    """
-    return {"shape": shape, "environment": {RETRIES: "0"} if shape == "apart" else {}, **_drawn_settings(chance)}
+    """A run for a storm, as arguments of `TinyRun`."""
+    return {"shape": shape, **_drawn_settings(chance)}
 
 
 def storm(run: TinyRun, chance: random.Random, kills: int) -> Iterator[str]:

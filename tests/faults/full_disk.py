@@ -5,6 +5,7 @@ The disk is filled up to a random rest, training says that it is full, space is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -21,6 +22,7 @@ from fault_storm import wait_for_replies
 
 FULL = "cannot grow: the disk is full. Free some space"
 MEBIBYTE = 2**20
+CHUNK = 2**14
 LONGEST = 5.0
 """Seconds that the disk stays full."""
 
@@ -35,7 +37,7 @@ def main() -> None:
         run.start()
         wait_for_replies(run, chance.randint(1, 20))
         ballast = disk / "ballast"
-        ballast.write_bytes(bytes(_free(disk) - int(chance.uniform(0, 0.2) * MEBIBYTE)))
+        _fill(ballast, rest=int(chance.uniform(0, 0.2) * MEBIBYTE))
         _wait(run, lambda: FULL in run.trainer.log.read_text(errors="replace"), "the log said that the disk is full")
         time.sleep(chance.uniform(0, LONGEST))
         check_acknowledged(run)
@@ -56,6 +58,13 @@ def _wait(run: TinyRun, condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise HungError(f"{what} did not come\n{run.diagnosis()}")
         time.sleep(0.1)
+
+
+def _fill(ballast: Path, rest: int) -> None:
+    """Leave at most that many bytes of the disk; the run, which writes meanwhile, may take the last of them first."""
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while _free(ballast.parent) > rest:
+            file.write(bytes(CHUNK))
 
 
 def _free(folder: Path) -> int:

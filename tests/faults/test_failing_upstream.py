@@ -24,7 +24,7 @@ def test_agents_get_errors_and_training_goes_on(tiny_run: Callable[..., TinyRun]
     run.start()
     run.finish()
     check_ended(run, STEPS)
-    failed = Counter(entry["failed"]["error"] for entry in run.noted() if "failed" in entry)
+    failed = Counter(each["error"] for each in run.noted_as("failed"))
     endings = Counter(attempt.ending for attempt in run.recorded().attempts)
     assert failed["InternalServerError"], failed
     assert endings[Ending.CRASHED] + endings[Ending.TIMED_OUT] > 0, endings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -9,25 +10,56 @@ import pytest
 from scripted_upstream import ScriptedUpstream
 
 from agl_core.config.models import SamplingSection
+from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.retries import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Mode, Rollout, Task
-from agl_core.wire import Lease, LeaseRequest
+from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
+from agl_core.wire import HEADER_RETRY, Lease, LeaseRequest
 
 ROLLOUT = Rollout("r", "run", 0, "g", Task("t", "?"), Mode.TRAIN, 1, 0)
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
+FIRST, AGAIN = {HEADER_STAINLESS: "0"}, {HEADER_STAINLESS: "1"}
 
 
-@pytest.mark.xfail(strict=True, reason="the next server does not know the call, makes another, and both count")
-async def test_a_call_whose_reply_was_lost_with_the_server_counts_once(tmp_path: Path) -> None:
-    keys, lease, acknowledged = Keys(), None, ""
+@pytest.mark.parametrize(
+    "tries",
+    [
+        [FIRST, AGAIN],
+        [FIRST, AGAIN, {HEADER_STAINLESS: "2"}],
+        [{HEADER_RETRY: "marked"}, {HEADER_RETRY: "marked"}],
+    ],
+    ids=["counted by the SDK", "through two restarts", "marked by agl"],
+)
+async def test_a_call_whose_reply_was_lost_with_the_server_counts_once(
+    tmp_path: Path, tries: Sequence[dict[str, str]]
+) -> None:
+    replies, calls = await ask_each_from_a_new_server(tmp_path, tries)
+    counted = await counted_of(tmp_path, calls)
+    assert counted == [replies[-1]], "what the agent goes on from is the last reply"
+    assert len(calls) == len(tries), "what was sampled before stays on record"
+    assert {call.sequence for call in calls} == {0}
+
+
+async def test_an_equal_call_that_retries_none_counts_too(tmp_path: Path) -> None:
+    replies, calls = await ask_each_from_a_new_server(tmp_path, [FIRST, FIRST])
+    assert await counted_of(tmp_path, calls) == replies
+
+
+async def test_of_equal_calls_the_last_one_is_retried(tmp_path: Path) -> None:
+    replies, calls = await ask_each_from_a_new_server(tmp_path, [FIRST, FIRST, AGAIN])
+    assert await counted_of(tmp_path, calls) == [replies[0], replies[2]], "the first had its reply before the second"
+
+
+async def ask_each_from_a_new_server(folder: Path, requests: Sequence[dict[str, str]]) -> tuple[list[str], list[Call]]:
+    """The replies' ids to requests with these headers, and all that was recorded."""
+    keys, lease, replies = Keys(), None, []
     async with ScriptedUpstream() as scripted:
         upstream = Upstream((scripted.url,), {"default": "default"}, "key")
-        for tries in range(2):
-            async with SqliteStore(tmp_path / "store.sqlite") as store:
+        for headers in requests:
+            async with SqliteStore(folder / "store.sqlite") as store:
                 server = LightningServer(
                     store,
                     upstream,
@@ -41,10 +73,17 @@ async def test_a_call_whose_reply_was_lost_with_the_server_counts_once(tmp_path:
                 )
                 await server.start()
                 lease = lease or await leased(server)
-                acknowledged = await ask(server, lease, tries)
+                replies.append(await ask(server, lease, headers))
                 await server.stop(over=False)
                 calls = await store.calls([AttemptKey("r", 0)])
-    assert [call.id for call in calls if not call.late] == [acknowledged]
+    return replies, calls
+
+
+async def counted_of(folder: Path, calls: Sequence[Call]) -> list[str]:
+    """The ids of the calls that training would see."""
+    async with SqliteStore(folder / "store.sqlite", read_only=True) as store:
+        (attempt,) = await store.attempts("r")
+    return [call.id for call in counted_calls(attempt, calls)]
 
 
 async def leased(server: LightningServer) -> Lease:
@@ -53,11 +92,10 @@ async def leased(server: LightningServer) -> Lease:
     return lease
 
 
-async def ask(server: LightningServer, lease: Lease, tries: int) -> str:
-    """One request of an SDK that has sent it so often before; the id of the reply."""
-    headers = {"Authorization": f"Bearer {lease.key}", HEADER_STAINLESS: str(tries)}
+async def ask(server: LightningServer, lease: Lease, headers: dict[str, str]) -> str:
+    """The id of the reply."""
     async with httpx.AsyncClient(trust_env=False) as client:
         url = f"{server.base_url}{lease.path}/v1/chat/completions"
-        reply = await client.post(url, json=BODY, headers=headers)
+        reply = await client.post(url, json=BODY, headers=headers | {"Authorization": f"Bearer {lease.key}"})
     assert reply.status_code == 200
     return str(reply.json()["id"])

@@ -12,7 +12,7 @@ import pytest
 from fault_checks import check_ended
 from fault_run import PATIENCE, TinyRun
 
-from agl_core.types import Attempt, Ending
+from agl_core.types import Attempt, AttemptKey, Ending
 
 STEPS = 5
 
@@ -36,8 +36,8 @@ def test_what_a_stopped_worker_comes_back_with_does_not_count(
     run.start()
     worker = chance.choice(run.workers)
     run.until(lambda: has_asked(run, worker.pid), "an agent of the worker got a reply")
-    stopped = [psutil.Process(worker.pid)]
-    if chance.random() < 0.5:  # Its agents too: they go on with calls of an attempt that is over.
+    stopped, alone = [psutil.Process(worker.pid)], chance.random() < 0.5
+    if not alone:  # Its agents too: they go on with calls of an attempt that is over.
         stopped += stopped[0].children(recursive=True)
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
@@ -47,6 +47,9 @@ def test_what_a_stopped_worker_comes_back_with_does_not_count(
         return {attempt.key for attempt in held_by(run, worker.pid) if attempt.ending is Ending.LOST}
 
     run.until(lambda: held <= lost(), "the stopped worker lost what it held")
+    begun = {AttemptKey(each["rollout"], each["attempt"]): each["pid"] for each in run.noted_as("begun")}
+    ended = held & begun.keys() if alone else set()
+    run.until(lambda: not any(psutil.pid_exists(begun[key]) for key in ended), "the agents ended")
     for process in reversed(stopped):
         os.kill(process.pid, signal.SIGCONT)
     run.finish()
@@ -59,6 +62,7 @@ def test_what_a_stopped_worker_comes_back_with_does_not_count(
     assert not {(use.rollout, use.attempt) for use in recorded.uses} & held
     after = [attempt for attempt in recorded.attempts if attempt.key in held]
     assert {attempt.ending for attempt in after} == {Ending.LOST}
+    assert all("reported later" in (attempt.error or "") for attempt in after if attempt.key in ended)
 
 
 @pytest.mark.slow
