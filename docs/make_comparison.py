@@ -172,7 +172,7 @@ def table(example: str, labels: Sequence[str], results: dict[str, Any]) -> Itera
     memory = example == "trip"
     head = ["run", "seeds", "before", "after, greedy", "after, sampled"]
     head += ["memory first"] if memory else []
-    head += [f"steps to {threshold:.2f}" for threshold in THRESHOLDS] + ["CPU seconds"]
+    head += ["while training", *(f"steps to {threshold:.2f}" for threshold in THRESHOLDS), "CPU seconds"]
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
     by_name = {each.name: each for each in experiments()}
@@ -185,6 +185,7 @@ def table(example: str, labels: Sequence[str], results: dict[str, Any]) -> Itera
         row = [label, str(len(runs)), mean_and_range([each["reward"]["before"]["sampled"] for each in runs])]
         row += [mean_and_range([each["reward"]["after"][mode] for each in runs]) for mode in ("greedy", "sampled")]
         row += [mean_and_range([each["memory_first"] for each in runs])] if memory else []
+        row += [mean_and_range([statistics.mean(each["train_rewards"]) for each in runs])]
         row += [median_steps(runs, threshold) for threshold in THRESHOLDS]
         row += [f"{statistics.mean([each['cpu_seconds'] for each in runs]):.0f}"]
         yield f"| {' | '.join(row)} |"

@@ -10,7 +10,7 @@ wall-clock second say how busy it was. Times are of training alone, without star
 unless the second run made at least twice the rollouts per hour (`--at-least`) and its final reward is no worse (by more
 than `--tolerance`). `--write` puts the table into docs/asynchronous.md.
 
-Needs a quiet machine; takes about ten minutes. `--steps 2 --groups 2 --at-least 0` only shows that it works.
+Needs a quiet machine; takes about thirteen minutes. `--steps 2 --groups 2 --at-least 0` only shows that it works.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=int, default=16, help=f"groups of a step, of {GROUP_SIZE} rollouts each")
     parser.add_argument("--staleness", type=int, default=4, help="of the asynchronous run")
-    parser.add_argument("--median", type=float, default=0.5, help="of a tool call, in seconds")
+    parser.add_argument("--median", type=float, default=1.0, help="of a tool call, in seconds")
     parser.add_argument("--tail", type=float, default=10.0, help="99th percentile of a tool call over its median")
     parser.add_argument("--workers", type=int, help="rollouts run at the same time; by default, those of one step")
     parser.add_argument("--tasks", type=int, default=200, help="of an evaluation")

@@ -4,7 +4,7 @@
 
 prints four tables: agents' calls, calls with ever more in the store, rollouts, and light workers. The server has one
 core, the client and a scripted upstream share another one; everything is written to a store on disk as in training.
-Needs a quiet machine; takes about four minutes. `--only calls` makes one table, `--quick` only shows that it works,
+Needs a quiet machine; takes about five minutes. `--only calls` makes one table, `--quick` only shows that it works,
 `--write` puts the tables into docs/server-performance.md. It fails as soon as a request gets an error.
 """
 
