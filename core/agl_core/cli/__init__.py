@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated
 
@@ -11,9 +12,11 @@ from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.reward import reward
-from agl_core.cli.rollouts import rollouts, show
+from agl_core.cli.rollouts import rollouts
 from agl_core.cli.run import run
 from agl_core.cli.serve import serve
+from agl_core.cli.show import show
+from agl_core.cli.text import HarmlessFormatter, harmless
 from agl_core.cli.train import train
 from agl_core.cli.worker import work
 from agl_core.errors import AglError
@@ -59,16 +62,18 @@ def _options(
 
 def main() -> None:
     """Run the command line. Errors that agl raises on purpose end with status 2, Ctrl-C with 130."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(HarmlessFormatter())
     try:
         plugins = Plugins.load()
         plugins.add_commands(app)
         for broken in plugins.broken:
-            typer.secho(f"Warning: {broken}", fg=typer.colors.YELLOW, err=True)
+            typer.secho(f"Warning: {harmless(str(broken))}", fg=typer.colors.YELLOW, err=True)
         app()
     except AglError as error:
         if "--debug" in sys.argv:
             raise
-        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+        typer.secho(f"Error: {harmless(str(error))}", fg=typer.colors.RED, err=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

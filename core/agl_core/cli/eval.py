@@ -25,9 +25,8 @@ def evaluate(
 
     With --server, a server elsewhere and its workers run the rollouts, as with `agl train --server`.
     """
-    from rich.console import Console
-
     from agl_core.cli.observer import ConsoleObserver
+    from agl_core.cli.screen import Screen
     from agl_core.cli.tables import print_evaluation
     from agl_core.config.check import check
     from agl_core.config.load import CONFIG_FILE, load
@@ -51,6 +50,6 @@ def evaluate(
     far = None if server is None else reached(loaded, file.parent if of_run else None, server)
     fresh = new_run_dir if far is None else functools.partial(folder_of_served, far=far)
     run_dir = file.parent if of_run else fresh(loaded)
-    console = Console()
+    console = Screen()
     observer = ConsoleObserver(console, loaded.config.train.steps)
     print_evaluation(console, run(run_evaluation(loaded, run_dir, checkpoint, observer, far=far)))

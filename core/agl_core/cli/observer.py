@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from agl_core.cli.screen import Screen
 from agl_core.training.progress import Phase
 
 
@@ -33,7 +33,7 @@ class _Line:
 class ConsoleObserver:
     """One bar per phase on a terminal, with the reward so far; one line per finished phase in a log file."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Screen, steps: int) -> None:
         self._console, self._steps = console, steps
 
     @contextmanager
@@ -42,7 +42,7 @@ class ConsoleObserver:
         if not self._console.is_terminal:
             line, started = _Line(), time.monotonic()
             yield line
-            self._console.print(f"{title}  {time.monotonic() - started:.1f} s  {line.note}", highlight=False)
+            self._console.print(f"{title}  {time.monotonic() - started:.1f} s  {line.note}")
             return
         columns = (
             TextColumn("{task.description:<44}"),
@@ -55,4 +55,4 @@ class ConsoleObserver:
             yield _Bar(progress, progress.add_task(title, total=1.0, note=""))
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text)

@@ -24,8 +24,7 @@ def list_plugins(files: Files = None, as_json: AsJson = False) -> None:
 
     Installed plugins that cannot be used are listed as broken, with the error.
     """
-    from rich.console import Console
-
+    from agl_core.cli.screen import Screen
     from agl_core.plugins import Kind, Plugins
 
     plugins = Plugins.load(files or ())
@@ -34,7 +33,7 @@ def list_plugins(files: Files = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(described, indent=2))
     else:
-        Console().print(_table(described))
+        Screen().print(_table(described))
 
 
 def describe(component: Component) -> dict[str, Any]:

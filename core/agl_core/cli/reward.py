@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.cli.rollouts import printable, superseded
+from agl_core.cli.reading import superseded
+from agl_core.cli.text import printable
 from agl_core.cli.train import Set, find_run
 from agl_core.errors import ConfigError, PluginError, nearest
 from agl_core.types import Ending, Rollout, RolloutState
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from agl_core.cli.screen import Screen
     from agl_core.config.load import LoadedConfig
     from agl_core.store.interface import Store
     from agl_core.training.trial import Change, RewardChange, RolloutChange, Trial, Value
@@ -59,8 +59,7 @@ def try_(
 
     For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
     """
-    from rich.console import Console
-
+    from agl_core.cli.screen import Screen
     from agl_core.config.check import check
     from agl_core.config.load import load
     from agl_core.training.trial import try_rewards
@@ -77,7 +76,7 @@ def try_(
             return await try_rewards(store, loaded, await _chosen(store, folder, rollout, step))
 
     trial = asyncio.run(trying())
-    console = Console(highlight=False, markup=False)
+    console = Screen()
     console.print(f"run folder: {folder}", soft_wrap=True)
     for group, missing in trial.incomplete.items():
         console.print(f"group {group}: {missing} of its rollouts are not done; credit is computed without them")
@@ -174,7 +173,7 @@ def _close(name: str, known: Sequence[str]) -> str:
     return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
-def _print_rollout(console: Console, change: RolloutChange, in_full: bool) -> None:
+def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> None:
     """A table of what there is and would be; one line for an unchanged rollout, unless `in_full`."""
     from rich import box
     from rich.table import Table

@@ -12,8 +12,7 @@ import typer
 from agl_core.cli.train import Set
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from agl_core.cli.screen import Screen
     from agl_core.config.load import ServedConfig
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
@@ -42,8 +41,7 @@ def serve(
     AGL_OPERATOR_KEY here, the first for the workers and the second for the trainer. What crosses the network is not
     encrypted. Ctrl-C or SIGTERM stops it; workers and trainer wait for the next one.
     """
-    from rich.console import Console
-
+    from agl_core.cli.screen import Screen
     from agl_core.config.load import CONFIG_FILE, dump, load_for_server
     from agl_core.server.event_loop import run
 
@@ -54,23 +52,23 @@ def serve(
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / CONFIG_FILE).exists():
         (run_dir / CONFIG_FILE).write_text(dump(loaded.config))
-    run(_serve(loaded, run_dir, file, Console()))
+    run(_serve(loaded, run_dir, file, Screen()))
 
 
-async def _serve(loaded: ServedConfig, run_dir: Path, file: Path, console: Console) -> None:
+async def _serve(loaded: ServedConfig, run_dir: Path, file: Path, console: Screen) -> None:
     from agl_core.training.serving import server_apart
 
     async with server_apart(loaded, run_dir) as server:
         queue = server.queue
         if queue.queued or queue.running:
-            console.print(f"taken up: {queue.queued} rollouts queued, {queue.running} running", highlight=False)
-        console.print(f"serving {run_dir} at {server.base_url}", highlight=False, soft_wrap=True)
+            console.print(f"taken up: {queue.queued} rollouts queued, {queue.running} running")
+        console.print(f"serving {run_dir} at {server.base_url}", soft_wrap=True)
         if loaded.config.server.host in ("0.0.0.0", "::"):
-            console.print("from other machines, use an address of this one in its place", highlight=False)
-        console.print(f"train:  agl train {file} --server {server.base_url}", highlight=False, soft_wrap=True)
-        console.print(f"work:   agl worker {file} --server {server.base_url}", highlight=False, soft_wrap=True)
+            console.print("from other machines, use an address of this one in its place")
+        console.print(f"train:  agl train {file} --server {server.base_url}", soft_wrap=True)
+        console.print(f"work:   agl worker {file} --server {server.base_url}", soft_wrap=True)
         await _until_told()
-        console.print("stopping; trainer and workers wait for the next server", highlight=False)
+        console.print("stopping; trainer and workers wait for the next server")
 
 
 async def _until_told() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from agl_core.cli.screen import Screen
 from agl_core.training.report import Summary
 
 
-def print_summary(console: Console, summary: Summary) -> None:
+def print_summary(console: Screen, summary: Summary) -> None:
     """Reward before and after, what it cost, where everything is, and what to do next."""
     state = summary.state
     stopped = " (stopped early)" if summary.interrupted else ""
@@ -41,16 +41,16 @@ def print_summary(console: Console, summary: Summary) -> None:
         facts.add_row("abandoned", f"{summary.abandoned} agents did not end when their time was up")
     for problem, count in summary.problems.items():
         facts.add_row("adapter", f"{problem} ({count} times)")
-    console.print(facts, highlight=False, soft_wrap=True)
+    console.print(facts, soft_wrap=True)
     following = f"agl rollouts {summary.run_dir} --limit 5"
     if summary.interrupted:
         following = f"agl train --resume {summary.run_dir}" + (f" --server {summary.server}" if summary.server else "")
     elif summary.server:
         following = f"agl rollouts {summary.run_dir.name} --limit 5, on the machine of the server"
-    console.print(f"next: {following}", highlight=False, soft_wrap=True)
+    console.print(f"next: {following}", soft_wrap=True)
 
 
-def print_evaluation(console: Console, entries: Sequence[Mapping[str, Any]]) -> None:
+def print_evaluation(console: Screen, entries: Sequence[Mapping[str, Any]]) -> None:
     """The rewards of one evaluation."""
     table = Table("held-out set", "sampling", "reward", "rollouts", "seconds")
     for entry in entries:

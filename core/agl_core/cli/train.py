@@ -54,9 +54,8 @@ def train(
     CONFIG --server URL`); here are the engine, the checkpoints and the metrics. On another machine than the server's,
     set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
     """
-    from rich.console import Console
-
     from agl_core.cli.observer import ConsoleObserver
+    from agl_core.cli.screen import Screen
     from agl_core.cli.tables import print_summary
     from agl_core.config.check import check
     from agl_core.config.load import CONFIG_FILE, load
@@ -79,8 +78,8 @@ def train(
     far = None if server is None else reached(loaded, file.parent if resume else None, server)
     fresh = new_run_dir if far is None else functools.partial(folder_of_served, far=far)
     run_dir = fresh(loaded) if resume is None else file.parent
-    console = Console()
-    console.print(f"run folder: {run_dir}", highlight=False)
+    console = Screen()
+    console.print(f"run folder: {run_dir}")
     observer = ConsoleObserver(console, loaded.config.train.steps)
     summary = run(run_training(loaded, run_dir, observer, resume=resume is not None, far=far))
     summary.write()

@@ -18,8 +18,7 @@ from agl_core.cli.train import Set
 from agl_core.types import Ending
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from agl_core.cli.screen import Screen
     from agl_core.client import Server, Worker
     from agl_core.config.models import AgentSection, RunConfig, WorkerSection
 
@@ -79,13 +78,13 @@ def work(
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back at once.
     """
-    from rich.console import Console
+    from agl_core.cli.screen import Screen
 
     plan = _planned(target, server, entry, command, set_)
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     has_moved = asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console))
     if has_moved:
-        console.print("the server has moved: starting anew", highlight=False)
+        console.print("the server has moved: starting anew")
         os.execv(sys.executable, sys.orig_argv)
 
 
@@ -148,7 +147,7 @@ def _agent(entry: str | None, command: str | None) -> AgentSection:
         raise ConfigError(f"The agent of --entry or --command: {problem}.") from error
 
 
-async def _work(plan: _Plan, concurrency: int, drain: float, console: Console) -> bool:
+async def _work(plan: _Plan, concurrency: int, drain: float, console: Screen) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
     from agl_core.capture import attach, installed_adapters
     from agl_core.client import LightningClient, Worker, agent_environment, choose_runner, client_variables
@@ -171,7 +170,7 @@ async def _work(plan: _Plan, concurrency: int, drain: float, console: Console) -
         )
         async with LightningClient(server.base_url, server.key) as client:
             worker = Worker(client, runner, concurrency=concurrency, moved=gone)
-            console.print(f"working for {server.base_url}", highlight=False)
+            console.print(f"working for {server.base_url}")
             showing = asyncio.create_task(_show(worker, console))
             with _draining(worker, drain, console):
                 try:
@@ -181,16 +180,16 @@ async def _work(plan: _Plan, concurrency: int, drain: float, console: Console) -
                     with suppress(asyncio.CancelledError):
                         await showing
             if over:
-                console.print("the run is over", highlight=False)
-            console.print(_counts(worker), highlight=False)
+                console.print("the run is over")
+            console.print(_counts(worker))
     return elsewhere
 
 
-async def _found(find: Callable[[], Server | None], console: Console) -> Server:
+async def _found(find: Callable[[], Server | None], console: Screen) -> Server:
     """The server, as soon as there is one."""
     server = find()
     if server is None:
-        console.print("waiting for `agl train` or `agl serve` to start the run", highlight=False)
+        console.print("waiting for `agl train` or `agl serve` to start the run")
     while server is None:
         await asyncio.sleep(_LOOK_AGAIN)
         server = find()
@@ -198,13 +197,13 @@ async def _found(find: Callable[[], Server | None], console: Console) -> Server:
 
 
 @contextmanager
-def _draining(worker: Worker, seconds: float, console: Console) -> Iterator[None]:
+def _draining(worker: Worker, seconds: float, console: Screen) -> Iterator[None]:
     """On Ctrl-C or SIGTERM the worker is drained, on a second one at once."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def drain() -> None:
-        console.print(f"ending: {worker.running} rollouts get {seconds:g} s; again: at once", highlight=False)
+        console.print(f"ending: {worker.running} rollouts get {seconds:g} s; again: at once")
         worker.drain(seconds)
 
     for each in signals:
@@ -216,7 +215,7 @@ def _draining(worker: Worker, seconds: float, console: Console) -> Iterator[None
             loop.remove_signal_handler(each)
 
 
-async def _show(worker: Worker, console: Console) -> None:
+async def _show(worker: Worker, console: Screen) -> None:
     """A status line on a terminal; elsewhere a line now and then, if there is news."""
     if console.is_terminal:
         with console.status("") as status:
@@ -227,7 +226,7 @@ async def _show(worker: Worker, console: Console) -> None:
     while True:
         await asyncio.sleep(_LINES)
         if (counts := _counts(worker)) != told:
-            console.print(counts, highlight=False)
+            console.print(counts)
             told = counts
 
 

@@ -9,7 +9,7 @@ from agl_core.config import LoadedConfig
 from agl_core.learning import ScoringRule, build_episode
 from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.store.interface import Store
-from agl_core.types import AttemptKey, Call, DropReason, Ending, Episode, Outcome, Reward, Rollout
+from agl_core.types import AttemptKey, Call, DropReason, Ending, Episode, Outcome, Reward, Rollout, Run
 
 Recorded = TypeVar("Recorded", Call, Outcome, Reward)
 
@@ -49,6 +49,11 @@ def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
         ScoringRule(name, chosen.build(), loaded.config.rewards[name].weight) for name, chosen in loaded.rewards.items()
     ]
     return rules or [ScoringRule("reported", reported)]
+
+
+def reward_weights(run: Run) -> dict[str, float]:
+    """What the reward rules of a run weigh in the terminal reward, by name."""
+    return {name: float(section["weight"]) for name, section in run.config.get("rewards", {}).items()}
 
 
 def _lost(rollout: Rollout) -> Episode:

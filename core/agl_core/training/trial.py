@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import PolicyCredit, make_batches, score
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
-from agl_core.training.recorded import recorded_episodes, scoring_rules
+from agl_core.training.recorded import recorded_episodes, reward_weights, scoring_rules
 from agl_core.types import (
     AttemptKey,
     DropReason,
@@ -179,7 +179,7 @@ async def _recorded(
     """By rollout: all its rewards, its uses, and the weights that its run had, by source."""
     keys = [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
     rewards, uses = await store.rewards(keys), await store.uses(keys)
-    weights = {(run.id, run.incarnation): _weights(run.config) for run in await store.runs()}
+    weights = {(run.id, run.incarnation): reward_weights(run) for run in await store.runs()}
     return {
         r.id: (
             [each for each in rewards if each.rollout == r.id],
@@ -188,10 +188,6 @@ async def _recorded(
         )
         for r in rollouts
     }
-
-
-def _weights(config: Any) -> dict[str, float]:
-    return {name: float(section["weight"]) for name, section in config.get("rewards", {}).items()}
 
 
 def _compared(

@@ -228,27 +228,6 @@ def test_as_a_command_it_needs_no_torch_and_a_failing_rule_ends_it_with_status_2
     assert "Traceback" not in ended.stderr
 
 
-def test_show_tells_the_provenance_of_every_reward(run: Any) -> None:
-    shown = run.agl("show", "s1-g0-m0", "--run=runs/calc").output
-
-    assert "reward look 0.25 (by tools, for call s1-g0-m0-c0)" in shown
-    assert "terminal reward: right 1 (by right)" in shown
-
-
-def test_show_survives_a_malformed_tool_call_and_tells_of_rewards_without_a_call(run: Any) -> None:
-    from dataclasses import replace
-
-    rollout, attempt, first, *_ = run.trained(6, "m0")
-    broken = {"role": "assistant", "tool_calls": [7, {"function": "look"}, {"function": {"name": "look"}}]}
-    call = replace(first, choices=(replace(first.choices[0], message=broken),))
-    run.put(rollout, attempt, call, Reward(rollout.id, 0, "late", 0.5, "mine", call="gone"))
-
-    result = run.agl("show", rollout.id, "--run=runs/calc")
-
-    assert result.exit_code == 0, result.exception
-    assert "reward late 0.5 (by mine, for call gone, which does not count)" in result.output
-
-
 def test_help_says_enough(run: Any) -> None:
     shown = " ".join(run.agl("reward", "try", "--help").output.split())
 

@@ -1,0 +1,236 @@
+"""`agl show`: one rollout turn by turn, down to the advantage of each call and where that comes from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agl_core.cli.reading import read_run, superseded
+from agl_core.cli.text import printable
+from agl_core.types import Attempt, AttemptKey, Episode, Reward, Rollout, Transition, Use
+
+if TYPE_CHECKING:
+    from agl_core.cli.screen import Screen
+    from agl_core.store.interface import Store
+
+RunOption = Annotated[
+    Path | None, typer.Option("--run", help="The run's folder; the newest below ./runs by default.", show_default=False)
+]
+Id = Annotated[str, typer.Argument(help="The rollout's id, or its beginning.")]
+Width = Annotated[int, typer.Option(min=40, help="Characters of each text that are shown.")]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCredit:
+    """What one step credited the transitions of a group with, of one policy."""
+
+    step: int
+    policy: str
+    by_rollout: Mapping[str, Sequence[float]]
+    """Of the transitions that reached the algorithm, by rollout."""
+
+    @property
+    def mean(self) -> float:
+        """Over rollouts, each of which counts once: 1/G · Σ_i 1/T_i · Σ_t v_it."""
+        return math.fsum(math.fsum(values) / len(values) for values in self.by_rollout.values()) / len(self.by_rollout)
+
+    @property
+    def std(self) -> float:
+        """Likewise, and unbiased: √(1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − mean)²); 0 for one rollout."""
+        mean = self.mean
+        squares = [math.fsum((v - mean) ** 2 for v in values) / len(values) for values in self.by_rollout.values()]
+        return math.sqrt(math.fsum(squares) / max(len(squares) - 1, 1))
+
+
+def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
+    """Show a rollout turn by turn: who spoke, what was asked, what the tools did, and what training made of it.
+
+    Of each call: its rewards with the rule that gave them, what the credit rule made of them, its advantage, and how
+    much it weighed in the loss. Below the turns: what the rollouts of its group were credited with, which it was
+    compared with.
+    """
+    from agl_core.cli.screen import Screen
+    from agl_core.learning import build_episode
+    from agl_core.training.recorded import reward_weights
+
+    async def read(store: Store) -> tuple[Rollout, list[tuple[Attempt, Episode, list[Use]]], list[GroupCredit]]:
+        found = await store.rollout(rollout)
+        shown = []
+        for attempt in await store.attempts(found.id):
+            keys = [attempt.key]
+            episode = build_episode(
+                found, attempt, await store.calls(keys), await store.outcomes(keys), await store.rewards(keys)
+            )
+            shown.append((attempt, episode, await store.uses(keys)))
+        return found, shown, await _group_credit(store, found)
+
+    (found, attempts, groups), runs = read_run(run, read)
+    weights = next((reward_weights(r) for r in runs if (r.id, r.incarnation) == (found.run, found.incarnation)), {})
+    screen = Screen()
+    _line(screen, f"rollout {found.id}  {found.mode.value}  {found.state.value}", "bold")
+    if superseded(found, runs):
+        _line(screen, "superseded: a later incarnation went on from an earlier checkpoint", "yellow")
+    _line(screen, f"task {found.task.id}: {printable(json.dumps(found.task.input, ensure_ascii=False), width)}")
+    for attempt, episode, uses in attempts:
+        counts = attempt.attempt == found.counted_attempt
+        ending = attempt.ending.value if attempt.ending else "running"
+        _line(screen, f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", "bold")
+        if attempt.error:
+            _line(screen, f"  {printable(attempt.error, width)}", "red")
+        _print_episode(screen, episode, uses, weights, width)
+        if counts:
+            _print_group(screen, found, groups)
+
+
+async def _group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:
+    """Of each step that trained on the rollout's group: what all its members' transitions were credited with."""
+    members = [
+        r
+        for r in await store.rollouts(run=rollout.run, group=rollout.group, mode=rollout.mode)
+        if r.incarnation == rollout.incarnation
+    ]
+    keys = [AttemptKey(r.id, r.counted_attempt) for r in members if r.counted_attempt is not None]
+    policies = {call.id: call.policy for call in await store.calls(keys)}
+    found: dict[tuple[int, str], dict[str, list[float]]] = {}
+    for use in await store.uses(keys):
+        if use.credit is not None and use.advantage is not None:
+            of_step = found.setdefault((use.step, policies[use.call]), {})
+            of_step.setdefault(use.rollout, []).append(use.credit)
+    order = {r.id: r.member for r in members}
+    return [
+        GroupCredit(step, policy, dict(sorted(values.items(), key=lambda item: order[item[0]])))
+        for (step, policy), values in sorted(found.items())
+    ]
+
+
+def _line(screen: Screen, text: str, style: str | None = None) -> None:
+    screen.print(text, style=style, soft_wrap=True)
+
+
+def _print_group(screen: Screen, rollout: Rollout, groups: Sequence[GroupCredit]) -> None:
+    several = len({group.policy for group in groups}) > 1
+    for group in groups:
+        if rollout.id not in group.by_rollout:
+            continue
+        values = "  ".join("/".join(f"{v:.4g}" for v in dict.fromkeys(each)) for each in group.by_rollout.values())
+        of = f" of policy {group.policy}" if several else ""
+        _line(
+            screen,
+            f"  group {printable(rollout.group, 80)}, step {group.step}: mean credit{of} {group.mean:.4g}, standard "
+            f"deviation {group.std:.4g}, over {len(group.by_rollout)} rollouts: {printable(values, 300)}",
+            "magenta",
+        )
+
+
+def _print_episode(
+    screen: Screen, episode: Episode, uses: Sequence[Use], weights: Mapping[str, float], width: int
+) -> None:
+    by_call: dict[tuple[str | None, int], list[Reward]] = {}
+    for reward in episode.rewards:
+        by_call.setdefault((reward.call, reward.choice), []).append(reward)
+    for transition in episode.transitions:
+        key = (transition.key.call, transition.key.choice)
+        its_uses = [use for use in uses if use.key == transition.key]
+        _print_transition(screen, transition, by_call.pop(key, ()), its_uses, width)
+    for outcome in episode.unjoined:
+        _line(screen, f"  outcome of no recorded call: {printable(outcome.tool, 60)} {outcome.status.value}", "yellow")
+    _line(screen, f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
+    for reward in episode.rewards:
+        if reward.call is not None and (reward.call, reward.choice) in by_call:
+            _line(screen, f"  reward {_describe_reward(reward)[:-1]}, which does not count)", "yellow")
+    terminal = [reward for reward in episode.rewards if reward.call is None]
+    _line(screen, f"  terminal reward: {_describe_terminal(terminal, weights)}", "bold")
+
+
+def _print_transition(
+    screen: Screen, transition: Transition, rewards: Sequence[Reward], uses: Sequence[Use], width: int
+) -> None:
+    version = "" if transition.version is None else f" v{transition.version}"
+    agent = printable(transition.agent or "unnamed agent", 60)
+    _line(screen, f"\n  turn {transition.turn}  {agent}  ({printable(transition.policy, 60)}{version})", "cyan")
+    for message in transition.messages[-1:]:
+        text = printable(_text(message), width, tail=True)
+        _line(screen, f"    {printable(str(message.get('role')), 40)}: {text}", "dim")
+    _line(screen, f"    → {printable(_text(transition.response), width)}  [{transition.finish_reason.value}]")
+    if transition.state is not None:
+        state = printable(json.dumps(transition.state, ensure_ascii=False), width)
+        _line(screen, f"    state {state}", "dim")
+    ids = (
+        "no token ids"
+        if not transition.has_ids
+        else f"{_size(transition.prompt_ids)} + {_size(transition.response_ids)} tokens"
+    )
+    logprob = "" if transition.logprobs is None else f", log-probability {float(transition.logprobs.sum()):.3f}"
+    broken = ", prefix broken" if transition.prefix_broken else ""
+    _line(screen, f"    {ids}{logprob}{broken}", "dim")
+    if transition.parse_error:
+        _line(screen, f"    tool call did not parse: {printable(transition.parse_error, width)}", "yellow")
+    for outcome in transition.outcomes:
+        said = outcome.error or json.dumps(outcome.result, ensure_ascii=False)
+        arguments = json.dumps(outcome.arguments, ensure_ascii=False)
+        _line(
+            screen,
+            f"    tool {printable(outcome.tool, 60)}({printable(arguments, 80)}): {outcome.status.value}  "
+            f"{printable(said, width)}",
+            "green" if outcome.status.value == "ok" else "red",
+        )
+    for reward in rewards:
+        _line(screen, f"    reward {_describe_reward(reward)}")
+    for use in uses:
+        _line(screen, f"    {_describe_use(use)}", "magenta")
+
+
+def _describe_terminal(rewards: Sequence[Reward], weights: Mapping[str, float]) -> str:
+    """The sum, and what it is made of; what the agent reported is told, and counts by the rule that takes it up.
+
+    >>> _describe_terminal([Reward("r", 0, "right", 1.0, "right"), Reward("r", 0, "brief", 0.5, "brief")], {"brief": 0})
+    '1 = right 1 (by right) + 0 · brief 0.5 (by brief)'
+    """
+    from agl_core.learning.rewards import AGENT_SOURCE
+
+    parts = [reward for reward in rewards if reward.source != AGENT_SOURCE]
+    told = [f"the agent reported {_describe_reward(reward)}" for reward in rewards if reward.source == AGENT_SOURCE]
+    weight = {reward.source: weights.get(reward.source, 1.0) for reward in parts}
+    total = math.fsum(weight[reward.source] * reward.value for reward in parts)
+    terms = " + ".join(
+        (f"{weight[each.source]:g} · " if weight[each.source] != 1 else "") + _describe_reward(each) for each in parts
+    )
+    return "; ".join([f"{total:g} = {terms}" if parts else "none", *told])
+
+
+def _describe_reward(reward: Reward) -> str:
+    """Its name, value and provenance."""
+    of = "" if reward.call is None else f", for call {printable(reward.call, 80)}"
+    return f"{printable(reward.name, 80)} {reward.value:g} (by {printable(reward.source, 40)}{of})"
+
+
+def _describe_use(use: Use) -> str:
+    credit = "" if use.credit is None else f"credit {use.credit:.4g}  "
+    if use.dropped is not None:
+        return f"step {use.step}: {credit}dropped: {use.dropped}"
+    advantage = math.nan if use.advantage is None else use.advantage
+    return f"step {use.step}: {credit}advantage {advantage:.4g}  weight in the loss {use.weight:.4g}"
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    calls = [_tool_call(each) for each in message.get("tool_calls") or ()]
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    return " ".join([text, *calls]).strip()
+
+
+def _tool_call(tool_call: Any) -> str:
+    function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return json.dumps(tool_call, ensure_ascii=False)
+    return f"{function.get('name')}({function.get('arguments', '')})"
+
+
+def _size(tokens: Any) -> int:
+    return 0 if tokens is None else len(tokens)
