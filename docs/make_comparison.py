@@ -6,7 +6,7 @@
     python docs/make_comparison.py --write          # no run, the page alone
 
 Every result is kept as soon as its run ends, so it can be interrupted at any time. A result is taken again when the
-example's configuration or policy has changed since.
+example's configuration, policy or code has changed since.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,15 @@ PAIRS = {
     f"{algorithm} × {credit}": (f"algorithm.name={algorithm}", f"credit.name={credit}")
     for algorithm in ALGORITHMS
     for credit in CREDIT
+} | {
+    f"{algorithm}, across calls × immediate": (
+        f"algorithm.name={algorithm}",
+        f'algorithm."{algorithm}".across_calls=true',
+        "credit.name=immediate",
+    )
+    for algorithm in ("ppo", "reinforce++")
 }
+"""Every pair that is allowed: rewards of single calls are for algorithms that own the time axis (`across_calls`)."""
 
 CAPPED = {
     "trip": ("eval.tasks=40",),
@@ -81,11 +90,17 @@ class Experiment:
 
     @property
     def digest(self) -> str:
-        """Of everything but the code that decides the result."""
+        """Of everything that decides the result, but agl's own code: configuration, policy, agent and tasks."""
         folder = ROOT / "examples" / self.example
-        parts = [(folder / "train.toml").read_bytes(), *(each.encode() for each in self.settings)]
-        parts.append((folder / "policy" / "model.safetensors").read_bytes())
-        return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+        config = tomllib.loads((folder / "train.toml").read_text())
+        for section in ("algorithm", "credit"):
+            chosen = dict(each.split("=", 1) for each in self.settings).get(f"{section}.name", config[section]["name"])
+            config[section] = {key: value for key, value in config[section].items() if key in ("name", chosen)}
+        digest = hashlib.sha256(json.dumps([config, self.settings], sort_keys=True).encode())
+        code = [file for file in folder.glob("*.py") if not file.name.startswith("make_")]
+        for file in sorted([*code, *(folder / "policy").iterdir()]):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
 
 
 def experiments() -> Iterator[Experiment]:

@@ -10,6 +10,7 @@ from agl_core.client.agent import load_agent
 from agl_core.client.attempts import Runner
 from agl_core.client.in_process import InProcess
 from agl_core.client.isolated import CommandPerAttempt, ProcessPerAttempt
+from agl_core.client.moving import MovesOut
 from agl_core.config.models import AgentSection, WorkerSection
 
 
@@ -28,12 +29,9 @@ def choose_runner(
         return CommandPerAttempt(command, folder, plugins=attached, memory=memory)
     assert agent.entry is not None
     imported = load_agent(agent.entry, folder)
-    if workers.isolation == "none" or (workers.isolation == "auto" and imported.is_async):
+    if workers.isolation == "none":
         return InProcess(imported)
-    return ProcessPerAttempt(
-        agent.entry,
-        folder,
-        base_url=base_url,
-        plugins=attached,
-        memory=memory,
-    )
+    processes = ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=attached, memory=memory)
+    if workers.isolation == "auto" and imported.is_async and memory is None:
+        return MovesOut(InProcess(imported), processes)
+    return processes

@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from agl_core.errors import AgentError
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,11 @@ _MOST_AT_ONCE = 2**26
 """Bytes of one message of an agent's process."""
 _START_PATIENCE = 300.0
 """Seconds that importing the agent may take."""
+
+
+def _without_keys(variables: Mapping[str, str]) -> dict[str, str]:
+    """What agents may know: the keys of workers and operators would let one act for others."""
+    return {name: value for name, value in variables.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
 
 
 class ForkerGoneError(RuntimeError):
@@ -146,7 +152,7 @@ class Processes:
                 [sys.executable, "-P", "-m", "agl_core.client.forker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **self._variables},
+                env={**_without_keys(os.environ), **self._variables},
                 start_new_session=True,
             )
         ours.setblocking(False)

@@ -237,8 +237,8 @@ class WorkerSection(Section):
     isolation: Literal["auto", "process", "none"] = Field(
         "auto",
         description="process: each attempt in a process of its own, which is ended with all that it started when its "
-        "time is up; none: async agents in the worker's event loop, sync ones in threads; auto: only sync agents get "
-        "processes.",
+        "time is up; none: async agents in the worker's event loop, sync ones in threads; auto: sync agents get "
+        "processes, async ones once one of them has blocked the event loop for two seconds, or with memory_mib.",
     )
     memory_mib: int | None = Field(
         None, ge=64, description="MiB of memory that an attempt's process, or any that it starts, may ask for (Linux)."
@@ -247,6 +247,14 @@ class WorkerSection(Section):
     attempts: int = Field(
         2, ge=1, description="Tries per rollout; only what was lost or ended badly before any LLM call is tried again."
     )
+
+    @model_validator(mode="after")
+    def _limits_a_process(self) -> Self:
+        if self.memory_mib is not None and self.isolation == "none":
+            raise ValueError(
+                "memory_mib limits an attempt's process, and isolation = 'none' gives it none: leave one of them out"
+            )
+        return self
 
 
 class ServerSection(Section):

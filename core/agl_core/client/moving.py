@@ -1,0 +1,91 @@
+"""Async agents share the worker's process until one of them blocks it; then each gets a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+from agl_core.capture import Recording
+from agl_core.client.attempts import Ended, Runner
+from agl_core.client.in_process import InProcess
+from agl_core.wire import Lease
+
+logger = logging.getLogger(__name__)
+
+_TICK = 0.1
+_MOST_MISSED = 20
+"""Ticks of the watching thread without one of the event loop after which an agent blocks it.
+
+Counted, not measured: while the whole process stands still, or is short of the processor, neither of them ticks.
+"""
+_OURS = tuple(str(Path(file).parent) for file in (asyncio.__file__, Path(__file__).parent))
+
+
+class MovesOut:
+    """Runs attempts in this process until an agent blocks the event loop for two seconds, later ones by `processes`.
+
+    The attempt that blocks, and those that are running beside it, end where they are.
+    """
+
+    def __init__(self, here: InProcess, processes: Runner) -> None:
+        self._here, self._processes = here, processes
+        self._moved = False
+        self._ticks = 0
+        self._closed = threading.Event()
+        self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def abandoned(self) -> int:
+        return self._here.abandoned + self._processes.abandoned
+
+    async def start(self) -> None:
+        await self._here.start()
+        self._ticking = asyncio.create_task(self._tick())
+        watching = threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True, name="agl-watch")
+        watching.start()
+
+    async def close(self) -> None:
+        self._closed.set()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await self._here.close()
+        await self._processes.close()
+
+    async def run(self, lease: Lease, base_url: str, recording: Recording) -> Ended:
+        if not self._moved:
+            return await self._here.run(lease, base_url, recording)
+        await self._processes.start()
+        return await self._processes.run(lease, base_url, recording)
+
+    async def _tick(self) -> None:
+        while True:
+            self._ticks += 1
+            await asyncio.sleep(_TICK)
+
+    def _watch(self, loop_thread: int) -> None:
+        seen, missed = self._ticks, 0
+        while not self._closed.wait(_TICK):
+            missed = missed + 1 if self._ticks == seen else 0
+            seen = self._ticks
+            if missed >= _MOST_MISSED and (where := _busy_at(sys._current_frames().get(loop_thread))):
+                self._moved = True
+                logger.warning(
+                    "An agent blocks the worker's event loop, and with it all other agents (%s). From now on each "
+                    "attempt gets a process of its own. [workers] isolation = 'process' does so from the start.",
+                    where,
+                )
+                return
+
+
+def _busy_at(frame: FrameType | None) -> str | None:
+    """Where in an agent's code this thread is, as far out as that goes; None if it is in nobody's."""
+    found: FrameType | None = None
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        found, frame = frame, frame.f_back
+    if found is None or frame is None:
+        return None
+    return f"{Path(found.f_code.co_filename).name}:{found.f_lineno} in {found.f_code.co_name}"

@@ -1,0 +1,87 @@
+"""Where attempts run: what the configuration asks for, and what agents turn out to do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from stack import until
+
+from agl_core.client import InProcess, ProcessPerAttempt, Runner
+from agl_core.client.choosing import choose_runner
+from agl_core.config.models import AgentSection, WorkerSection
+from agl_core.types import Ending
+
+AGENTS = """
+import os, time
+from pathlib import Path
+import openai
+
+async def solve(task, context):
+    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    while task["until"] and not Path(task["until"]).exists():
+        time.sleep(0.02)
+    return [os.getpid(), sorted(name for name in os.environ if name.startswith("AGL_") and name.endswith("_KEY"))]
+
+def solve_slowly(task):
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "some_agents.py").write_text(AGENTS)
+    return tmp_path
+
+
+def chosen(place: Any, folder: Path, entry: str = "some_agents:solve", **workers: Any) -> Runner:
+    agent = AgentSection(entry=entry)
+    url = place.stack.server.base_url
+    return choose_runner(agent, WorkerSection(**workers), folder=folder, plugins=[], base_url=url)
+
+
+async def test_an_agent_that_blocks_the_event_loop_makes_later_ones_move_out(
+    workplace: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flag = folder / "go on"
+    with caplog.at_level(logging.WARNING):
+        worker = workplace.start_runner(chosen(workplace, folder), concurrency=1)
+        finishing = asyncio.create_task(workplace.finish(worker, [{"until": str(flag)}, {"until": ""}, {"until": ""}]))
+        await until(lambda: "blocks the worker's event loop" in caplog.text)
+        flag.touch()
+        ended = await finishing
+
+    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.FINISHED] * 3
+    first, *later = [ended[i][1].result[0] for i in range(3)]
+    assert first == os.getpid()
+    assert len({os.getpid(), *later}) == 3
+    assert "some_agents.py:10 in solve" in caplog.text or "some_agents.py:9 in solve" in caplog.text
+
+
+async def test_agents_that_leave_the_loop_alone_stay_together(workplace: Any, folder: Path) -> None:
+    ended = await workplace.finish(workplace.start_runner(chosen(workplace, folder)), [{"until": ""}] * 3)
+    assert [attempt.result[0] for _, attempt in ended.values()] == [os.getpid()] * 3
+
+
+async def test_processes_of_agents_are_told_no_key_but_their_own(
+    workplace: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGL_WORKER_KEY", "a worker's")
+    monkeypatch.setenv("AGL_OPERATOR_KEY", "an operator's")
+    runner = chosen(workplace, folder, isolation="process")
+    [(_, attempt)] = (await workplace.finish(workplace.start_runner(runner), [{"until": ""}])).values()
+    assert attempt.result[1] == []
+
+
+async def test_a_limit_of_memory_takes_a_process(workplace: Any, folder: Path) -> None:
+    assert isinstance(chosen(workplace, folder, memory_mib=512), ProcessPerAttempt)
+    assert isinstance(chosen(workplace, folder, isolation="none"), InProcess)
+    assert isinstance(chosen(workplace, folder, "some_agents:solve_slowly"), ProcessPerAttempt)
+    with pytest.raises(ValidationError, match="isolation = 'none' gives it none: leave one of them out"):
+        WorkerSection(memory_mib=512, isolation="none")
