@@ -42,6 +42,7 @@ def pod_templates() -> dict[str, dict[str, Any]]:
         if each["kind"] == "RayJob":
             cluster = each["spec"]["rayClusterSpec"]
             found += [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
+            found.append(each["spec"]["submitterPodTemplate"])
         elif "template" in each.get("spec", {}):
             found.append(each["spec"]["template"])
     return {container(each)["name"]: each for each in found}

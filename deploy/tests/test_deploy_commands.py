@@ -23,6 +23,7 @@ from agl_core.config.load import load
 COMMANDS = list(command_lines())
 CALC = ROOT / "examples" / "calc"
 OTHERS = {
+    "HOME": "whoever keeps files there",
     "HF_HOME": "huggingface_hub's folder of downloaded models",
     "RAY_JOB_STOP_WAIT_TIME_S": "ray/dashboard/modules/job/job_supervisor.py",
 }
@@ -112,14 +113,14 @@ def served(tmp_path: Path) -> Iterator[str]:
             cwd=tmp_path, env={**os.environ, **keys}, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while (found := re.search(r"serving \S+ at (\S+)", (tmp_path / "log").read_text())) is None:
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield found[1]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, "it ends by itself within the pod's grace period"
+        assert process.wait(60) == 0, "it ends by itself within the pod's grace period"
     finally:
         process.kill()
         process.wait()

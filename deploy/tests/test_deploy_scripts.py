@@ -9,48 +9,20 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from deployed import DEPLOY
+from slurm_stand_ins import BESIDE_PYTHON, NODES, Cluster
 
-SCRIPTS = [DEPLOY / "train-or-resume", DEPLOY / "slurm" / "train.sbatch"]
-BESIDE_PYTHON = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-
-STAND_IN = f"""#!{sys.executable}
-import json, os, pathlib, signal, sys, time
-name, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
-if name == "srun":
-    command = arguments[next(at for at, each in enumerate(arguments) if not each.startswith("--")):]
-keys = sorted(each for each in os.environ if each.startswith("AGL_"))
-with open(os.environ["CALLED"], "a") as called:
-    called.write(json.dumps([name, arguments, keys, os.getpid()]) + "\\n")
-if name == "srun":
-    os.execvp(command[0], command)
-if name == "agl" and arguments[0] == "serve":
-    os.execv({str(Path(sys.executable).with_name("agl"))!r}, ["agl", *arguments])
-if name == "agl" and arguments[0] == "train":
-    options = dict(zip(arguments, arguments[1:]))
-    sets = dict(after.split("=", 1) for word, after in zip(arguments, arguments[1:]) if word == "--set")
-    if "--resume" not in options:
-        run = pathlib.Path(sets["runs"]) / sets["name"]
-        run.mkdir(parents=True)
-        (run / "metrics.jsonl").touch()
-    if os.environ["TRAINS"] != "on":
-        sys.exit(int(os.environ["TRAINS"]))
-if name in ("agl", "ray"):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    while True:
-        time.sleep(0.1)
-"""
-FAKE_RAY = "def init(**_): pass\ndef nodes(): return [{'Alive': True}] * 2\ndef shutdown(): pass\n"
+SBATCH = DEPLOY / "slurm" / "train.sbatch"
+SAVE = DEPLOY / "slurm" / "save_store.py"
+SCRIPTS = [DEPLOY / "train-or-resume", SBATCH]
 
 
 def linted(*command: str | Path) -> None:
@@ -71,78 +43,12 @@ def test_the_dockerfile_is_well_formed() -> None:
     linted("hadolint", "--failure-threshold=style", DEPLOY / "Dockerfile")
 
 
-@dataclass
-class Cluster:
-    """Two nodes that are this machine."""
-
-    folder: Path
-    environment: dict[str, str]
-
-    def submit(self, **more: str) -> subprocess.Popen[str]:
-        log = (self.folder / "log").open("a")
-        script = [DEPLOY / "slurm" / "train.sbatch", DEPLOY / "configs" / "64-gpus.toml", "calc-64"]
-        return subprocess.Popen(
-            ["bash", *map(str, script)], env=self.environment | more, cwd=self.folder, stdout=log, stderr=log, text=True
-        )
-
-    def calls(self, name: str, first: str = "") -> list[Any]:
-        """What was called by this name: arguments, agl's variables, process."""
-        log = self.folder / "called"
-        lines = [json.loads(each) for each in log.read_text().splitlines()] if log.exists() else []
-        return [each[1:] for each in lines if each[0] == name and each[1][: bool(first)] == ([first] if first else [])]
-
-    def until(self, process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 90
-        while not condition():
-            assert process.poll() is None, (self.folder / "log").read_text()
-            assert time.monotonic() < deadline, (self.folder / "log").read_text()
-            time.sleep(0.05)
-
-    def ended(self, process: subprocess.Popen[str], code: int) -> None:
-        assert process.wait(90) == code, (self.folder / "log").read_text()
-        assert self.left() == []
-
-    def left(self) -> list[psutil.Process]:
-        """What was started and still runs."""
-        pids = [each[2] for name in ("agl", "ray") for each in self.calls(name)]
-        running = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        return [each for each in running if str(self.folder) in " ".join(each.cmdline())]
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    (tmp_path / "venv" / "bin" / "activate").touch()
-    for name in ("srun", "scontrol", "ray", "agl"):
-        stand_in = tmp_path / "bin" / name
-        stand_in.parent.mkdir(exist_ok=True)
-        stand_in.write_text(STAND_IN)
-        stand_in.chmod(0o755)
-    (tmp_path / "hostname").write_text("#!/bin/sh\necho 127.0.0.1\n")
-    (tmp_path / "hostname").chmod(0o755)
-    shutil.move(tmp_path / "hostname", tmp_path / "bin" / "hostname")
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "ray.py").write_text(FAKE_RAY)
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("AGL_")},
-        "PATH": os.pathsep.join([str(tmp_path / "bin"), BESIDE_PYTHON]),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "modules"), os.environ["PYTHONPATH"]]),
-        "CALLED": str(tmp_path / "called"),
-        "TRAINS": "0",
-        "VENV": str(tmp_path / "venv"),
-        "RUNS": str(tmp_path / "runs"),
-        "LOCAL": str(tmp_path / "local"),
-        "SLURM_JOB_ID": "7",
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURMD_NODENAME": "node-1",
-        "SLURM_SUBMIT_DIR": str(DEPLOY.parent),
-    }
-    (tmp_path / "local").mkdir()
     with socket.socket() as probe:  # the script has one port, as a whole node is its own
         if probe.connect_ex(("127.0.0.1", 8123)) == 0:
             pytest.fail("port 8123 is taken")
-    cluster = Cluster(tmp_path, environment)
+    cluster = Cluster.make(tmp_path)
     yield cluster
     for left in cluster.left():
         left.kill()
@@ -152,67 +58,181 @@ def settings(arguments: list[str]) -> list[str]:
     return [after for word, after in itertools.pairwise(arguments) if word == "--set"]
 
 
+def secret(folder: Path) -> str:
+    """What a server makes once for its store."""
+    return str(json.loads((folder / "server.json").read_text())["agent_secret"])
+
+
+def is_whole(store: Path) -> bool:
+    """Also without a write-ahead log beside it."""
+    with closing(sqlite3.connect(f"{store.as_uri()}?immutable=1", uri=True)) as connection:
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        return bool(tables and connection.execute("PRAGMA integrity_check").fetchone() == ("ok",))
+
+
 def test_a_job_starts_everything_trains_and_leaves_nothing_behind(cluster: Cluster) -> None:
     cluster.ended(cluster.submit(), 0)
     starts = [each[0] for each in cluster.calls("ray", "start")]
-    assert sorted("--head" in each for each in starts) == [False, True]
-    assert next(each for each in starts if "--head" not in each)[1] == "--address=127.0.0.1:6379"
-    spread = [each[0] for each in cluster.calls("srun")]
-    assert next(each for each in spread if "--head" in each)[2:4] == ["--nodes=1", "--nodelist=node-1"]
-    assert next(each for each in spread if "--address=127.0.0.1:6379" in each)[2:4] == ["--nodes=1", "--exclude=node-1"]
-    assert "--nodes=2" in next(each for each in spread if "worker" in each)
+    assert sorted("--head" in each for each in starts) == [*[False] * (NODES - 1), True]
+    assert {each[1] for each in starts if "--head" not in each} == {"--address=127.0.0.1:6379"}
     [(train, keys, _)] = cluster.calls("agl", "train")
     assert keys == ["AGL_OPERATOR_KEY"]
-    assert {"engine.verl.nodes=2", "engine.verl.gpus_per_node=8", "engine.verl.address=127.0.0.1:6379"} < set(
+    assert {f"engine.verl.nodes={NODES}", "engine.verl.gpus_per_node=8", "engine.verl.address=127.0.0.1:6379"} < set(
         settings(train)
     )
-    [(_, keys, _)] = cluster.calls("agl", "worker")
-    assert keys == ["AGL_WORKER_KEY"], "agents see their worker's environment"
+    workers = [keys for _, keys, _ in cluster.calls("agl", "worker")]
+    assert workers == [["AGL_WORKER_KEY"]] * NODES, "agents see their worker's environment"
     [(_, keys, _)] = cluster.calls("agl", "serve")
     assert keys == ["AGL_OPERATOR_KEY", "AGL_WORKER_KEY"]
-    assert (cluster.folder / "runs" / "stores" / "calc-64" / "store.sqlite").is_file()
+    assert is_whole(cluster.kept / "store.sqlite")
     assert not list((cluster.folder / "local").iterdir())
     assert not cluster.calls("scontrol")
 
 
+def test_each_step_has_one_task_on_each_of_its_nodes_and_shares_them_with_the_others(cluster: Cluster) -> None:
+    """srun takes its defaults from what sbatch set: the job's 3 tasks, also on one node."""
+    cluster.ended(cluster.submit(), 0)
+    steps = [each[0] for each in cluster.calls("srun")]
+    options = [[each for each in step if each.startswith("--") and step.index(each) < 7] for step in steps]
+    [head] = [each for each in options if "--nodelist=node-1" in each]
+    [others] = [each for each in options if "--exclude=node-1" in each]
+    [workers] = [each for each in options if each not in (head, others)]
+    for step, nodes in ((head, 1), (others, NODES - 1), (workers, NODES)):
+        assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} < set(step)
+        assert "--overlap" in step, "it would wait for what the steps before it have: CPUs, memory, GPUs"
+        assert "--exact" not in step, "Ray would find one CPU of each node"
+        assert not any(each.startswith(("--cpus-per-task", "--mem")) for each in step), "all that the job has"
+    assert "#SBATCH --mem=0\n" in SBATCH.read_text(), "--exclusive alone does not give a node's memory"
+
+
 def test_the_same_line_goes_on_where_the_last_job_ended(cluster: Cluster) -> None:
     cluster.ended(cluster.submit(TRAINS="3"), 3)
-    secret = json.loads((cluster.folder / "runs/stores/calc-64/server.json").read_text())["agent_secret"]
+    made = secret(cluster.kept)
     cluster.ended(cluster.submit(SLURM_JOB_ID="8"), 0)
     first, second = (each[0] for each in cluster.calls("agl", "train"))
     assert "--resume" not in first
     assert second[:3] == ["train", "--resume", str(cluster.folder / "runs" / "calc-64")]
     assert second[3:] == first[6:], "the server and the cluster are those of the new job"
-    again = json.loads((cluster.folder / "runs/stores/calc-64/server.json").read_text())["agent_secret"]
-    assert again == secret, "the server took its old store up"
+    assert secret(cluster.kept) == made, "the server took its old store up"
 
 
-@pytest.mark.parametrize(("sent", "queued_again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_signal_stops_the_trainer_and_one_of_them_queues_the_job_again(
-    cluster: Cluster, sent: signal.Signals, queued_again: bool
-) -> None:
-    job = cluster.submit(TRAINS="on")
-    cluster.until(job, lambda: bool(cluster.calls("agl", "train")) and bool(cluster.calls("agl", "worker")))
-    metrics = cluster.folder / "runs" / "calc-64" / "metrics.jsonl"
-    cluster.until(job, metrics.exists)
-    time.sleep(0.5)
-    job.send_signal(sent)
+def test_sigterm_has_the_trainer_stop_and_the_store_kept(cluster: Cluster) -> None:
+    job = cluster.trains()
+    job.send_signal(signal.SIGTERM)
     cluster.ended(job, 0)
-    assert [each[0] for each in cluster.calls("scontrol")] == ([["requeue", "7"]] if queued_again else [])
-    assert (cluster.folder / "runs" / "stores" / "calc-64" / "store.sqlite").is_file()
+    assert cluster.calls("scontrol") == []
+    assert is_whole(cluster.kept / "store.sqlite")
+
+
+def test_a_job_whose_time_is_up_queues_itself_again_when_its_store_is_kept(cluster: Cluster) -> None:
+    job = cluster.trains()
+    job.send_signal(signal.SIGUSR1)
+    cluster.ended(job, -signal.SIGTERM, -signal.SIGKILL)  # by Slurm, as soon as it is queued again
+    assert [each[0] for each in cluster.calls("scontrol")] == [["requeue", "7"]]
+    assert is_whole(cluster.kept / "store.sqlite")
+    made = secret(cluster.kept)
+    cluster.ended(cluster.submit(), 0)
+    assert secret(cluster.kept) == made
+    assert "--resume" in cluster.calls("agl", "train")[1][0]
+
+
+def test_a_trainer_that_does_not_end_in_time_costs_its_checkpoint_and_not_the_store(cluster: Cluster) -> None:
+    job = cluster.trains(TRAINS="stuck", GRACE="1")
+    job.send_signal(signal.SIGUSR1)
+    cluster.ended(job, -signal.SIGTERM, -signal.SIGKILL)
+    assert "did not end within 1 s" in cluster.log()
+    assert [each[0] for each in cluster.calls("scontrol")] == [["requeue", "7"]]
+    assert is_whole(cluster.kept / "store.sqlite")
+
+
+def test_there_is_time_to_keep_the_store_after_the_trainer() -> None:
+    script = SBATCH.read_text()
+    [told] = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.MULTILINE)
+    [grace] = re.findall(r"\$\{GRACE:-(\d+)\}", script)
+    # Slurm may send it a minute early or late; the server and the steps get a minute each.
+    assert int(told) - int(grace) - 60 - 2 * 60 >= 300
+    for name, default in re.findall(r"\$\{(SAVE_EVERY|GRACE):-(\d+)\}", script):
+        assert re.search(rf"^# {name} .* {default}$", script, re.MULTILINE)
+
+
+def test_a_job_that_cannot_keep_its_store_says_where_it_is_and_is_not_queued_again(cluster: Cluster) -> None:
+    job = cluster.trains()
+    cluster.kept.parent.write_text("in the way")
+    job.send_signal(signal.SIGUSR1)
+    cluster.ended(job, 1)
+    there = cluster.folder / "local" / "agl-7" / "calc-64"
+    assert f"the store was not saved: it is in {there} on node-1" in cluster.log()
+    assert is_whole(there / "store.sqlite")
+    assert cluster.calls("scontrol") == []
+
+
+def test_a_lost_node_costs_what_came_after_the_last_copy_of_the_store(cluster: Cluster) -> None:
+    job = cluster.trains(SAVE_EVERY="1")
+    cluster.until(job, (cluster.kept / "store.sqlite").exists)
+    os.killpg(job.pid, signal.SIGKILL)
+    cluster.ended(job, -signal.SIGKILL)
+    assert is_whole(cluster.kept / "store.sqlite")
+    made = secret(cluster.kept)
+    left = cluster.folder / "local" / "agl-7" / "calc-64"
+    (left / "store.sqlite").write_text("torn")
+    cluster.ended(cluster.submit(), 0)  # Slurm queues it again by itself, under the same number
+    assert secret(cluster.kept) == made
+    assert not left.exists()
 
 
 def test_a_lost_server_ends_the_job(cluster: Cluster) -> None:
-    job = cluster.submit(TRAINS="on")
-    cluster.until(job, lambda: bool(cluster.calls("agl", "train")))
-    cluster.until(job, (cluster.folder / "runs" / "calc-64" / "metrics.jsonl").exists)
+    job = cluster.trains()
     [(_, _, pid)] = cluster.calls("agl", "serve")
     os.kill(pid, signal.SIGKILL)
-    assert job.wait(60) == 1
-    assert "the Lightning Server ended" in (cluster.folder / "log").read_text()
+    cluster.ended(job, 1)
+    assert "the Lightning Server ended" in cluster.log()
+    assert is_whole(cluster.kept / "store.sqlite")
 
 
 def test_a_job_without_what_it_needs_says_what_is_missing(cluster: Cluster) -> None:
     del cluster.environment["RUNS"]
     assert cluster.submit().wait(30) == 1
-    assert re.search("RUNS: a folder that every node sees", (cluster.folder / "log").read_text())
+    assert re.search("RUNS: a folder that every node sees", cluster.log())
+
+
+def saved(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SAVE, source, target], capture_output=True, text=True, check=False)
+
+
+def test_a_copy_of_the_store_has_what_is_in_its_write_ahead_log_while_somebody_writes(tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    run.mkdir()
+    (run / "server.json").write_text("{}")
+    (run / "store.sqlite.lock").write_text("")
+    with closing(sqlite3.connect(run / "store.sqlite", isolation_level=None)) as writer:
+        writer.execute("PRAGMA journal_mode = WAL")
+        writer.execute("CREATE TABLE calls (id INTEGER)")
+        writer.execute("INSERT INTO calls VALUES (1)")
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("INSERT INTO calls VALUES (2)")
+        assert (run / "store.sqlite-wal").stat().st_size
+        assert saved(run, kept).returncode == 0
+        writer.execute("COMMIT")
+        assert {each.name for each in kept.iterdir()} == {"store.sqlite", "server.json"}
+        assert {each.stat().st_mode & 0o777 for each in kept.iterdir()} == {0o600}, "there are keys"
+        assert is_whole(kept / "store.sqlite")
+        with closing(sqlite3.connect(kept / "store.sqlite")) as reader:
+            assert reader.execute("SELECT id FROM calls").fetchall() == [(1,)]
+        assert saved(run, kept).returncode == 0
+    with closing(sqlite3.connect(kept / "store.sqlite")) as reader:
+        assert reader.execute("SELECT id FROM calls").fetchall() == [(1,), (2,)]
+    assert not (run / "store.sqlite.snapshot").exists()
+
+
+def test_a_copy_that_fails_leaves_the_one_before_it(tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    run.mkdir()
+    with closing(sqlite3.connect(run / "store.sqlite")) as writer:
+        writer.execute("CREATE TABLE calls (id INTEGER)")
+    assert saved(run, kept).returncode == 0
+    before = (kept / "store.sqlite").read_bytes()
+    (run / "store.sqlite").write_text("this is no database, and long enough to be looked at")
+    failed = saved(run, kept)
+    assert failed.returncode == 1
+    assert re.match(r"the store was not copied to .*kept, where the copy before it stays", failed.stderr)
+    assert (kept / "store.sqlite").read_bytes() == before

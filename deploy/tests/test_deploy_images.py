@@ -1,0 +1,98 @@
+"""The Dockerfile: what its images are for, and what of the repository can be in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from build_context import BuildContext
+from deployed import DEPLOY, ROOT, container, named, pod_templates
+
+from agl_verl.versions import KNOWN
+
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+CONTEXT = BuildContext(DEPLOY / "Dockerfile.dockerignore")
+COPIED = re.findall(r"^COPY (?:--\S+ )?(\S+) \S+$", DOCKERFILE, re.MULTILINE)
+AGENTS = ["my_agent", "team/agents/my_agent", "tests/my_agent", "examples/calc", "deploy/agents/mine", "core/agents"]
+
+
+def test_images_are_built_by_the_dockerfile() -> None:
+    built = dict(re.findall(r"--target (\w+)\s+-t (\S+)", DOCKERFILE))
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)
+    assert set(built) == set(stages)
+    trainers = ("ray-head", "ray-worker", "ray-job-submitter")
+    kinds = {"server": "server", "worker": "worker", **dict.fromkeys(trainers, "trainer")}
+    assert {name: container(each)["image"] for name, each in pod_templates().items()} == {
+        name: built[target] for name, target in kinds.items()
+    }
+
+
+def test_the_trainers_image_has_the_versions_that_are_known_to_work() -> None:
+    pinned = dict(re.findall(r"([\w-]+)(?:\[\w+\])?\"?==([\w.]+)", DOCKERFILE.replace('"ray[default]', "ray")))
+    assert {name: (pinned[name],) for name in KNOWN} == dict(KNOWN)
+    assert named("RayJob", "agl-train")["spec"]["rayClusterSpec"]["rayVersion"] in KNOWN["ray"]
+
+
+NOT_COPIED = re.compile(
+    r"(^|/)(__pycache__|\.\w+_cache|[^/]+\.egg-info)/|^(core|rewards|(adapters|algorithms)/[^/]+)/tests/"
+)
+
+
+def files(source: str) -> list[str]:
+    """What is there, but for what a machine makes and the packages' tests."""
+    there = [ROOT / source, *(ROOT / source).rglob("*")]
+    names = [each.relative_to(ROOT).as_posix() for each in there if each.is_file()]
+    return [each for each in names if not NOT_COPIED.search(each)]
+
+
+@pytest.mark.parametrize("source", sorted({each.replace("${AGENT}", "examples/calc") for each in COPIED}))
+def test_images_copy_what_the_build_context_has(source: str) -> None:
+    assert files(source)
+    assert [each for each in files(source) if not CONTEXT.has(each)] == []
+
+
+@pytest.mark.parametrize("folder", AGENTS)
+def test_the_agent_may_be_any_folder_below_the_repository(folder: str) -> None:
+    """`--build-arg AGENT=…`"""
+    assert COPIED.count("${AGENT}") == len(re.findall("^ARG AGENT=", DOCKERFILE, re.MULTILINE)) == 2
+    for file in (
+        "agent.py",
+        "train.toml",
+        "policy/model.safetensors",
+        "tools/keys.py",
+        "tests/data.jsonl",
+        "tokens.json",
+    ):
+        assert CONTEXT.has(f"{folder}/{file}")
+
+
+@pytest.mark.parametrize("folder", ["", *(f"{each}/" for each in AGENTS)])
+def test_no_keys_and_nothing_of_this_machine_is_copied(folder: str) -> None:
+    for file in (
+        ".git/config", ".venv/bin/python", ".venv-verl/pyvenv.cfg", "runs/calc/store.sqlite", "runs/calc/server.json",
+        "server.json", ".env", ".env.local", "prod.env", ".envrc", "tls.key", "ca.pem", "id_rsa", "id_ed25519.pub",
+        ".ssh/config", ".aws/credentials", ".kube/config", "kubeconfig.yaml", ".netrc", ".docker/config.json",
+        ".pypirc", "client_secret_1.json", "secrets.yaml", "secrets.toml", "credentials.json",
+        "__pycache__/agent.pyc", ".pytest_cache/README.md", "agent.egg-info/PKG-INFO", "agl-7.log", ".git-credentials",
+    ):  # fmt: skip
+        assert not CONTEXT.has(folder + file), folder + file
+
+
+@pytest.mark.parametrize(
+    ("rules", "path", "there"),
+    [
+        ("*\n!core", "core/a/b.py", True),
+        ("*\n!core", "examples/calc/agent.py", False),
+        ("**/runs", "runs/x", False),
+        ("**/runs", "a/b/runs/x", False),
+        ("**/runs", "a/runs.py", True),
+        ("core/tests", "a/core/tests/b", True),
+        ("adapters/*/tests", "adapters/otel/tests/a.py", False),
+        ("adapters/*/tests", "adapters/otel/agl_otel/tests/a.py", True),
+        ("# *\na.?", "a.b", False),
+    ],
+)
+def test_the_build_context_is_read_as_docker_does(tmp_path: Path, rules: str, path: str, there: bool) -> None:
+    (tmp_path / "ignore").write_text(rules)
+    assert BuildContext(tmp_path / "ignore").has(path) is there
