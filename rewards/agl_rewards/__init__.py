@@ -1,6 +1,6 @@
 """Reward rules for agl: AIR and the stock evaluators."""
 
-from agl_rewards.air import OutcomeRule, ToolOutcomesOptions, tool_outcomes
+from agl_rewards.air import OutcomeRule, ToolOutcomesOptions, structured, tool_outcomes
 from agl_rewards.evaluators import exact_match, last_number, numeric_match, regex_format
 from agl_rewards.f1 import token_f1, word_f1
 from agl_rewards.judge import Judge, JudgeError, JudgeOptions, score_in
@@ -20,6 +20,7 @@ __all__ = [
     "same_rows",
     "score_in",
     "sql_match",
+    "structured",
     "token_f1",
     "tool_outcomes",
     "word_f1",

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator
 
 from agl_core.errors import ConfigError
+
+
+def _is_name(entry: str) -> str:
+    module, _, function = entry.partition(":")
+    if not module or not function:
+        raise ValueError("must be 'module:function', for instance 'my_rules:http_ok'")
+    return entry
+
+
+FunctionName: TypeAlias = Annotated[str, AfterValidator(_is_name)]
+"""A setting that names a function; whether it is there is for `load_function` to say."""
 
 
 def load_function(entry: str, setting: str) -> Callable[..., Any]:

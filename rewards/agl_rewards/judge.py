@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,6 +43,7 @@ class JudgeOptions(BaseModel):
         None, description="A folder that keeps scores between runs, relative to the configuration; none: memory."
     )
     timeout: float = Field(60.0, gt=0, description="Seconds to wait for a reply.")
+    max_concurrent: int = Field(8, ge=1, description="Requests under way at a time; others wait.")
 
 
 class Judge:
@@ -51,9 +55,11 @@ class Judge:
         rubric = "Polite, and it answers the question."
         cache = "judgements"
 
-    What was judged once is not asked again: scores are kept by a hash of endpoint, model, rubric, task and answer.
-    JudgeError, which drops the episode with its reason, if the endpoint fails, the reply has no score, or
-    `max_calls` is used up.
+    What was judged once is not asked again: scores are kept by a hash of endpoint, model, rubric, task and answer,
+    and episodes that ask for the same score at once share one request, whatever becomes of it. JudgeError, which
+    drops the episode with its reason, if the endpoint fails, the reply has no score, `max_calls` is used up, or the
+    cache cannot be used. An episode whose scoring is cancelled leaves the request to the others, and its score to the
+    cache.
     """
 
     def __init__(self, options: JudgeOptions) -> None:
@@ -61,15 +67,33 @@ class Judge:
         self._headers = _authorization(options.api_key_env)
         self._scores = _Scores(options.cache)
         self._calls = 0
+        self._under_way: WeakKeyDictionary[asyncio.AbstractEventLoop, _UnderWay] = WeakKeyDictionary()
 
     async def __call__(self, episode: Episode) -> float:
         """The score of an episode's result."""
         body = {"model": self._options.model, "temperature": 0, "messages": self._messages(episode)}
         key = hashlib.sha256(json.dumps([self._options.base_url, body], sort_keys=True).encode()).hexdigest()
         score = self._scores.get(key)
-        if score is None:
+        return await self._shared(key, body) if score is None else score
+
+    async def _shared(self, key: str, body: dict[str, Any]) -> float:
+        """The score that one request gives to all who ask for it meanwhile."""
+        under_way = self._under_way.setdefault(
+            asyncio.get_running_loop(), _UnderWay(asyncio.Semaphore(self._options.max_concurrent))
+        )
+        request = under_way.requests.get(key)
+        if request is None:
+            request = under_way.requests[key] = asyncio.create_task(self._ask(key, body, under_way.turns))
+            request.add_done_callback(lambda done: under_way.ended(key, done))
+        try:
+            return await asyncio.shield(request)
+        except JudgeError as error:
+            raise JudgeError(*error.args) from error  # Each its own, for the run notes on it whose it is.
+
+    async def _ask(self, key: str, body: dict[str, Any], turns: asyncio.Semaphore) -> float:
+        async with turns:
             score = score_in(await self._reply(body))
-            self._scores.put(key, score)
+        self._scores.put(key, score)
         return score
 
     def _messages(self, episode: Episode) -> list[dict[str, str]]:
@@ -116,6 +140,20 @@ def score_in(reply: str) -> float:
     return float(found[-1]) / _SCALE
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """The requests of one event loop that have no score yet."""
+
+    turns: asyncio.Semaphore
+    requests: dict[str, asyncio.Task[float]] = field(default_factory=dict)
+    """By content hash; those that wait for their turn too."""
+
+    def ended(self, key: str, request: asyncio.Task[float]) -> None:
+        del self.requests[key]
+        if not request.cancelled():
+            request.exception()  # Looked at, so that asyncio does not complain where nobody waits any more.
+
+
 class _Scores:
     """Scores by content hash, in memory and, if there is a folder, in a file each."""
 
@@ -124,20 +162,30 @@ class _Scores:
         self._known: dict[str, float] = {}
 
     def get(self, key: str) -> float | None:
+        """The score; None if it is not known, or its file is damaged."""
         if key not in self._known and self._folder is not None:
             try:
                 self._known[key] = float((self._folder / key).read_text())
-            except FileNotFoundError:
+            except (FileNotFoundError, ValueError):
                 return None
+            except OSError as error:
+                raise self._unusable(error) from error
         return self._known.get(key)
 
     def put(self, key: str, score: float) -> None:
+        """Keep a score; it is known in memory also where the folder cannot be written."""
         self._known[key] = score
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
             partial = self._folder / f"{key}.{uuid4().hex}"
-            partial.write_text(repr(score))
-            partial.replace(self._folder / key)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                partial.write_text(repr(score))
+                partial.replace(self._folder / key)
+            except OSError as error:
+                raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> JudgeError:
+        return JudgeError(f"The judge's cache {self._folder} cannot be used ({error}). Set `cache` to another folder.")
 
 
 def _instruction(rubric: str) -> str:

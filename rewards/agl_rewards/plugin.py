@@ -2,7 +2,7 @@
 
 from agl_core import Need, hookimpl
 from agl_core.plugins import Register
-from agl_rewards.air import ToolOutcomesOptions, air, tool_outcomes
+from agl_rewards.air import ToolOutcomesOptions, air, functions_needed, tool_outcomes
 from agl_rewards.evaluators import exact_match, numeric_match, regex_format
 from agl_rewards.f1 import token_f1
 from agl_rewards.judge import Judge, JudgeOptions
@@ -15,4 +15,10 @@ __all__ = ["air", "exact_match", "numeric_match", "regex_format", "register_rewa
 def register_rewards(register: Register) -> None:
     """The rules that are made once for a run, from their settings."""
     register("judge", Judge, options=JudgeOptions)
-    register("tool_outcomes", tool_outcomes, options=ToolOutcomesOptions, provides={Need.OUTCOMES})
+    register(
+        "tool_outcomes",
+        tool_outcomes,
+        options=ToolOutcomesOptions,
+        needs=functions_needed,
+        provides={Need.OUTCOMES},
+    )

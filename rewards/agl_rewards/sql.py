@@ -26,6 +26,10 @@ _STEPS_BETWEEN_CHECKS = 1000
 """Instructions of SQLite's virtual machine (some microseconds) after which the time is looked at."""
 _LONGEST_VALUE = 1_000_000
 """Bytes of one text or blob; a query could make one that fills the memory in a single instruction."""
+_LARGEST_ROW = 10_000_000
+"""Bytes of one row, which SQLite makes whole before anyone can look at it."""
+_NUMBER = 8
+"""Bytes that a number, or nothing, counts."""
 
 
 @agl_core.reward_rule
@@ -38,6 +42,7 @@ async def sql_match(
     ] = Path("{database}"),
     timeout: Annotated[float, Field(gt=0, description="Seconds that each query may take.")] = 5.0,
     max_rows: Annotated[int, Field(ge=1, description="Rows that each query may give.")] = 10_000,
+    max_bytes: Annotated[int, Field(ge=1, description="Bytes that the rows of each query may hold.")] = 10_000_000,
 ) -> float:
     """1 if the SQL query that the agent returned gives the same rows as the expected one (Spider, arXiv 1809.08887).
 
@@ -45,10 +50,10 @@ async def sql_match(
         field = "sql"                                # the task's metadata: the expected query
         database = "data/{database}.sqlite"          # the file, with fields of the metadata
 
-    Both run on the SQLite file, read-only, each for `timeout` seconds and `max_rows` rows at most; a query of the
-    agent's that fails, writes, or goes beyond is wrong. Rows are compared as a multiset, in order where the expected
-    query orders them; columns by place, not name; numbers to nine digits. A relative path, also one in the
-    metadata, starts at the configuration's folder.
+    Both run on the SQLite file, read-only, each for `timeout` seconds, `max_rows` rows and `max_bytes` bytes of values
+    at most; a query of the agent's that fails, writes, or goes beyond is wrong. Rows are compared as a multiset, in
+    order where the expected query orders them; columns by place, not name; numbers to nine digits. A relative path,
+    also one in the metadata, starts at the configuration's folder.
     """
     expected = expected_answer(episode, field)
     try:
@@ -58,27 +63,29 @@ async def sql_match(
             f"Task '{episode.task.id}' has no metadata {error} for sql_match's `database` = '{database}'. "
             f"Name the file, or a key that holds it."
         ) from None
+    limits = (timeout, max_rows, max_bytes)
     try:
-        wanted = await asyncio.to_thread(run_query, file, expected, timeout, max_rows)
+        wanted = await asyncio.to_thread(run_query, file, expected, *limits)
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(
             f"Task '{episode.task.id}': the expected query in its metadata '{field}' fails on {file} "
-            f"({type(error).__name__}: {error}). Correct it, or raise sql_match's `timeout` or `max_rows`."
+            f"({type(error).__name__}: {error}). Correct it, or raise sql_match's `timeout`, `max_rows` or `max_bytes`."
         ) from error
     if not isinstance(episode.result, str):
         return 0.0
     try:
-        found = await asyncio.to_thread(run_query, file, episode.result, timeout, max_rows)
+        found = await asyncio.to_thread(run_query, file, episode.result, *limits)
     except sqlite3.Error:
         return 0.0
     return float(same_rows(found, wanted, ordered=_is_ordered(expected)))
 
 
-def run_query(database: Path, query: str, timeout: float, max_rows: int) -> list[Row]:
+def run_query(database: Path, query: str, timeout: float, max_rows: int, max_bytes: int = _LARGEST_ROW) -> list[Row]:
     """The rows of one query on an SQLite file that is not changed.
 
-    sqlite3.Error if it is no single query that reads, takes longer than `timeout` seconds or gives more than
-    `max_rows` rows; FileNotFoundError if there is no such file.
+    sqlite3.Error if it is no single query that reads, takes longer than `timeout` seconds, gives more than
+    `max_rows` rows or values of more than `max_bytes` bytes; FileNotFoundError if there is no such file. Beside these
+    bytes, at most one row of ten million is held.
     """
     if not database.is_file():
         raise FileNotFoundError(f"there is no file {database.absolute()}")
@@ -88,13 +95,38 @@ def run_query(database: Path, query: str, timeout: float, max_rows: int) -> list
         connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY)
         deadline = time.monotonic() + timeout
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS_BETWEEN_CHECKS)
+        if columns := _columns(connection, query):
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(_LONGEST_VALUE, _LARGEST_ROW // columns))
         cursor = connection.execute(query)
         if cursor.description is None:
             raise sqlite3.ProgrammingError("it is not a query")
-        rows = cursor.fetchmany(max_rows + 1)
-        if len(rows) > max_rows:
+        return _rows(cursor, max_rows, max_bytes)
+
+
+def _columns(connection: sqlite3.Connection, query: str) -> int:
+    """How many values a row of the query has, which only its program tells before the first row is made."""
+    if not query.strip():
+        return 0
+    program = connection.execute(f"EXPLAIN {query}")
+    return max((width for _, operation, _, width, *_ in program if operation == "ResultRow"), default=0)
+
+
+def _rows(cursor: sqlite3.Cursor, max_rows: int, max_bytes: int) -> list[Row]:
+    """All rows, fetched one by one, so that no more is held than is allowed."""
+    rows: list[Row] = []
+    size = 0
+    for row in cursor:
+        if len(rows) == max_rows:
             raise sqlite3.DataError(f"it gives more than {max_rows} rows")
-        return rows
+        size += sum(map(_size, row))
+        if size > max_bytes:
+            raise sqlite3.DataError(f"its rows hold more than {max_bytes} bytes")
+        rows.append(row)
+    return rows
+
+
+def _size(value: Any) -> int:
+    return len(value.encode() if isinstance(value, str) else value) if isinstance(value, str | bytes) else _NUMBER
 
 
 def same_rows(found: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> bool:

@@ -1,8 +1,12 @@
-"""Makers of episodes for the tests of reward and credit rules."""
+"""Makers of episodes for the tests of reward and credit rules, and a model server for those of the judge."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -63,6 +67,74 @@ class Episodes:
         made = [t if isinstance(t, Transition) else self.transition(i, *t) for i, t in enumerate(transitions)]
         task = Task("t1", question, metadata=metadata or {})
         return Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, tuple(made), result=result, terminal=terminal)
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Answers chat completions with `reply`, after `delay` seconds, and remembers what it was asked."""
+
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.reply: str | None = '{"score": 7}'
+        self.status = 200
+        self.delay = 0.0
+        self.requests: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
+        self.most_at_once = 0
+        """The most requests that were under way at a time."""
+        self.under_way = 0
+        self.counting = threading.Lock()
+        self.came = threading.Semaphore(0)
+        """Released by each request."""
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def judge(self, make: Episodes, **settings: Any) -> Any:
+        """The reward rule that asks this endpoint."""
+        given = {"base_url": self.url, "model": "m", "rubric": "Be {polite}.", **settings}
+        return make.rule(Kind.REWARD, "judge", **given)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        with server.counting:
+            server.requests.append({"path": self.path, **json.loads(body)})
+            server.authorizations.append(self.headers["Authorization"])
+            server.under_way += 1
+            server.most_at_once = max(server.most_at_once, server.under_way)
+        server.came.release()
+        server.may_answer.wait(30)
+        time.sleep(server.delay)
+        with server.counting:
+            server.under_way -= 1
+        answer = json.dumps({"choices": [{"message": {"content": server.reply}}]}).encode()
+        self.send_response(server.status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agl_core.config import check, load
+from agl_core.config.load import load_for_server
 from agl_core.errors import CapabilityError, ConfigError
 from agl_core.learning import ScoringRule, identical, score
 from agl_core.plugins import Kind, Need, Plugins
@@ -36,6 +40,13 @@ def user_module() -> Iterator[ModuleType]:
     sys.modules[module.__name__] = module
     yield module
     del sys.modules[module.__name__]
+
+
+def test_docstring_examples_run() -> None:
+    for module in ("agl_rewards.air", "agl_rewards.functions"):
+        outcome = doctest.testmod(importlib.import_module(module))
+        assert outcome.attempted >= 1
+        assert outcome.failed == 0
 
 
 class TestToolOutcomes:
@@ -78,12 +89,53 @@ class TestToolOutcomes:
         episode = make.episode([make.outcome(result=0.5), make.outcome(result=None), make.outcome(result=0)])
         assert names_and_values(rule, episode) == {"search.0.ok": 0.1, "search.2.ok": 0.0}
 
-    @pytest.mark.parametrize("entry", ["no_such_module:f", "math:no_such_name", "math", "math:pi", ""])
-    def test_a_function_that_is_none_is_an_error_before_the_run(self, make: Any, entry: str) -> None:
-        with pytest.raises(ConfigError, match=r"rules\.fetch"):
+    @pytest.mark.parametrize(
+        ("result", "seen"),
+        [
+            ({"status": 404}, {"status": 404}),
+            ('{"status": 404}', {"status": 404}),
+            (' [1, "a"]\n', [1, "a"]),
+            ([{"type": "text", "text": '{"a": '}, {"type": "text", "text": "1}"}], {"a": 1}),
+            ([{"type": "text", "text": "words"}], [{"type": "text", "text": "words"}]),
+            (
+                [{"type": "text", "text": "{}"}, {"type": "image_url"}],
+                [{"type": "text", "text": "{}"}, {"type": "image_url"}],
+            ),
+            ([], []),
+            ("2020", "2020"),
+            ('"words"', '"words"'),
+            ("[sic]", "[sic]"),
+            ('{"cut": "for its leng… (12 more characters)', '{"cut": "for its leng… (12 more characters)'),
+            ("[" * 100_000, "[" * 100_000),
+            (None, None),
+        ],
+        ids=lambda value: repr(value)[:20],
+    )
+    def test_a_users_rule_sees_what_the_tool_returned_and_not_its_json_text(
+        self, make: Any, user_module: ModuleType, result: Any, seen: Any
+    ) -> None:
+        met: list[Outcome] = []
+        user_module.rule = met.append  # type: ignore[attr-defined]
+        rule = make.rule(Kind.REWARD, "tool_outcomes", rules={"search": "my_outcome_rules:rule"})
+        told = make.outcome(result=result, tool_call_id="t1")
+        assert rule(make.episode([told])) == []
+        assert met == [replace(told, result=seen)]
+        assert told.result == result
+
+    @pytest.mark.parametrize("entry", ["no_such_module:f", "math:no_such_name", "math:pi"])
+    def test_a_function_that_is_none_is_an_error(self, make: Any, entry: str) -> None:
+        with pytest.raises(ConfigError, match=rf"'tool_outcomes': rules\.fetch = '{entry}'"):
             make.rule(Kind.REWARD, "tool_outcomes", rules={"fetch": entry})
 
-    @pytest.mark.parametrize("settings", [{"default_weight": -1}, {"weights": {"a": -0.1}}, {"weight_of": 1}])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"default_weight": -1},
+            {"weights": {"a": -0.1}},
+            {"weight_of": 1},
+            *({"rules": {"fetch": entry}} for entry in ("", "math", ":f", "math:")),
+        ],
+    )
     def test_bad_settings_are_refused(self, make: Any, settings: dict[str, Any]) -> None:
         with pytest.raises(ValidationError):
             make.rule(Kind.REWARD, "tool_outcomes", **settings)
@@ -182,11 +234,30 @@ engine.name = "none"
 """
 
 
-def test_air_and_tool_outcomes_are_refused_together(tmp_path: Path) -> None:
+@pytest.fixture
+def configuration(tmp_path: Path) -> Path:
     (tmp_path / "weights").mkdir()
     (tmp_path / "parts_of_a_run.py").write_text(PARTS)
     (tmp_path / "train.toml").write_text(CONFIG)
+    return tmp_path / "train.toml"
+
+
+def test_air_and_tool_outcomes_are_refused_together(configuration: Path) -> None:
     for alone in ("credit.name=air", "rewards.tool_outcomes.default_weight=0.1"):
-        check(load(tmp_path / "train.toml", [alone]))
+        check(load(configuration, [alone]))
     with pytest.raises(CapabilityError, match=r"'air'.* and reward 'tool_outcomes'.*an outcome would count twice"):
-        check(load(tmp_path / "train.toml", ["credit.name=air", "rewards.tools.rule=tool_outcomes"]))
+        check(load(configuration, ["credit.name=air", "rewards.tools.rule=tool_outcomes"]))
+
+
+def test_a_function_that_is_not_there_is_found_when_the_run_is_checked(configuration: Path) -> None:
+    check(load(configuration, ["rewards.tool_outcomes.rules.fetch=math:sqrt"]))
+    for entry in ("no_such_module:f", "math:no_such_name", "math:pi"):
+        loaded = load(configuration, [f"rewards.tools.rules.fetch={entry}", "rewards.tools.rule=tool_outcomes"])
+        with pytest.raises(ConfigError, match=rf"rules\.fetch = '{entry}'"):
+            check(loaded)
+    with pytest.raises(ConfigError, match=r"rewards\.tool_outcomes\.rules\] fetch: must be 'module:function'"):
+        load(configuration, ["rewards.tool_outcomes.rules.fetch=math"])
+
+
+def test_a_server_needs_no_function_of_the_users(configuration: Path) -> None:
+    load_for_server(configuration, ["rewards.tool_outcomes.rules.fetch=only_where_one_trains:f"])

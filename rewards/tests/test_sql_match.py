@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import resource
 import sqlite3
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +19,13 @@ from agl_core.plugins import Kind
 from agl_rewards import run_query, sql_match
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
+MANY = ", ".join(["printf('%9999s', i)"] * 900)
 LONG = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+
+
+def most_memory() -> int:
+    """The most bytes that this process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @pytest.fixture
@@ -114,6 +122,37 @@ async def test_a_query_with_too_many_rows_is_wrong(judged: Callable[..., Any]) -
     assert await judged(three, three, max_rows=3) == 1.0
     with pytest.raises(ConfigError, match="more than 2 rows"):
         await judged(three, three, max_rows=2)
+
+
+@pytest.mark.parametrize("values", ["printf('%999999s', i)", "zeroblob(999999)", MANY])
+async def test_a_query_that_would_fill_the_memory_is_wrong_and_does_not(
+    judged: Callable[..., Any], values: str
+) -> None:
+    before = most_memory()
+    assert await judged(LONG.replace("SELECT i FROM n", f"SELECT {values} FROM n"), "SELECT 1") == 0.0
+    assert most_memory() - before < 100e6
+
+
+def test_a_row_is_bounded_before_it_is_made(database: Path) -> None:
+    before = most_memory()
+    values = ", ".join(["replace(hex(zeroblob(200000)), '0', 'ab') || name"] * 400)
+    with pytest.raises(sqlite3.DataError, match="too big"):
+        run_query(database, f"SELECT {values} FROM pet", timeout=5.0, max_rows=10)
+    assert most_memory() - before < 100e6
+
+
+async def test_the_bytes_of_all_rows_are_counted(judged: Callable[..., Any], database: Path) -> None:
+    for query, size in [
+        ("SELECT name FROM pet", 7),
+        ("SELECT name, age FROM pet", 31),
+        ("SELECT 'é', x'ffff', NULL", 12),
+        ("SELECT name FROM pet WHERE age > 99", 1),
+    ]:
+        assert await judged(query, query, max_bytes=size) == 1.0
+        if size > 1:
+            assert await judged(query, "SELECT 'a' WHERE 0", max_bytes=size - 1) == 0.0
+            with pytest.raises(ConfigError, match=f"hold more than {size - 1} bytes.*raise.*`max_bytes`"):
+                await judged(query, query, max_bytes=size - 1)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,33 @@
-"""The README's compositions of rules by weights, as a run would score them."""
+"""The README's configurations and functions, as a run would score with them."""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from agl_core.learning import ScoringRule, identical, score
+from agl_core.learning import ScoringRule, build_episode, identical, score
+from agl_core.learning.outcomes import message_status
 from agl_core.plugins import Kind
-from agl_core.types import Ending
+from agl_core.types import (
+    Attempt,
+    Call,
+    Choice,
+    Ending,
+    Episode,
+    FinishReason,
+    Mode,
+    OutcomeStatus,
+    Rollout,
+    Task,
+)
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -60,9 +76,96 @@ async def test_completion_tool_success_and_format(
     assert await judged(make, "completion", result, *statuses) == (pytest.approx(terminal), pytest.approx(whole))
 
 
-def test_every_reward_table_of_the_readme_is_valid_except_for_the_users_own_functions(make: Any) -> None:
+def test_every_reward_table_of_the_readme_is_valid(make: Any, my_rules: ModuleType) -> None:
     tables = [table for c in configurations() for table in c.get("rewards", {}).items()]
     assert len(tables) >= 6
     for name, table in tables:
-        settings = {key: value for key, value in table.items() if key not in ("rule", "weight", "rules")}
+        settings = {key: value for key, value in table.items() if key not in ("rule", "weight")}
         make.rule(Kind.REWARD, table.get("rule", name), **settings)
+
+
+@pytest.fixture
+def my_rules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module `my_rules`, with the README's functions that judge an outcome."""
+    module = ModuleType("my_rules")
+    for block in re.findall(r"```python\n(def \w+\(outcome\):.*?)```", README.read_text(), re.DOTALL):
+        exec(block, module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_rules", module)
+    return module
+
+
+RETURNED = [
+    ({"status": 200, "body": "…"}, 0.2),
+    ({"status": 404, "body": ""}, -0.2),
+    ({"status": 404, "error": "gone"}, -0.2),
+]
+
+
+def told_by_an_adapter(make: Any, returned: Any) -> Episode:
+    """The framework's adapter saw what the tool returned."""
+    episode: Episode = make.episode([make.outcome(tool="fetch", result=returned)], terminal=0.0)
+    return episode
+
+
+def told_as_text(make: Any, returned: Any) -> Episode:
+    """As LangChain does, whose tool message holds JSON text."""
+    return told_by_an_adapter(make, json.dumps(returned))
+
+
+def told_in_parts(make: Any, returned: Any) -> Episode:
+    """As LangChain does, where a tool returns content in parts."""
+    return told_by_an_adapter(make, [{"type": "text", "text": json.dumps(returned)}])
+
+
+def told_by_the_next_request(make: Any, returned: Any) -> Episode:
+    """Without an adapter: all that is known is the `tool` message of the next request."""
+    function = {"name": "fetch", "arguments": "{}"}
+    asking = {"role": "assistant", "tool_calls": [{"id": "t1", "type": "function", "function": function}]}
+    answer = {"role": "tool", "tool_call_id": "t1", "content": json.dumps(returned)}
+    calls = [
+        Call(
+            id=f"c{turn}",
+            rollout="r",
+            attempt=0,
+            sequence=turn,
+            policy="default",
+            version=0,
+            request={"messages": messages},
+            choices=(Choice(0, asking, FinishReason.TOOL_CALLS),),
+            started=float(turn),
+            ended=float(turn),
+        )
+        for turn, messages in enumerate(([], [asking, answer]))
+    ]
+    rollout = Rollout("r", "run", 0, "g", Task("t", "question"), Mode.TRAIN, 1, 0)
+    return build_episode(rollout, Attempt("r", 0, "w", 0.0, 1.0, Ending.FINISHED), calls)
+
+
+@pytest.mark.parametrize("told", [told_by_an_adapter, told_as_text, told_in_parts, told_by_the_next_request])
+@pytest.mark.parametrize(("returned", "value"), RETURNED)
+async def test_the_users_own_judgement_of_a_tool(
+    make: Any, my_rules: ModuleType, told: Callable[[Any, Any], Episode], returned: Any, value: float
+) -> None:
+    [tables] = [c["rewards"] for c in configurations() if "rules" in c.get("rewards", {}).get("tool_outcomes", {})]
+    rules = [ScoringRule("tool_outcomes", make.rule(Kind.REWARD, "tool_outcomes", **tables["tool_outcomes"]))]
+    scored, errors = await score(told(make, returned), rules, dict.fromkeys(Ending, "score"))
+    assert errors == []
+    assert [reward.value for reward in scored.transitions[0].rewards] == [value]
+
+
+@pytest.mark.parametrize(
+    "outcome", [{"result": "words"}, {"result": None}, {"result": [1]}, {"result": {"status": "?"}}]
+)
+@pytest.mark.parametrize("status", OutcomeStatus)
+def test_the_users_own_judgement_takes_no_structure_for_granted(
+    make: Any, my_rules: ModuleType, outcome: Any, status: str
+) -> None:
+    assert my_rules.http_ok(make.outcome(status, **outcome)) is (status == "ok")
+
+
+def test_the_table_of_what_messages_are_read_as_is_right() -> None:
+    rows = dict(re.findall(r"^\| (.*?) \| (error|timeout|ok) \|$", README.read_text(), re.MULTILINE))
+    assert len(rows) == 4
+    for said, status in rows.items():
+        for text in re.findall(r"`([^`]+)`", said.partition("; but not")[0]):
+            assert str(message_status(text.replace("…", "it"))) == status, text

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 from unittest import mock
 
@@ -117,13 +117,20 @@ async def endpoint(delay: float) -> AsyncIterator[tuple[str, list[tuple[str, str
         await asyncio.sleep(delay)
         return web.json_response({"choices": [{"message": {"content": '{"score": 7}'}}]})
 
+    async with served(answer) as url:
+        yield url, asked
+
+
+@asynccontextmanager
+async def served(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """A server on this machine that answers every request so: its URL."""
     app = web.Application()
     app.router.add_post("/{path:.*}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -147,6 +154,29 @@ async def judged(bench: Bench, given: Given) -> Any:
                     except JudgeError as error:
                         scores.append(type(error).__name__)
     return scores, asked
+
+
+async def judged_at_once(bench: Bench, given: Given) -> list[bool]:
+    """Two answers judged at once: whether the judge asks for the second while the first has no reply."""
+    came, both = 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal came
+        came += 1
+        if came == 2:
+            both.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(both.wait(), 1.0)
+        found.append(came == 2)
+        return web.json_response({"choices": [{"message": {"content": '{"score": 7}'}}]})
+
+    found: list[bool] = []
+    async with served(answer) as url:
+        settings = {key.removeprefix("rewards.judge."): value for key, value in given.items()}
+        settings |= {"base_url": url, "model": "m", "rubric": "Polite."}
+        judge = bench.load({"rewards": {"judge": settings}}).rewards["judge"].build()
+        await asyncio.gather(*(value_of(judge, episode(result)) for result in ("yes", "no")))
+    return found
 
 
 def _table(name: str, **settings: Any) -> Given:
@@ -208,6 +238,9 @@ EFFECTS: Mapping[str, Effect] = {
     "reward.sql_match.max_rows": Effect(
         queried, _table("sql_match", database="{folder}/pets3.sqlite", max_rows=2), SQL
     ),
+    "reward.sql_match.max_bytes": Effect(
+        queried, _table("sql_match", database="{folder}/pets3.sqlite", max_bytes=2), SQL
+    ),
     "reward.tool_outcomes.default_weight": Effect(
         reward("tool_outcomes"), _table("tool_outcomes", default_weight=0.3), OUTCOMES
     ),
@@ -229,6 +262,7 @@ EFFECTS: Mapping[str, Effect] = {
             "cache": "judgements",
         }.items()
     },
+    "reward.judge.max_concurrent": Effect(judged_at_once, {"rewards.judge.max_concurrent": 1}),
     "reward.judge.timeout": Effect(judged, {"rewards.judge.timeout": 0.05}, {"rewards.judge.timeout": 60.0}),
     "policies.NAME.credit.name": Effect(
         ran(values), {"policies.default.credit": {"name": "discounted", "discounted": {"gamma": 0.0}}}

@@ -91,7 +91,7 @@ def try_(
     )
     if trial.failures:
         raise PluginError(
-            "\n  ".join([f"Reward rules failed {len(trial.failures)} times; training would drop:", *trial.failures])
+            "\n  ".join(["Reward rules failed. Training would drop what a rule with a weight fails on:", *trial.failures])
         )
 
 

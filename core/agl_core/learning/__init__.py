@@ -2,7 +2,7 @@
 
 from agl_core.learning.batch import PolicyCredit, StepBatches, make_batches
 from agl_core.learning.credit import credit_group, episode_return, identical
-from agl_core.learning.rewards import ScoringRule, score
+from agl_core.learning.rewards import ScoringRule, score, score_all, was_rewarded
 from agl_core.learning.staleness import staleness, without_stale
 from agl_core.learning.transitions import build_episode
 
@@ -16,6 +16,8 @@ __all__ = [
     "identical",
     "make_batches",
     "score",
+    "score_all",
     "staleness",
+    "was_rewarded",
     "without_stale",
 ]

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from agl_core.capture.span_tree import FROM_SPANS
@@ -15,14 +16,57 @@ FROM_MESSAGES = "messages:"
 """The ids of outcomes that were read from messages begin with this."""
 
 _EMPTY = frozenset({"", "null", "None", "[]", "{}", "()", "set()", '""', "''"})
+_NO_ERROR = frozenset({"", "none", "null", "nil", "no", "false", "0"})
+"""Words for nothing."""
+_SETTING = r"\s* \d+(?:\.\d+)? \s* \w* \s* \n"
+"""What follows "timeout:" where it is one of several settings."""
 _ERROR = re.compile(
-    r"""
-    (?: (?: [\w.]*(?:Error|Exception) | (?i:error) ) \s*:  # "Error: …", "ValueError: …", "sqlite3.OperationalError: …"
+    rf"""
+    (?: (?: [\w.]{{1,200}}Error | [\w.]{{0,200}}Exception ) \s*:  # "ValueError: …", "sqlite3.OperationalError: …"
+      | (?: \w{{1,40}}\. ){{0,9}} [A-Z]\w{{0,60}} (?: Error | Exception | Timeout | TimeoutExpired )
+        (?: \.?\Z | \(["'\d)] | \s+["'\d] | : (?! {_SETTING} ) )  # "HTTPError 404", "KeyError('x')", the name alone
+      | (?i:error) (?: [.!]?\Z | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )
       | Error\ (?:executing|invoking)\ tool\b            # langgraph
       | An\ error\ occurred\ while\ running\ the\ tool   # OpenAI Agents SDK
       | Traceback\ \(most\ recent\ call\ last\) )
     """,
     re.VERBOSE,
+)
+_REASON = "|".join(re.escape(each.phrase) for each in HTTPStatus if each >= 400)
+"""What stands beside the number of an HTTP error."""
+_NUMBERED = re.compile(
+    rf"""
+    (?: (?: (?: http | api | server | client ) \s )? error \s (?: code \s )? [1-9]\d{{0,4}} \s*  # "Error 404: …"
+        (?: \Z | [:;\n] | \.(?!\d) | [-–—([]? \s* (?: {_REASON} )\b | \(\w{{1,20}}\) \s* : )
+      | error \s code: \s [1-9]\d{{0,4}} \b                                 # openai
+      | (?: client | server ) \s error \s '[45]\d\d\s                      # httpx
+      | [45]\d\d \s (?: client | server ) \s error:                        # requests
+      | (?: http \s )? [45]\d\d \s (?: {_REASON} ) \s* (?: [.:\n] | \Z ) )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_WHO = r"""
+    (?: (?: the | your | this | a | an ) \s )?
+    (?: (?! (?: of | in | on | at | by | that | this | the | and | or | but | sa(?:id|ys) ) \b )
+        [a-z][\w/'-]{0,40} \s ){0,2}
+    (?: api | call | code | command | connection | download | execution | fetch | function | gateway | handshake | host
+      | job | lookup | operation | page | process | query | read | request | response | script | search | server
+      | socket | task | tool | transaction | url | write )
+    (?: \s ["'`[] .{0,200}? ["'`\])] | \s (?: to | for | from | of | with ) \s \S{1,200} )?
+"""
+"""What can time out: "The read operation", "Command '['sleep', '9']'", "Request to https://…"."""
+_TIMED_OUT = re.compile(
+    rf"""
+    (?! (?: no | not | none | neither | never | zero | if | when | why | how | whether | what | once | until | unless
+          | because | after | before | each | every | any ) \b )
+    (?: {_WHO} \s (?: ha[sd] \s )? )?
+    (?: timed[ -]out (?: \s*\Z | \s?[.:;,!(–—-] | \s (?: after | during | trying | waiting | when | while ) \b )
+      | time-?out
+        (?: \s error )? (?: \s*\Z | \s?[.;!] | \s \(\d | \s?: (?! {_SETTING} )
+          | \s (?: after | during | expired | occurred | reached | trying | waiting | when | while ) \b
+          | \s (?: of \s )? \d\S* \s (?: \w+ \s )? exceeded \b ) )
+    """,
+    re.VERBOSE | re.IGNORECASE,
 )
 _TIMEOUT = re.compile("timed?[ -]?out", re.IGNORECASE)
 _HEAD = 200
@@ -84,19 +128,46 @@ def message_status(content: Json, status: Json = None) -> OutcomeStatus:
 
     `status` is the message's own field, where a framework sends one (LangChain's "success" or "error"). Otherwise
     the content decides. EMPTY: nothing, or what frameworks make of an empty result (null, None, [], {}). ERROR: it
-    begins like an exception ("ValueError: …", "Error: …", a traceback) or with the sentence that langgraph or
-    the OpenAI Agents SDK put before one. TIMEOUT: an error whose beginning names a timeout. Else OK: a tool that tells
-    of its failure in words of its own needs an adapter or a rule of the user's.
+    begins like an exception ("ValueError: …", "KeyError('x')", "Error: …", a traceback), with the number of an error
+    ("Error 404", "HTTPError 404", "404 Not Found") or with the sentence that langgraph or the OpenAI Agents SDK put
+    before one; or it is a JSON object that has something under `error`: not null, false, 0, nothing or a word for
+    these, nor a fraction, which is a measurement. TIMEOUT: an error whose beginning names a timeout, or a text that
+    begins with one ("Timed out after 5 s", "The request timed out."). Else OK: a tool that tells of its failure in
+    words of its own needs an adapter or a rule of the user's.
 
     >>> [str(message_status(each)) for each in ("22 °C", "5 errors", "null", "Error: no city", "TimeoutError: 5 s")]
     ['ok', 'ok', 'empty', 'error', 'timeout']
+    >>> [str(message_status(each)) for each in ('{"error": null}', '{"error": "no such city"}', "Request timed out.")]
+    ['ok', 'error', 'timeout']
     >>> str(message_status("no such city", "error"))
     'error'
     """
     text = message_text(content).strip()
-    if status == "error" or (status is None and _ERROR.match(text)):
-        return OutcomeStatus.TIMEOUT if _TIMEOUT.search(text[:_HEAD]) else OutcomeStatus.ERROR
+    error = text if status == "error" or (status is None and _is_error(text)) else None
+    if status is None and error is None:
+        if _TIMED_OUT.match(text):
+            return OutcomeStatus.TIMEOUT
+        error = _error_in_json(text)
+    if error is not None:
+        return OutcomeStatus.TIMEOUT if _TIMEOUT.search(error[:_HEAD]) else OutcomeStatus.ERROR
     return OutcomeStatus.EMPTY if text in _EMPTY else OutcomeStatus.OK
+
+
+def _is_error(text: str) -> bool:
+    return bool(_ERROR.match(text) or _NUMBERED.match(text))
+
+
+def _error_in_json(text: str) -> str | None:
+    """What the text of a JSON object has under `error`, if that says that something went wrong."""
+    if not text.startswith("{"):
+        return None
+    try:
+        error = json.loads(text).get("error")
+        told = str(error).strip()
+    except (ValueError, RecursionError):
+        return None
+    is_none = not error or told.casefold() in _NO_ERROR or (isinstance(error, float) and not error.is_integer())
+    return None if is_none else told
 
 
 def message_text(content: Json) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,6 +42,23 @@ class ScoringRule:
     """Its share in the terminal reward."""
 
 
+_TOGETHER = 64
+"""Episodes judged at the same time; what a rule waits for (a model that judges) is waited for together."""
+
+
+async def score_all(
+    episodes: Sequence[Episode], rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
+) -> list[tuple[Episode, list[Exception]]]:
+    """`score` for each episode, in their order, many at the same time."""
+    free = asyncio.Semaphore(_TOGETHER)
+
+    async def judged(episode: Episode) -> tuple[Episode, list[Exception]]:
+        async with free:
+            return await score(episode, rules, endings)
+
+    return list(await asyncio.gather(*map(judged, episodes)))
+
+
 async def score(
     episode: Episode, rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
 ) -> tuple[Episode, list[Exception]]:
@@ -50,7 +68,8 @@ async def score(
     number), or it is dropped ("drop"); one that was dropped for its ending already is returned as it is. A rule that
     raises, or rewards a call that the episode does not have, drops the episode; the exceptions are returned, with a
     note naming rule and rollout, so that the run can report them. A value that is not finite in single precision
-    drops the episode too, which then has no terminal reward.
+    drops the episode too, which then has no terminal reward. A rule of weight 0, which is there to be looked at, drops
+    nothing: where it fails, or its value is not finite, the exception is returned and it has said nothing.
     """
     if episode.dropped is DropReason.ENDING:
         return episode, []
@@ -64,21 +83,25 @@ async def score(
     intermediate: list[Reward] = []
     total = 0.0
     errors: list[Exception] = []
+    failed = False
     for scoring in rules:
         try:
             found = scoring.rule(episode)
             value: RewardValue = await found if inspect.isawaitable(found) else found
             given = _as_rewards(episode, scoring.name, value)
+            if scoring.weight == 0 and not _are_finite(each.value for each in given):
+                raise ValueError("it gave what is not a finite number")
         except Exception as error:
             error.add_note(f"The reward rule '{scoring.name}' failed on rollout {episode.rollout}.")
             errors.append(error)
+            failed = failed or scoring.weight != 0
             continue
         terminal += [reward for reward in given if reward.call is None]
         total += sum(scoring.weight * reward.value for reward in given if reward.call is None)
         intermediate += [replace(r, value=scoring.weight * r.value) for r in given if r.call is not None]
-    if errors:
+    if failed:
         return replace(episode, dropped=DropReason.REWARD_FAILED), errors
-    finite = all(abs(value) <= _LARGEST for value in (total, *(r.value for r in (*terminal, *intermediate))))
+    finite = _are_finite([total, *(r.value for r in (*terminal, *intermediate))])
     by_call: dict[tuple[str, int], list[Reward]] = {}
     for reward in intermediate:
         by_call.setdefault((reward.call or "", reward.choice), []).append(reward)
@@ -91,7 +114,18 @@ async def score(
         ),
         dropped=episode.dropped if finite else DropReason.NON_FINITE,
     )
-    return scored, []
+    return scored, errors
+
+
+def was_rewarded(episode: Episode) -> bool:
+    """Whether a rule, or the table of endings, had anything to say of it."""
+    judged = any(r.source != AGENT_SOURCE for r in episode.rewards)
+    return judged or any(r.source != AGENT_SOURCE for t in episode.transitions for r in t.rewards)
+
+
+def _are_finite(values: Iterable[float]) -> bool:
+    """Whether all are, in single precision."""
+    return all(abs(value) <= _LARGEST for value in values)
 
 
 def _as_rewards(episode: Episode, name: str, value: RewardValue) -> list[Reward]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl_core.errors import PluginError
-from agl_core.learning import ScoringRule, score
+from agl_core.learning import ScoringRule, score_all
 from agl_core.store.interface import Store
 from agl_core.training.progress import Phase
 from agl_core.training.recorded import recorded_episodes
@@ -89,7 +89,7 @@ class Collector:
         """Those of `ids` that are done; waits until there is one. Several may wait at once, each for its own."""
         rollouts = await self._done(ids)
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
-        scored = [await score(episode, self._rules, self._endings) for episode in episodes]
+        scored = await score_all(episodes, self._rules, self._endings)
         new = [reward for episode, _ in scored for reward in _given(episode)]
         if new:
             await self._store.put(*new)
@@ -120,7 +120,8 @@ def tell_of_failed_rules(collected: Collected) -> None:
             f"the run can be resumed."
         ) from errors[0]
     for error in errors[:1]:
-        logger.warning("A reward rule failed on %d rollouts, which were dropped: %r", len(errors), error)
+        dropped = sum(e.dropped is DropReason.REWARD_FAILED for e in collected.episodes)
+        logger.warning("Reward rules failed %d times, and %d rollouts were dropped: %r", len(errors), dropped, error)
 
 
 def reward_note(episodes: Iterable[Episode]) -> str:

@@ -21,6 +21,7 @@ from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.experience import Drawn, Experience
+from agl_core.training.lessons import missing_lessons
 from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, staleness_metrics, update_metrics
 from agl_core.training.plan import plan_train_group
 from agl_core.training.progress import Observer, Phase
@@ -144,6 +145,8 @@ class Trainer:
         results = await self._update(step, prepared)
         updated = time.monotonic()
         uses = await self._record(step, prepared, results, drawn.rollouts)
+        for missing in missing_lessons(drawn.episodes, uses, self.config.train.agents):
+            self.observer.say(f"step {step}: {missing}")
         drops = Counter(use.dropped for use in uses if use.dropped)
         found = episode_metrics(drawn.new)
         stats = await self.engine.stats()

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import ConfigError, nearest
-from agl_core.learning import PolicyCredit, make_batches, score
+from agl_core.learning import PolicyCredit, make_batches, score_all
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
 from agl_core.training.recorded import recorded_episodes, reward_weights, scoring_rules
@@ -160,11 +160,16 @@ async def _judged(
     store: Store, loaded: LoadedConfig, rollouts: Sequence[Rollout]
 ) -> tuple[dict[str, Episode], tuple[str, ...]]:
     rules = scoring_rules(loaded)
-    judged, failures = {}, []
-    for episode in await recorded_episodes(store, rollouts, loaded.plugins.hook):
-        judged[episode.rollout], errors = await score(episode, rules, loaded.config.train.endings)
-        failures += [f"{error.__notes__[-1]} {type(error).__name__}: {error}" for error in errors]
-    return judged, tuple(failures)
+    episodes = await recorded_episodes(store, rollouts, loaded.plugins.hook)
+    scored = await score_all(episodes, rules, loaded.config.train.endings)
+    alike: dict[str, list[Exception]] = {}
+    for error in (error for _, errors in scored for error in errors):
+        alike.setdefault(f"{type(error).__name__}: {error}", []).append(error)
+    failures = (
+        f"{errors[0].__notes__[-1]} {said}" + (f" ({len(errors)} times in all)" if len(errors) > 1 else "")
+        for said, errors in alike.items()
+    )
+    return {episode.rollout: episode for episode, _ in scored}, tuple(failures)
 
 
 async def _stale(store: Store, rollouts: Sequence[Rollout]) -> set[str]:

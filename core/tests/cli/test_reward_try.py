@@ -224,7 +224,7 @@ def test_as_a_command_it_needs_no_torch_and_a_failing_rule_ends_it_with_status_2
 
     assert ended.returncode == 2
     assert ended.stdout.endswith("False False\n")
-    assert "Error: Reward rules failed 1 times" in ended.stderr
+    assert "Error: Reward rules failed." in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

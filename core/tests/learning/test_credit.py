@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -22,14 +21,6 @@ from agl_core.types import CreditKind, Episode, Reward
 
 Rule = Callable[[Sequence[Episode]], list[list[float]]]
 
-RULES: dict[str, Rule] = {
-    "identical": identical,
-    "immediate": immediate,
-    "discounted": discounted,
-    "stepwise": stepwise,
-    "stepwise, discounted": partial(stepwise, gamma=0.5),
-}
-rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 REWARDS = st.floats(-2, 2, width=32)
 
 
@@ -48,17 +39,14 @@ EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
 GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
 
 
-def episode(
-    make: Any, member: int, steps: Sequence[Step], terminal: float, order: Sequence[int] | None = None
-) -> Episode:
-    """The episode of these steps; `order` is that in which the calls were stored."""
+def episode(make: Any, member: int, steps: Sequence[Step], terminal: float) -> Episode:
+    """The episode of these steps."""
     name = f"r{member}"
     calls = [
         make.call(i, rollout=name, agent=step.agent, prompt_ids=np.full(3, step.state, np.int32))
         for i, step in enumerate(steps)
     ]
-    stored = calls if order is None else [calls[i] for i in order]
-    built = build_episode(make.rollout(name, member=member), make.attempt(name), stored)
+    built = build_episode(make.rollout(name, member=member), make.attempt(name), calls)
     by_call = {call.id: step.reward for call, step in zip(calls, steps, strict=True)}
     transitions = tuple(
         replace(t, rewards=(Reward(name, 0, "step", by_call[t.key.call], "test", t.key.call),))
@@ -84,65 +72,7 @@ def near(values: Any) -> Any:
     return pytest.approx(values, abs=1e-9)
 
 
-class TestEveryRule:
-    @rules
-    @settings(max_examples=40)
-    @given(members=GROUPS, data=st.data())
-    def test_the_order_in_which_calls_are_stored_does_not_matter(
-        self, make: Any, rule: Rule, members: list[tuple[list[Step], float]], data: st.DataObject
-    ) -> None:
-        shuffled = [
-            episode(make, i, steps, terminal, data.draw(st.permutations(range(len(steps)))))
-            for i, (steps, terminal) in enumerate(members)
-        ]
-        assert rule(shuffled) == rule(group(make, members))
-
-    @rules
-    @settings(max_examples=40)
-    @given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
-    def test_one_call_episodes_are_single_turn_learning(self, make: Any, rule: Rule, terminals: list[float]) -> None:
-        episodes = group(make, [([Step()], terminal) for terminal in terminals])
-        assert rule(episodes) == [[terminal] for terminal in terminals]
-
-    @rules
-    def test_an_empty_group_and_an_episode_without_calls_have_no_values(self, make: Any, rule: Rule) -> None:
-        nothing = replace(build_episode(make.rollout(), make.attempt(), []), terminal=1.0)
-        assert rule([]) == []
-        assert rule([nothing]) == [[]]
-
-    @rules
-    def test_an_episode_without_rewards_is_worth_nothing(self, make: Any, rule: Rule) -> None:
-        assert rule([build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1)])]) == [[0.0, 0.0]]
-
-    @pytest.mark.parametrize("rule", [identical, discounted, stepwise], ids=lambda rule: rule.__name__)
-    @settings(max_examples=40)
-    @given(members=GROUPS)
-    def test_untrained_agents_count_in_the_returns_and_are_never_in_the_batch(
-        self, make: Any, rule: Rule, members: list[tuple[list[Step], float]]
-    ) -> None:
-        episodes = group(make, members)
-        prepared = make_batches([episodes], default(rule, CreditKind.RETURN), agents=["solver"])
-        expected = {
-            t.key: value
-            for e, values in zip(episodes, rule(episodes), strict=True)
-            for t, value in zip(e.transitions, values, strict=True)
-            if t.agent == "solver"
-        }
-        batches = prepared.batches.values()
-        assert {key: value for b in batches for key, value in zip(b.keys, b.values_N, strict=True)} == expected
-
-    @pytest.mark.parametrize("rule", [identical, discounted, stepwise], ids=lambda rule: rule.__name__)
-    def test_what_an_untrained_agent_earns_reaches_the_call_before_it(self, make: Any, rule: Rule) -> None:
-        plain, praised = (
-            make_batches(
-                [[episode(make, 0, [Step(), Step(earned, 1, "critic")], 0.0)]],
-                default(rule, CreditKind.RETURN),
-                agents=["s*"],
-            )
-            for earned in (0.0, 1.0)
-        )
-        assert praised.batches["default"].values_N > plain.batches["default"].values_N
-
+class TestImmediate:
     @settings(max_examples=40)
     @given(steps=st.lists(STEPS, min_size=1, max_size=6), terminal=REWARDS)
     def test_rewards_of_untrained_agents_stay_in_the_return_of_the_trained_calls_before_them(
@@ -160,8 +90,6 @@ class TestEveryRule:
         whole = discounted([one], gamma=1.0)[0]
         assert to_go.tolist() == near([whole[i] for i in trained])
 
-
-class TestImmediate:
     @settings(max_examples=40)
     @given(members=GROUPS)
     def test_to_an_algorithm_that_takes_returns_each_transition_carries_its_own_reward(

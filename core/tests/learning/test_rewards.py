@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from agl_core.learning import ScoringRule, build_episode, identical, score
+from agl_core.learning import ScoringRule, build_episode, identical, score, score_all
 from agl_core.learning.rewards import reported
 from agl_core.types import DropReason, Ending, Episode, Reward
 
@@ -53,6 +54,34 @@ async def test_rewards_of_single_calls_go_to_their_transitions_and_into_the_retu
 async def test_a_reward_that_is_not_finite_drops_the_episode(episode: Episode, value: float) -> None:
     scored, _ = await score(episode, [ScoringRule("bad", lambda e: value)], SCORE)
     assert scored.dropped is DropReason.NON_FINITE
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, KeyError("result")])
+async def test_a_rule_that_only_measures_drops_nothing(episode: Episode, fault: Any) -> None:
+    def measured(_: Episode) -> float:
+        if isinstance(fault, Exception):
+            raise fault
+        return float(fault)
+
+    scored, [error] = await score(
+        episode, [ScoringRule("measured", measured, 0.0), ScoringRule("end", lambda e: 1.0)], SCORE
+    )
+    assert (scored.dropped, scored.terminal) == (None, 1.0)
+    assert [r.name for r in scored.rewards] == ["end"]
+    assert "The reward rule 'measured' failed" in error.__notes__[0]
+
+
+async def test_what_rules_wait_for_is_waited_for_together(episode: Episode) -> None:
+    here = asyncio.Barrier(3)
+
+    async def met(e: Episode) -> float:
+        async with asyncio.timeout(30):
+            await here.wait()  # Nobody goes on before all three are here.
+        return float(e.member)
+
+    episodes = [replace(episode, member=member) for member in range(3)]
+    scored = await score_all(episodes, [ScoringRule("met", met)], SCORE)
+    assert [each.terminal for each, _ in scored] == [0.0, 1.0, 2.0]
 
 
 async def test_a_rule_that_raises_drops_the_episode_and_is_reported(episode: Episode) -> None:

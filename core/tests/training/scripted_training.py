@@ -28,6 +28,7 @@ from agl_core.types import (
     Episode,
     FinishReason,
     Mode,
+    Reward,
     Rollout,
     Task,
     Transition,
@@ -102,6 +103,8 @@ class ScriptedCollector:
     held: Callable[[Rollout], bool] = lambda rollout: False
     first: Callable[[Rollout], Any] = lambda rollout: 0
     reward: Callable[[Rollout], float] = lambda rollout: float(rollout.member)
+    judges: bool = True
+    """Whether a rule has something to say."""
     out: dict[str, tuple[Rollout, int]] = field(default_factory=dict)
     """With the version that answered the first call."""
     begun: list[str] = field(default_factory=list)
@@ -127,6 +130,8 @@ class ScriptedCollector:
             group=rollout.group,
             member=rollout.member,
         )
+        if self.judges:
+            made = replace(made, rewards=(Reward(rollout.id, 0, "right", self.reward(rollout), "right"),))
         return [Judged(rollout, made, [])]
 
     async def cancel(self, ids: Collection[str]) -> None:

@@ -1,0 +1,232 @@
+"""What holds of every credit rule that agl ships, wherever it comes from: each installed one is found and tried."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl_core.learning import PolicyCredit, build_episode, make_batches
+from agl_core.plugins import Kind, Need, Plugins
+from agl_core.protocols import CreditRule
+from agl_core.types import CreditKind, DropReason, Episode, OutcomeStatus, Reward, TransitionKey
+
+VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "discounted": [{"gamma": 0.0}, {"gamma": 1.0}],
+    "stepwise": [{"gamma": 0.5}],
+    "air": [{"alpha": 0.0}, {"alpha": 0.7}],
+}
+"""Settings to try beside the defaults."""
+REWARDS = st.floats(-2, 2, width=32)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rule as a run may have it."""
+
+    name: str
+    rule: CreditRule
+    kind: CreditKind
+
+    @property
+    def is_myopic(self) -> bool:
+        """Whether what a call led to is on purpose not in its worth."""
+        return self.kind is CreditKind.RETURN and self.name in ("immediate", "discounted {'gamma': 0.0}")
+
+    def __str__(self) -> str:
+        return f"{self.name} as {self.kind}"
+
+
+def tried() -> list[Tried]:
+    """Each rule of the installed agl packages, with each of its settings, for each kind of its values."""
+    kinds = {Need.RETURNS: CreditKind.RETURN, Need.REWARDS: CreditKind.REWARD}
+    return [
+        Tried(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kinds[kind])
+        for name, component in Plugins.load().components(Kind.CREDIT).items()
+        if component.origin.startswith("agl-")
+        for chosen in ({}, *VARIANTS.get(name, ()))
+        for kind in sorted(component.provides & kinds.keys())
+    ]
+
+
+RULES = tried()
+rules = pytest.mark.parametrize("each", RULES, ids=str)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a test's episode."""
+
+    reward: float = 0.0
+    state: int = 0
+    """Calls of one state have one prompt."""
+    agent: str = "solver"
+    outcomes: tuple[OutcomeStatus, ...] = ()
+    parse_error: str | None = None
+
+
+STEPS = st.builds(
+    Step,
+    REWARDS,
+    st.integers(0, 3),
+    st.sampled_from(["solver", "critic"]),
+    st.lists(st.sampled_from(OutcomeStatus), max_size=3).map(tuple),
+    st.sampled_from([None, "no closing brace"]),
+)
+EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
+GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
+
+
+def episode(
+    make: Any, member: int, steps: Sequence[Step], terminal: float, data: st.DataObject | None = None
+) -> Episode:
+    """The episode of these steps; with `data` its calls and outcomes were stored in any order."""
+    name = f"r{member}"
+    calls = [
+        make.call(
+            i,
+            make.choice(tool_calls=[f"{i}.{n}" for n in range(len(step.outcomes))], parse_error=step.parse_error),
+            rollout=name,
+            agent=step.agent,
+            prompt_ids=np.full(3, step.state, np.int32),
+        )
+        for i, step in enumerate(steps)
+    ]
+    outcomes = [
+        make.outcome(f"o{i}.{n}", f"{i}.{n}", rollout=name, status=status)
+        for i, step in enumerate(steps)
+        for n, status in enumerate(step.outcomes)
+    ]
+    stored = (calls, outcomes) if data is None else [data.draw(st.permutations(each)) for each in (calls, outcomes)]
+    built = build_episode(make.rollout(name, member=member), make.attempt(name), *stored)
+    by_call = {call.id: step.reward for call, step in zip(calls, steps, strict=True)}
+    transitions = tuple(
+        replace(t, rewards=(Reward(name, 0, "step", by_call[t.key.call], "test", t.key.call),))
+        for t in built.transitions
+    )
+    return replace(built, transitions=transitions, terminal=terminal)
+
+
+def group(make: Any, members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
+    return [episode(make, i, steps, terminal) for i, (steps, terminal) in enumerate(members)]
+
+
+def trained_on(each: Tried, episodes: Sequence[Episode], *agents: str) -> dict[TransitionKey, float]:
+    """The values in the batch of a run that trains these agents."""
+    credit = {"default": PolicyCredit(each.name, each.rule, each.kind)}
+    batches = make_batches([episodes], credit, agents=agents).batches.values()
+    return {key: float(value) for b in batches for key, value in zip(b.keys, b.values_N, strict=True)}
+
+
+def values_of(each: Tried, episodes: Sequence[Episode]) -> dict[TransitionKey, float]:
+    """The rule's own values, by transition."""
+    credited = each.rule(episodes)
+    return {
+        t.key: value
+        for one, values in zip(episodes, credited, strict=True)
+        for t, value in zip(one.transitions, values, strict=True)
+    }
+
+
+def near(values: Any) -> Any:
+    return pytest.approx(values, abs=1e-6)
+
+
+def test_every_rule_that_is_shipped_is_tried() -> None:
+    names = {each.name for each in RULES}
+    assert {"identical", "immediate", "discounted", "stepwise"} <= names
+    if importlib.util.find_spec("agl_rewards"):
+        assert {"air", "air {'alpha': 0.7}"} <= names
+    assert {each.kind for each in RULES if each.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
+
+
+@rules
+@settings(max_examples=40)
+@given(members=GROUPS, data=st.data())
+def test_the_order_in_which_calls_and_outcomes_are_stored_does_not_matter(
+    make: Any, each: Tried, members: list[tuple[list[Step], float]], data: st.DataObject
+) -> None:
+    stored = [episode(make, i, steps, terminal, data) for i, (steps, terminal) in enumerate(members)]
+    assert each.rule(stored) == each.rule(group(make, members))
+
+
+@rules
+@settings(max_examples=40)
+@given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
+def test_one_call_episodes_are_single_turn_learning(make: Any, each: Tried, terminals: list[float]) -> None:
+    assert each.rule(group(make, [([Step()], terminal) for terminal in terminals])) == [[end] for end in terminals]
+
+
+@rules
+def test_nothing_has_no_values(make: Any, each: Tried) -> None:
+    nothing = replace(build_episode(make.rollout(), make.attempt(), []), terminal=1.0)
+    assert each.rule([]) == []
+    assert each.rule([nothing]) == [[]]
+
+
+@rules
+def test_an_episode_without_rewards_or_outcomes_is_worth_nothing(make: Any, each: Tried) -> None:
+    assert each.rule([build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1)])]) == [[0.0, 0.0]]
+
+
+@rules
+@settings(max_examples=40)
+@given(members=GROUPS)
+def test_untrained_agents_are_never_in_the_loss_and_change_no_return(
+    make: Any, each: Tried, members: list[tuple[list[Step], float]]
+) -> None:
+    episodes = group(make, members)
+    agents = {t.key: t.agent for e in episodes for t in e.transitions}
+    found = trained_on(each, episodes, "solver")
+    assert found.keys() == {key for key, agent in agents.items() if agent == "solver"}
+    if each.kind is CreditKind.RETURN:
+        expected = values_of(each, episodes)
+        assert found == near({key: expected[key] for key in found})
+
+
+@rules
+@settings(max_examples=40)
+@given(member=EPISODES)
+def test_untrained_agents_are_dropped_for_that_reason_alone(
+    make: Any, each: Tried, member: tuple[list[Step], float]
+) -> None:
+    one = episode(make, 0, *member)
+    credit = {"default": PolicyCredit(each.name, each.rule, each.kind)}
+    dropped = make_batches([[one]], credit, agents=["solver"]).dropped
+    assert {use.key for use in dropped} == {t.key for t in one.transitions if t.agent != "solver"}
+    assert {use.dropped for use in dropped} <= {DropReason.UNTRAINED_AGENT}
+
+
+@rules
+@settings(max_examples=40)
+@given(before=st.lists(STEPS, max_size=3), last=STEPS, earned=REWARDS)
+def test_what_an_untrained_agent_earns_reaches_the_trained_calls_before_it(
+    make: Any, each: Tried, before: list[Step], last: Step, earned: float
+) -> None:
+    steps = [replace(last, agent="solver"), *before, replace(last, agent="critic", state=9, reward=earned)]
+    richer = [*steps[:-1], replace(steps[-1], reward=earned + 1.0)]
+    for agents in (["solver"], ["*"]):
+        poor, rich = (worth_of_the_first(each, episode(make, 0, of, 0.5), *agents) for of in (steps, richer))
+        assert rich == near(poor) if each.is_myopic else rich > poor
+
+
+@rules
+@settings(max_examples=40)
+@given(steps=st.lists(STEPS, min_size=1, max_size=6), terminal=REWARDS)
+def test_a_call_is_worth_the_same_whoever_else_is_trained(
+    make: Any, each: Tried, steps: list[Step], terminal: float
+) -> None:
+    one = episode(make, 0, [replace(steps[0], agent="solver"), *steps[1:]], terminal)
+    assert worth_of_the_first(each, one, "solver") == near(worth_of_the_first(each, one, "*"))
+
+
+def worth_of_the_first(each: Tried, one: Episode, *agents: str) -> float:
+    """What the first call is worth to the algorithm, which adds rewards up and takes returns as they are."""
+    values = trained_on(each, [one], *agents)
+    return sum(values.values()) if each.kind is CreditKind.REWARD else values[one.transitions[0].key]
