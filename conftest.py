@@ -1,9 +1,19 @@
-"""For all tests of the repository."""
+"""For all tests of the repository: a busy machine is no failure."""
 
 import importlib.util
 
-if importlib.util.find_spec("hypothesis"):  # The oracles' environment has none.
-    from hypothesis import settings
+import pytest
 
-    settings.register_profile("patient", deadline=None)  # A busy machine is no failure.
+SLOW_TESTS_TIMEOUT = 600
+
+if importlib.util.find_spec("hypothesis"):  # The oracles' environment has none.
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TESTS_TIMEOUT))

@@ -31,8 +31,9 @@ def test_every_request_of_the_benchmark_is_answered() -> None:
         assert rows
         for row in rows:
             assert len(row) == len(head)
-            numbers = [float(cell.split()[0].replace(",", "")) for cell in row[1:-1]]
-            assert all(number > 0 for number in numbers), (head, row)
+            numbers = {cell: float(cell.split()[0].replace(",", "")) for cell in row[1:-1]}
+            # Times are differences, which may be nothing or less where the machine has other things to do.
+            assert all(number > 0 or cell.endswith(" ms") for cell, number in numbers.items()), (head, row)
 
 
 def test_the_page_has_these_tables() -> None:

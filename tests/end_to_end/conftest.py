@@ -27,13 +27,13 @@ class Command:
     process: subprocess.Popen[str]
     log: Path
 
-    def wait(self, timeout: float = 240) -> int:
+    def wait(self, timeout: float = 400) -> int:
         return self.process.wait(timeout)
 
     def output(self) -> str:
         return self.log.read_text()
 
-    def until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float = 240) -> None:
         """Wait for a condition; fail with the log if the command ends before it or the time is up."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -45,8 +45,8 @@ class Command:
         """SIGKILL the command alone, as a crash would; its engine has to notice by itself."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
-        _, alive = psutil.wait_procs(children, timeout=30)
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive, f"left behind: {alive}"
 
 

@@ -46,10 +46,11 @@ def recorded(store: Path) -> tuple[list[Run], list[Use], Counter[str]]:
 
 @pytest.mark.slow
 def test_server_trainer_and_two_workers_apart(agl: Any) -> None:
-    config, *settings = slow_run(agl)
+    config, *settings = slow_run(agl, **{"server.lease": 20.0})
     serving = agl.start("serve", config, *settings)
     url = url_of(serving)
     workers = [agl.start("worker", config, "--concurrency=6", *where) for where in ([f"--server={url}"], [])]
+    serving.until(lambda: all("working for" in worker.output() for worker in workers))
     training = agl.start("train", config, f"--server={url}", *settings)
 
     assert training.wait() == 0, training.output()
@@ -118,7 +119,7 @@ def test_a_trainer_that_is_killed_is_resumed_and_workers_wait_meanwhile(agl: Any
     url = url_of(serving)
     worker = agl.start("worker", config, f"--server={url}", "--concurrency=6")
     training = agl.start("train", config, f"--server={url}", *settings)
-    training.until(lambda: "step   1/2  update" in training.output(), timeout=200)
+    training.until(lambda: "step   1/2  update" in training.output())
     training.until(lambda: held_by(run / "store.sqlite", worker.process.pid) > 0)
     training.kill()
     serving.until(lambda: "was not heard of" in serving.output())

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,18 @@ def held_by(store: Path, pid: int) -> int:
     return asyncio.run(read())
 
 
+def stopped_at_work(store: Path, pid: int) -> bool:
+    """Stop a worker that runs something; whether it is stopped, with attempts that it cannot report."""
+    if not held_by(store, pid):
+        return False
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.3)  # What it had reported by then is written.
+    if held_by(store, pid):
+        return True
+    os.kill(pid, signal.SIGCONT)
+    return False
+
+
 def slow_run(agl: Any, **changes: Any) -> list[str]:
     """The arguments to train a slow, sync agent without a worker; the configuration is slow.toml."""
     (agl.folder / "slow_agent.py").write_text(SLOW_AGENT)
@@ -77,18 +90,17 @@ def slow_run(agl: Any, **changes: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_workers_that_are_killed_or_sleep_only_cost_time(agl: Any) -> None:
-    arguments = slow_run(agl)
+    arguments = slow_run(agl, **{"server.lease": 4.0})
     workers = [agl.start("worker", "slow.toml", "--concurrency=4") for _ in range(2)]
     training = agl.start("train", *arguments)
     run, store = agl.folder / "runs" / "calc", agl.folder / "runs" / "calc" / "store.sqlite"
 
     killed, asleep = workers
     training.until(lambda: "step   1/3" in training.output())
-    training.until(lambda: held_by(store, killed.process.pid) > 0)
+    training.until(lambda: stopped_at_work(store, killed.process.pid))
     killed.kill()
     lost = agl.start("worker", str(run), "--concurrency=4")
-    training.until(lambda: held_by(store, asleep.process.pid) > 0)
-    os.kill(asleep.process.pid, signal.SIGSTOP)
+    training.until(lambda: stopped_at_work(store, asleep.process.pid))
     training.until(lambda: held_by(store, asleep.process.pid) == 0)
     os.kill(asleep.process.pid, signal.SIGCONT)
 
@@ -102,7 +114,7 @@ def test_workers_that_are_killed_or_sleep_only_cost_time(agl: Any) -> None:
     assert was_lost == {str(killed.process.pid), str(asleep.process.pid)}
     assert "agl worker" in training.output()
     for worker in (asleep, lost):
-        assert worker.wait(30) == 0, worker.output()
+        assert worker.wait(60) == 0, worker.output()
         assert "0 running" in worker.output()
 
 
@@ -121,7 +133,7 @@ def test_a_worker_follows_a_run_that_is_killed_and_resumed(agl: Any) -> None:
     second = json.loads((run / "server.json").read_text())["base_url"]
 
     assert agl.summary("calc")["steps"] == 2
-    assert worker.wait(30) == 0, worker.output()
+    assert worker.wait(60) == 0, worker.output()
     assert f"working for {first}" in worker.output()
     assert f"working for {second}" in worker.output()
     assert worker.output().count("cannot be reached") == 1

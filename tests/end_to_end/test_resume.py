@@ -86,7 +86,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(agl: Any) -> None:
     command = agl.start(*agl.calc("name=stopped", "train.checkpoint_every=100"))
     command.until(lambda: any(line["step"] == 1 and line["kind"] == "train" for line in agl.metrics("stopped")))
     command.process.send_signal(signal.SIGINT)
-    assert command.wait(60) == 0, command.output()
+    assert command.wait(120) == 0, command.output()
     stopped = agl.summary("stopped")
     assert stopped["interrupted"]
     assert 1 <= stopped["steps"] < 4

@@ -97,7 +97,7 @@ async def solve(task_input, context):
     config = config.replace('"agent:solve"', '"bad_agent:solve"').replace('"tasks.py"', f'"{calc / "tasks.py"}"')
     config = config.replace('"policy"', f'"{calc / "policy"}"')
     (agl.folder / "bad.toml").write_text(config)
-    small = ["train.steps=2", "train.groups_per_step=3", "train.group_size=8", "eval.tasks=5", "workers.timeout=3"]
+    small = ["train.steps=2", "train.groups_per_step=3", "train.group_size=8", "eval.tasks=1", "workers.timeout=8"]
     agl.run("train", "bad.toml", *(f"--set={each}" for each in small))
     endings: dict[str, float] = {}
     for line in agl.metrics("calc"):

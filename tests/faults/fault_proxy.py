@@ -13,7 +13,7 @@ import random
 import socket
 import struct
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit, urlunsplit
@@ -53,14 +53,19 @@ class Break:
 
 
 class FaultyProxy:
-    """Carries connections to the host and port of `target`, and breaks this share of them, in a thread of its own."""
+    """Carries connections to the host and port of `target`, and breaks this share of them, in a thread of its own.
+
+    One of every few in a row breaks, counted apart for workers and agents: the few of a worker are not all spared.
+    """
 
     def __init__(self, target: str, chance: random.Random, share: float) -> None:
         self.url = ""
         """Like `target`, by way of the proxy; known once it has started."""
         self.done: Counter[tuple[str, Direction, How]] = Counter()
         """How often what was broken: by what the first request of the connection was for, `worker` or `agent`."""
-        self._target, self._chance, self._share = urlsplit(target), chance, share
+        self._target, self._chance, self._row = urlsplit(target), chance, round(1 / share)
+        self._spared: defaultdict[str, list[bool]] = defaultdict(list)
+        """What becomes of the next connections, by whose they are."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="faulty-proxy")
         self._listening = threading.Event()
@@ -94,9 +99,12 @@ class FaultyProxy:
         await self._stopped.wait()
         server.close()
 
-    def _drawn(self) -> Break | None:
-        chance = self._chance
-        if chance.random() >= self._share:
+    def _drawn(self, whose: str) -> Break | None:
+        chance, spared = self._chance, self._spared[whose]
+        if not spared:
+            spared += [True] * (self._row - 1)
+            spared.insert(chance.randrange(self._row), False)
+        if spared.pop():
             return None
         return Break(
             how=chance.choice(list(How)),
@@ -107,13 +115,13 @@ class FaultyProxy:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either side ends it or it breaks."""
-        drawn, sides = self._drawn(), [writer]
-        end = How.RESET
+        sides, end = [writer], How.RESET
         try:
             there, back = await asyncio.open_connection(self._target.hostname, self._target.port)
             sides.append(back)
             first = await reader.read(_CHUNK)
             whose = "worker" if first.startswith(b"POST /agl/") else "agent"
+            drawn = self._drawn(whose)
             pumps = [
                 asyncio.create_task(self._pump(reader, back, whose, _only(drawn, Direction.REQUEST), first)),
                 asyncio.create_task(self._pump(there, writer, whose, _only(drawn, Direction.REPLY))),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -60,8 +61,8 @@ class Part:
         """SIGKILL it alone, as a crash would; what it started has to notice by itself."""
         children = psutil.Process(self.pid).children(recursive=True) if self.running else []
         self.process.kill()
-        self.process.wait(30)
-        _, alive = psutil.wait_procs(children, timeout=30)
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive, f"{self.name} was killed, and left behind: {alive}"
 
     def tail(self) -> str:
@@ -296,9 +297,11 @@ class TinyRun:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """A port that the system gives to nobody by itself: while a run has not taken it, or is started again."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")
 
 
 def _is_forked(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -74,7 +75,8 @@ def _kill(run: TinyRun, chance: random.Random, victim: str) -> None:
     if victim == AGENT:
         run.until(run.running_agents, "an agent was running")
         for agent in run.running_agents()[:1]:
-            os.kill(agent, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # It has ended just now.
+                os.kill(agent, signal.SIGKILL)
         return
     name = chance.choice([part.name for part in run.workers]) if victim == WORKER else victim
     run.parts[name].kill()

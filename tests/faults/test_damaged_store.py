@@ -22,8 +22,9 @@ def emptied(store: Path, chance: random.Random) -> None:
 
 
 def truncated(store: Path, chance: random.Random) -> None:
+    """By a page at least: the end of the last one may have nothing in it."""
     whole = store.read_bytes()
-    store.write_bytes(whole[: chance.randrange(1, len(whole))])
+    store.write_bytes(whole[: chance.randrange(1, len(whole) - PAGE)])
 
 
 def without_its_beginning(store: Path, chance: random.Random) -> None:

@@ -24,6 +24,7 @@ def may_mount() -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * PATIENCE + 60)
 @pytest.mark.skipif(not may_mount(), reason="this system lets users mount no disk of their own (unshare)")
 def test_a_full_disk_only_costs_time(tmp_path: Path, seed: int) -> None:
     done = subprocess.run(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import psutil
 import pytest
 from fault_checks import check_ended
-from fault_run import PATIENCE, TinyRun
+from fault_run import PATIENCE, Part, TinyRun
 
 from agl_core.types import Attempt, AttemptKey, Ending
 
-STEPS = 5
+STEPS = 8
 
 
 def held_by(run: TinyRun, pid: int) -> list[Attempt]:
@@ -28,36 +29,51 @@ def has_asked(run: TinyRun, pid: int) -> bool:
     return bool(asked) and any(each.rollout in asked and each.ending is None for each in held_by(run, pid))
 
 
+def send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
+    """To each that has not ended meanwhile."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def lose_what_is_held(run: TinyRun, worker: Part, alone: bool) -> tuple[set[AttemptKey], set[AttemptKey]]:
+    """Stop the worker, `alone` or with its agents, until it has lost its attempts; those, and which have ended since.
+
+    There may be none: it may just have reported all that it ran.
+    """
+
+    def ended_with(ending: Ending | None) -> set[AttemptKey]:
+        return {attempt.key for attempt in held_by(run, worker.pid) if attempt.ending is ending}
+
+    run.until(lambda: has_asked(run, worker.pid), "an agent of the worker got a reply")
+    before, stopped = ended_with(Ending.LOST), [psutil.Process(worker.pid)]
+    if not alone:  # Its agents too: they go on with calls of an attempt that is over.
+        stopped += stopped[0].children(recursive=True)
+    send(signal.SIGSTOP, stopped)
+    run.until(lambda: not ended_with(None), "the stopped worker lost what it held")
+    held = ended_with(Ending.LOST) - before
+    begun = {AttemptKey(each["rollout"], each["attempt"]): each["pid"] for each in run.noted_as("begun")}
+    ended = held & begun.keys() if alone else set()
+    run.until(lambda: not any(psutil.pid_exists(begun[key]) for key in ended), "the agents ended")
+    send(signal.SIGCONT, stopped[::-1])
+    return held, ended
+
+
 @pytest.mark.slow
 def test_what_a_stopped_worker_comes_back_with_does_not_count(
     tiny_run: Callable[..., TinyRun], chance: random.Random
 ) -> None:
     run = tiny_run(**{"train.steps": STEPS, "workers.concurrency": 2})
     run.start()
-    worker = chance.choice(run.workers)
-    run.until(lambda: has_asked(run, worker.pid), "an agent of the worker got a reply")
-    stopped, alone = [psutil.Process(worker.pid)], chance.random() < 0.5
-    if not alone:  # Its agents too: they go on with calls of an attempt that is over.
-        stopped += stopped[0].children(recursive=True)
-    for process in stopped:
-        process.send_signal(signal.SIGSTOP)
-    held = {attempt.key for attempt in held_by(run, worker.pid) if attempt.ending is None}
-
-    def lost() -> set[object]:
-        return {attempt.key for attempt in held_by(run, worker.pid) if attempt.ending is Ending.LOST}
-
-    run.until(lambda: held <= lost(), "the stopped worker lost what it held")
-    begun = {AttemptKey(each["rollout"], each["attempt"]): each["pid"] for each in run.noted_as("begun")}
-    ended = held & begun.keys() if alone else set()
-    run.until(lambda: not any(psutil.pid_exists(begun[key]) for key in ended), "the agents ended")
-    for process in reversed(stopped):
-        os.kill(process.pid, signal.SIGCONT)
+    worker, alone = chance.choice(run.workers), chance.random() < 0.5
+    held: set[AttemptKey] = set()
+    while not held:
+        held, ended = lose_what_is_held(run, worker, alone)
     run.finish()
     check_ended(run, STEPS)
 
     recorded = run.recorded()
     counted = {(rollout.id, rollout.counted_attempt) for rollout in recorded.rollouts}
-    assert held
     assert not held & counted
     assert not {(use.rollout, use.attempt) for use in recorded.uses} & held
     after = [attempt for attempt in recorded.attempts if attempt.key in held]
@@ -74,5 +90,6 @@ def test_a_worker_that_was_away_at_the_last_step_ends(tiny_run: Callable[..., Ti
     os.kill(worker.pid, signal.SIGSTOP)
     run.trainer.process.wait(PATIENCE)
     os.kill(worker.pid, signal.SIGCONT)
+    worker.process.wait(PATIENCE)
     run.finish()
     assert "the run is over" in worker.log.read_text()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -21,9 +23,11 @@ from agl_core.wire import SERVER_FILE, LeaseRequest
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """One that the system gives to nobody by itself until it is used."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")
 
 
 PORT = _free_port()

@@ -52,7 +52,7 @@ class Bench:
             env=self.environment(**variables),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
 

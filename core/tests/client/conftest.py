@@ -64,7 +64,7 @@ class Workplace:
 @pytest.fixture
 async def workplace(request: pytest.FixtureRequest) -> AsyncIterator[Workplace]:
     """`@pytest.mark.parametrize("workplace", [{"timeout": 1.0}], indirect=True)` changes the server's settings."""
-    async with running_stack(**getattr(request, "param", {})) as stack:
+    async with running_stack(**{"timeout": 120, **getattr(request, "param", {})}) as stack:
         place = Workplace(stack, [])
         yield place
         for worker in place.workers:

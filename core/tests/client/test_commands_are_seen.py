@@ -14,7 +14,7 @@ from agl_core.client import CommandPerAttempt
 from agl_core.learning import build_episode
 from agl_core.types import Ending, Episode
 
-TIMED = pytest.mark.parametrize("workplace", [{"timeout": 20.0, "attempts": 1}], indirect=True)
+TIMED = pytest.mark.parametrize("workplace", [{"timeout": 30.0, "attempts": 1}], indirect=True)
 """Enough for a program to start and to report, on a busy machine too."""
 
 LANGCHAIN = """

@@ -29,14 +29,14 @@ async def ask(context: AgentContext, text: str) -> str:
     return str(reply.choices[0].message.content)
 
 
-LEASED = pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 1.0, "attempts": 3}], indirect=True)
+LEASED = pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 3.0, "attempts": 3}], indirect=True)
 
 
 @LEASED
 async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> int:
         await ask(context, "hi")
-        time.sleep(3)  # noqa: ASYNC251
+        time.sleep(4)  # noqa: ASYNC251
         return context.attempt
 
     ended = await workplace.run(agent, [0, 1])
@@ -80,7 +80,7 @@ class LosingTheFirstLease(LightningClient):
 
 @LEASED
 async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(workplace: Any) -> None:
-    """Not after a timeout and a grace of half a minute each: the worker sends heartbeats before its first lease."""
+    """Not after a timeout and a grace of minutes: the worker sends heartbeats before its first lease."""
 
     async def agent(task_input: Any, context: AgentContext) -> int:
         await ask(context, "hi")
@@ -262,7 +262,7 @@ async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(wor
         assert not task.done()
         worker.drain(3600)  # the second signal
         await asyncio.wait_for(task, 20)
-    assert begun == ["w0", "w1"]
+    assert sorted(begun) == ["w0", "w1"]
     [attempt] = await workplace.stack.store.attempts("w1")
     assert attempt.ending is Ending.LOST
     async with working(workplace, agent):

@@ -16,7 +16,7 @@ from agl_core.client.attempts import Ended
 from agl_core.types import Ending, Mode, OutcomeStatus
 from agl_core.wire import Lease
 
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 5.0, "attempts": 1}], indirect=True)
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 12.0, "attempts": 1}], indirect=True)
 
 
 async def ask(context: AgentContext, text: str) -> str:

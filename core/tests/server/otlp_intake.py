@@ -44,10 +44,10 @@ class IntakeStack:
 
     @contextlib.contextmanager
     def exporting(self, key: AttemptKey | None, **headers: str) -> Iterator[TracerProvider]:
-        """A tracer provider whose spans go to the intake, batch by batch; flush it with `flush`."""
-        exporter = OTLPSpanExporter(self.url(key), headers={**self.authorization, **headers})
+        """A tracer provider whose spans go to the intake when, and only when, it is flushed with `flush`."""
+        exporter = OTLPSpanExporter(self.url(key), headers={**self.authorization, **headers}, timeout=60)
         provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
         try:
             yield provider
         finally:

@@ -110,7 +110,7 @@ def said_by_agl(caplog: pytest.LogCaptureFixture) -> str:
 
 async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.Response:
     """POST these very bytes with the agents' key."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         return await client.post(
             url, content=content, headers={"Authorization": f"Bearer {stack.server.agent_key}", **headers}
         )

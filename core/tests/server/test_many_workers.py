@@ -20,7 +20,8 @@ WORKERS, ROLLOUTS = 300, 1000
 async def test_three_hundred_workers_do_a_thousand_rollouts(tmp_path: Path) -> None:
     """They lease, send heartbeats and report. One in ten of their reports is sent twice; none gets an error."""
     seen: dict[str, list[str]] = {}
-    async with SqliteStore(tmp_path / "store.sqlite") as store, running_stack(store=store) as stack:
+    patient = {"timeout": 600, "lease": 600.0}
+    async with SqliteStore(tmp_path / "store.sqlite") as store, running_stack(store=store, **patient) as stack:
         headers = {"Authorization": f"Bearer {stack.server.worker_key}"}
         url = f"{stack.server.base_url}/agl/v1"
 

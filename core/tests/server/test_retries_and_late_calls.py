@@ -45,7 +45,7 @@ async def test_a_retry_of_a_call_in_flight_joins_it(stack: Stack) -> None:
     key = await stack.lease()
     hold = Hold(Say("slow"))
     stack.upstream.script(hold)
-    client = stack.client(key, max_retries=3, timeout=0.2)
+    client = stack.client(key, max_retries=3, timeout=2)
     asking = asyncio.ensure_future(client.chat.completions.create(**GOOD))
     await hold.arrived.wait()
     await until(lambda: stack.server.counters.retried)
