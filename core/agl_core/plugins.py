@@ -21,6 +21,15 @@ from agl_core.errors import PluginError, nearest
 ENTRY_POINT_GROUP = "agl"
 
 
+_ELSEWHERE = {
+    "torch": "agl-torch",
+    "verl": "agl-verl",
+    **dict.fromkeys(("grpo", "ppo", "reinforce++"), "agl-algorithms"),
+    **dict.fromkeys(("air", "tool_outcomes", "exact_match", "numeric_match", "judge"), "agl-rewards"),
+}
+"""Well-known components, and the packages of this project that bring them."""
+
+
 class Kind(StrEnum):
     """What a plugin can bring; the values are the words of the configuration."""
 
@@ -247,6 +256,8 @@ class Plugins:
     def unknown(self, kind: Kind, name: str) -> str:
         """What to say of a component that no plugin brings: the nearest names, and the plugins that may have it."""
         said = f"there is no {kind} '{name}'. {nearest(name, self.components(kind))}"
+        if name in _ELSEWHERE:
+            said += f" {name} is in a package of its own: pip install {_ELSEWHERE[name]}."
         return " ".join((said, *(f"It may be in a plugin that is broken. {each}" for each in self.broken)))
 
     def _failed(self, plugin: Any, error: Exception) -> None:

@@ -70,8 +70,8 @@ def _described_broken(plugin: BrokenPlugin) -> dict[str, Any]:
 
 def _table(described: list[dict[str, Any]]) -> Table:
     """Three columns, so that it fits a narrow terminal."""
-    from rich.markup import escape
     from rich.table import Column, Table
+    from rich.text import Text
 
     titles = ("kind, name, from", "honours", "needs and provides")
     table = Table(*(Column(title, overflow="fold") for title in titles), show_lines=True)
@@ -83,8 +83,8 @@ def _table(described: list[dict[str, Any]]) -> Table:
         needs = ["what its settings say"] if row["needs"] is None else row["needs"]
         capabilities = [*(f"needs {each}" for each in needs), *(f"provides {each}" for each in row["provides"])]
         table.add_row(
-            f"{row['kind']} [bold]{escape(row['name'])}[/]\n{escape(row['origin'])}\n[dim]{escape(row['doc'])}[/]",
-            escape("\n".join(settings)),
-            escape("\n".join(capabilities)),
+            Text.assemble(f"{row['kind']} ", (row["name"], "bold"), f"\n{row['origin']}\n", (row["doc"], "dim")),
+            "\n".join(settings),
+            "\n".join(capabilities),
         )
     return table

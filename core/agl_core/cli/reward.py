@@ -91,7 +91,9 @@ def try_(
     )
     if trial.failures:
         raise PluginError(
-            "\n  ".join(["Reward rules failed. Training would drop what a rule with a weight fails on:", *trial.failures])
+            "\n  ".join(
+                ["Reward rules failed. Training would drop what a rule with a weight fails on:", *trial.failures]
+            )
         )
 
 

@@ -3,22 +3,28 @@
 A worker's key is good for `lease`, `heartbeat` and `close_attempt`, an operator's for the rest, both for `health`.
 Every method raises UnreachableError if the server did not answer or failed, and the same request may succeed later;
 RefusedError if it said no, and will say so again. All of them may be repeated: what was said twice counts once.
+ConfigError if a key is none that a request can carry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from agl_core.errors import ServerError
+from agl_core.client.parts import WRITE_PARTS, enqueuing, putting
+from agl_core.errors import ConfigError, ServerError
 from agl_core.store.interface import Record
-from agl_core.store.packing import pack, unpack
+from agl_core.store.packing import unpack
 from agl_core.types import AttemptKey, Rollout
 from agl_core.wire import (
+    MAX_BODY,
+    MAX_RECORDS,
+    TAKE_RECORDS,
     CloseReply,
     CloseRequest,
     ErrorReply,
@@ -28,13 +34,13 @@ from agl_core.wire import (
     LeaseReply,
     LeaseRequest,
 )
+from agl_core.wire.keys import problem_of_key
 from agl_core.wire.operators import (
     Accepted,
     BeginReply,
     BeginRequest,
     CancelRequest,
     DoneRequest,
-    EnqueueRequest,
     FinishRequest,
     PackedRecords,
     Registration,
@@ -45,6 +51,7 @@ from agl_core.wire.operators import (
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
+_CONFLICT = 409
 _TIMEOUT = httpx.Timeout(30, read=90)
 
 
@@ -111,8 +118,9 @@ class LightningClient:
         await self._ask("POST", "/runs/finish", request, Accepted)
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Have rollouts run; those that were added before are left alone."""
-        await self._ask("POST", "/rollouts", EnqueueRequest(rollouts=pack(rollouts)), Accepted)
+        """Have rollouts run; those that were added before are left alone. Many are sent in several requests."""
+        for path, body in enqueuing(rollouts):
+            await self._ask("POST", path, body, Accepted)
 
     async def done(self, ids: Sequence[str], wait: float = 0.0) -> list[Rollout]:
         """Those of `ids` that are done; waits up to so many seconds for the first one."""
@@ -124,8 +132,10 @@ class LightningClient:
         await self._ask("POST", "/rollouts/cancel", CancelRequest(ids=list(ids)), Accepted)
 
     async def put(self, records: Iterable[Record]) -> None:
-        """Write records, all or none. StoreRefusedError names one that cannot be stored."""
-        await self._ask("POST", "/store/records", pack(records), Accepted)
+        """Write records, all or none, however many. StoreRefusedError names one that cannot be stored."""
+        for path, body in putting(records):
+            with _all_sent_again(path):
+                await self._ask("POST", path, body, Accepted)
 
     async def query(self, question: StoreQuestion) -> list[Record]:
         """Read records."""
@@ -144,8 +154,10 @@ class LightningClient:
         await self.close()
 
     async def _ask(self, method: str, path: str, body: BaseModel | None, reply: type[Reply]) -> Reply:
+        path = f"/agl/v1{path}"
+        content = _content(self.base_url, path, body)
         try:
-            response = await self._http.request(method, f"/agl/v1{path}", content=_content(body))
+            response = await self._http.request(method, path, content=content)
         except httpx.HTTPError as error:
             raise _unreachable(self.base_url, error) from error
         return _answered(response, reply)
@@ -201,8 +213,9 @@ class BlockingClient:
         self._ask("POST", "/runs/finish", request, Accepted)
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Have rollouts run; those that were added before are left alone."""
-        self._ask("POST", "/rollouts", EnqueueRequest(rollouts=pack(rollouts)), Accepted)
+        """Have rollouts run; those that were added before are left alone. Many are sent in several requests."""
+        for path, body in enqueuing(rollouts):
+            self._ask("POST", path, body, Accepted)
 
     def done(self, ids: Sequence[str], wait: float = 0.0) -> list[Rollout]:
         """Those of `ids` that are done; waits up to so many seconds for the first one."""
@@ -214,8 +227,10 @@ class BlockingClient:
         self._ask("POST", "/rollouts/cancel", CancelRequest(ids=list(ids)), Accepted)
 
     def put(self, records: Iterable[Record]) -> None:
-        """Write records, all or none. StoreRefusedError names one that cannot be stored."""
-        self._ask("POST", "/store/records", pack(records), Accepted)
+        """Write records, all or none, however many. StoreRefusedError names one that cannot be stored."""
+        for path, body in putting(records):
+            with _all_sent_again(path):
+                self._ask("POST", path, body, Accepted)
 
     def query(self, question: StoreQuestion) -> list[Record]:
         """Read records."""
@@ -234,19 +249,41 @@ class BlockingClient:
         self.close()
 
     def _ask(self, method: str, path: str, body: BaseModel | None, reply: type[Reply]) -> Reply:
+        path = f"/agl/v1{path}"
+        content = _content(self.base_url, path, body)
         try:
-            response = self._http.request(method, f"/agl/v1{path}", content=_content(body))
+            response = self._http.request(method, path, content=content)
         except httpx.HTTPError as error:
             raise _unreachable(self.base_url, error) from error
         return _answered(response, reply)
 
 
 def _headers(key: str) -> dict[str, str]:
+    if problem := problem_of_key("The server's key", key):
+        raise ConfigError(problem)
     return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
 
-def _content(body: BaseModel | None) -> str | None:
-    return None if body is None else body.model_dump_json()
+def _content(base_url: str, path: str, body: BaseModel | None) -> bytes | None:
+    """The body as bytes; RefusedError if they are more than the server reads, which would hang up while they come."""
+    if body is None:
+        return None
+    content, most = body.model_dump_json().encode(), MAX_RECORDS if path in TAKE_RECORDS else MAX_BODY
+    if len(content) > most:
+        reason = f"The request body has {len(content)} bytes; {most} ({most >> 20} MiB) are the limit."
+        raise RefusedError(f"{base_url}{path}: {reason}", 413, reason)
+    return content
+
+
+@contextmanager
+def _all_sent_again(path: str) -> Iterator[None]:
+    """UnreachableError if records came in parts and some are gone, with an earlier server: that may be repeated."""
+    try:
+        yield
+    except RefusedError as error:
+        if path == WRITE_PARTS and error.status == _CONFLICT:
+            raise UnreachableError(str(error)) from error
+        raise
 
 
 def _closing(key: AttemptKey) -> str:

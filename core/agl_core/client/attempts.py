@@ -14,8 +14,9 @@ import orjson
 
 from agl_core.capture import ActiveAttempt, Recording
 from agl_core.client.agent import AgentContext
+from agl_core.client.bounds import MAX_ERROR, bounded_text, depth_of
 from agl_core.types import Ending, Json
-from agl_core.wire import Lease
+from agl_core.wire import MAX_DEPTH, MAX_RESULT, Lease
 
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 PLACEHOLDER_KEY = "agl"
@@ -34,8 +35,10 @@ class Ended:
 class Runner(Protocol):
     """Runs attempts of one agent, in one way. All methods belong to the worker's event loop."""
 
-    abandoned: int
-    """Attempts that could not be ended; whatever they do later does not count."""
+    @property
+    def abandoned(self) -> int:
+        """Attempts that could not be ended; whatever they do later does not count."""
+        ...
 
     async def start(self) -> None:
         """Get ready for the first attempt."""
@@ -52,22 +55,35 @@ class Runner(Protocol):
 
 
 def finished(result: Any) -> Ended:
-    """The end of an agent that returned `result`: a crash if that is not JSON."""
+    """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry."""
     try:
         encoded = orjson.dumps(result)
     except TypeError as error:
-        reason = f"the agent returned what is not JSON ({error}); return a string, number, list or dict"
-        return Ended(Ending.CRASHED, error=reason)
+        problem = f"what is not JSON ({error}); return a string, number, list or dict"
+        if "recursion limit" in str(error).lower():
+            problem = f"arrays or objects nested more than {MAX_DEPTH} deep, which is the limit; return less"
+        return Ended(Ending.CRASHED, error=f"the agent returned {problem}")
     if isinstance(result, float) and encoded == b"null":
         return Ended(Ending.CRASHED, error="the agent returned a number that is not finite")
-    return Ended(Ending.FINISHED, orjson.loads(encoded))
+    if (size := len(encoded)) > MAX_RESULT:
+        problem = f"the agent returned {size} bytes of JSON, and {MAX_RESULT} are the limit; return less"
+        return Ended(Ending.CRASHED, error=problem)
+    returned = orjson.loads(encoded)
+    if (depth := depth_of(returned)) > MAX_DEPTH:
+        problem = f"the agent returned JSON nested {depth} deep, and {MAX_DEPTH} is the limit; return less"
+        return Ended(Ending.CRASHED, error=problem)
+    return Ended(Ending.FINISHED, returned)
 
 
 def crashed(error: BaseException) -> Ended:
     """The end of an agent that raised."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
-    return Ended(Ending.CRASHED, error=f"{type(error).__name__}: {error}{where}")
+    try:
+        said = str(error)
+    except Exception as failure:
+        said = f"(its message cannot be read: {type(failure).__name__})"
+    return Ended(Ending.CRASHED, error=f"{bounded_text(f'{type(error).__name__}: {said}', MAX_ERROR)}{where}")
 
 
 def active_attempt(lease: Lease, base_url: str, recording: Recording) -> ActiveAttempt:

@@ -49,6 +49,8 @@ _TRIES_AT_THE_END = 4
 """What ends is not held up for long by a server that is away."""
 _KEEP_ALIVE_TIMEOUT = 10.0
 _RETRY = 1.0
+_REFUSED = frozenset({413, 422})
+"""What the answer is where records, or a question, are wrong as they are."""
 _NAMED = 3
 """Records that an error names at most."""
 
@@ -109,7 +111,7 @@ class FarQueue:
         self._client, self._link = client, link
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Have these run; ServerError if the server refuses them."""
+        """Have these run; ServerError if the server refuses some of them: those before may run then."""
         await persistently(self._link, lambda: self._client.enqueue(rollouts))
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
@@ -282,6 +284,6 @@ def _parts(attempts: Iterable[AttemptKey], size: int) -> list[list[AttemptRef]]:
 
 def _of_store(error: RefusedError, names: str = "") -> StoreError:
     """The error that a store of this process would have raised."""
-    if error.status != 422:
+    if error.status not in _REFUSED:
         return StoreError(str(error))
     return StoreRefusedError(f"The store refused {names}{error.reason}" if names else error.reason)

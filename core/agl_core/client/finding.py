@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile
+from agl_core.wire.keys import problem_of_key
 
 _URL = re.compile(r"https?://[^\s/]+")
 
@@ -32,7 +33,7 @@ def find_server(
     Without a configuration it is the one at `url`, with the key of the environment.
 
     `name` is the variable of the key that is needed; the key is its value, else as that file says. None if there is no
-    such file yet; ConfigError if only the key is missing.
+    such file yet; ConfigError if only the key is missing, or if it can be no key.
     """
     base_url = (url or "").rstrip("/")
     file = _newest(config, folder, base_url)
@@ -41,6 +42,8 @@ def find_server(
         raise ConfigError(f"{base_url!r} is no address of a server. Give it as http://HOST:PORT.")
     kept = "operator_key" if name == OPERATOR_KEY else "worker_key"
     key = os.environ.get(name, "").strip() or (file and getattr(file, kept))
+    if key and (problem := problem_of_key(name if os.environ.get(name, "").strip() else SERVER_FILE, key)):
+        raise ConfigError(f"{problem} Set it anew, to the value that it has where the server runs.")
     if base_url and not key:
         raise ConfigError(
             f"The key of the server at {base_url} is not known here: set {name} to the value it has where the server "

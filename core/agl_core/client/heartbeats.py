@@ -10,7 +10,7 @@ from agl_core.client.api import BlockingClient, UnreachableError
 from agl_core.client.link import Link
 from agl_core.errors import ServerError
 from agl_core.types import AttemptKey
-from agl_core.wire import AttemptRef, HeartbeatRequest
+from agl_core.wire import MAX_LEASES, AttemptRef, HeartbeatRequest
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,10 @@ class Heartbeats:
 
     def _send(self, client: BlockingClient, held: frozenset[AttemptKey]) -> None:
         refs = [AttemptRef(rollout=key.rollout, attempt=key.attempt) for key in sorted(held)]
+        for start in range(0, max(len(refs), 1), MAX_LEASES):
+            self._send_some(client, refs[start : start + MAX_LEASES])
+
+    def _send_some(self, client: BlockingClient, refs: list[AttemptRef]) -> None:
         try:
             reply = client.heartbeat(HeartbeatRequest(worker=self._worker, attempts=refs))
         except UnreachableError as error:

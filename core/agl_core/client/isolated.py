@@ -17,16 +17,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from agl_core.capture import Recording
 from agl_core.capture.bootstrap import bootstrapped
-from agl_core.client.attempts import Ended, attempt_variables, client_variables
+from agl_core.client.attempts import Ended, attempt_variables, client_variables, finished
+from agl_core.client.bounds import bounded_text
 from agl_core.client.processes import ForkerGoneError, Process, Processes, Setup
 from agl_core.errors import AgentError
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire import Lease, OutcomeReport, RewardReport
+from agl_core.wire import MAX_RESULT, Lease, OutcomeReport, RewardReport
 
 _EXIT_GRACE = 2.0
 """Seconds that a process gets to exit after its result came, and its output to end after it exited."""
-_MOST_OUTPUT = 2**23
-"""Bytes of a command's output that are kept, from its end."""
+_MOST_OUTPUT = MAX_RESULT - 1024
+"""Bytes of a command's output that are kept, from its end; beside them there is room for a note."""
 _MOST_ERRORS = 2000
 """Bytes of what a command that failed wrote to stderr."""
 
@@ -101,9 +102,9 @@ class ProcessPerAttempt:
 class CommandPerAttempt:
     """Runs a command for each attempt, with the attempt in its environment.
 
-    The result is the last line that it prints if that is JSON, else all of its output; any exit status but 0 is a
-    crash. `folder` is where it runs, and `memory` is in bytes. In its Python processes the installed adapters are
-    attached, and those of the files `plugins` (None: none are).
+    The result is the last line that it prints if that is JSON, else its output: the end of it, with a note, if it is
+    more than a result may be. Any exit status but 0 is a crash. `folder` is where it runs, and `memory` is in bytes.
+    In its Python processes the installed adapters are attached, and those of the files `plugins` (None: none are).
     """
 
     abandoned = 0
@@ -163,7 +164,7 @@ class CommandPerAttempt:
             return Ended(
                 Ending.CRASHED, error=f"the command {_fate(status)}{f'; the end of its stderr: {tail}' if tail else ''}"
             )
-        return Ended(Ending.FINISHED, _printed(stdout.text()))
+        return finished(_printed(stdout))
 
 
 def is_there(program: str, folder: Path) -> bool:
@@ -195,10 +196,13 @@ class _Tail(asyncio.Protocol):
 
     def __init__(self, most: int) -> None:
         self._most, self._kept = most, bytearray()
+        self.dropped = 0
+        """Bytes that came before those that are kept."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
         self._kept += data
+        self.dropped += max(len(self._kept) - self._most, 0)
         del self._kept[: -self._most]
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -217,13 +221,15 @@ async def _piped(stack: contextlib.ExitStack, most: int) -> tuple[_Tail, IO[byte
     return tail, stack.enter_context(os.fdopen(theirs, "wb"))
 
 
-def _printed(output: str) -> object:
+def _printed(output: _Tail) -> object:
     """The result of a command that printed this."""
-    text = output.strip()
+    text = output.text().strip()
     try:
         return orjson.loads(text.rpartition("\n")[2])
     except orjson.JSONDecodeError:
-        return text or None
+        note = f"(of its output, {output.dropped} bytes more, which came before, were not kept)\n"
+        text = bounded_text(text, MAX_RESULT - 2 * len(note), from_end=True)
+        return f"{note}{text}" if output.dropped else text or None
 
 
 def _fate(status: int) -> str:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 from agl_core.capture import Recording
-from agl_core.client.api import LightningClient, UnreachableError
+from agl_core.client.api import LightningClient, RefusedError, UnreachableError
 from agl_core.client.attempts import Ended, Runner
+from agl_core.client.closing import closing, instead_of_refused, is_too_much
 from agl_core.client.heartbeats import Heartbeats
 from agl_core.client.link import Link, persistently
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire import MAX_REPORTS, CloseReply, CloseRequest, Lease, LeaseRequest, RewardReport
+from agl_core.wire import MAX_LEASES, CloseReply, CloseRequest, Lease, LeaseRequest
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Worker:
         if free == 0:
             await self._unless_stopped(_any_of(self._running.values()))
             return
-        request = LeaseRequest(worker=self.name, capacity=free, wait=_LEASE_WAIT)
+        request = LeaseRequest(worker=self.name, capacity=min(free, MAX_LEASES), wait=_LEASE_WAIT)
         reply = await self._unless_stopped(self._answered(lambda: self._client.lease(request)))
         if reply is None:
             return
@@ -150,12 +151,13 @@ class Worker:
             ended = await self._executed(lease, recording, lost)
         except asyncio.CancelledError:
             if not lost.done():
-                request = _closing(Ended(self._left, error="the worker was stopped"), recording)
+                request = closing(Ended(self._left, error="the worker was stopped"), recording)
                 await self._report(key, request, tries=1)
             raise
         if ended is not None:
+            request = closing(ended, recording)
             self.problems.update(recording.problems)
-            await self._report(key, _closing(ended, recording))
+            await self._report(key, request)
 
     async def _executed(self, lease: Lease, recording: Recording, lost: asyncio.Future[None]) -> Ended | None:
         """How the attempt ended; None if it was ended here because it was lost."""
@@ -178,22 +180,36 @@ class Worker:
             return Ended(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
 
     async def _report(self, key: AttemptKey, request: CloseRequest, tries: int | None = None) -> None:
-        """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled."""
+        """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled.
+
+        If the server refuses the report for what is in it, the attempt has crashed.
+        """
         self.endings[request.ending] += 1
-
-        def close() -> Coroutine[Any, Any, CloseReply]:
-            return self._client.close_attempt(key, request)
-
         try:
             try:
-                await self._answered(close, tries)
-            except asyncio.CancelledError:
-                await self._answered(close, tries=1)
-                raise
+                await self._close(key, request, tries)
+            except RefusedError as error:
+                if not is_too_much(error):
+                    raise
+                logger.warning("How %s/%s ended was refused: %s", *key, error)
+                self.endings[request.ending] -= 1
+                request = instead_of_refused(error)
+                self.endings[request.ending] += 1
+                await self._close(key, request, tries)
         except UnreachableError:
             logger.debug("How %s/%s ended could not be reported.", *key)
         except ServerError as error:
             logger.warning("How %s/%s ended could not be reported: %s", *key, error)
+
+    async def _close(self, key: AttemptKey, request: CloseRequest, tries: int | None) -> None:
+        def close() -> Coroutine[Any, Any, CloseReply]:
+            return self._client.close_attempt(key, request)
+
+        try:
+            await self._answered(close, tries)
+        except asyncio.CancelledError:
+            await self._answered(close, tries=1)
+            raise
 
     async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
         """The server's answer, however long it takes to be back."""
@@ -226,24 +242,6 @@ class Worker:
 
 async def _any_of(tasks: Collection[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _closing(ended: Ended, recording: Recording) -> CloseRequest:
-    """The report of an attempt's end; a number as its result is a reward too."""
-    rewards = list(recording.rewards)
-    if isinstance(ended.result, int | float) and not isinstance(ended.result, bool):
-        rewards.append(RewardReport(name="result", value=ended.result))
-    outcomes = list(recording.outcomes)
-    for what, found in (("outcomes", outcomes), ("rewards", rewards)):
-        if len(found) > MAX_REPORTS:
-            logger.warning("An attempt reported %d %s; the first %d are kept.", len(found), what, MAX_REPORTS)
-    return CloseRequest(
-        ending=ended.ending,
-        result=ended.result,
-        error=ended.error,
-        outcomes=outcomes[:MAX_REPORTS],
-        rewards=rewards[:MAX_REPORTS],
-    )
 
 
 class WorkerThread:

@@ -15,7 +15,8 @@ Key: TypeAlias = tuple[str, ...]
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Key]:
     """Change `data` in place by `KEY=VALUE` texts; returns the keys that were set.
 
-    A key is dotted, a value is a TOML value; what is no TOML value is taken as a plain string.
+    A key is dotted, a value is a TOML value; what is no TOML value is taken as a plain string. Names in a key need no
+    quotes, but where they have a dot.
 
     >>> data = {"train": {"steps": 100}}
     >>> sorted(apply_overrides(data, ["train.steps=5", "model.path=Qwen/Qwen2.5-0.5B"]))
@@ -44,6 +45,9 @@ def _parse_key(written: str, override: str) -> Key:
     try:
         parsed: Any = tomllib.loads(f"{written} = 0")
     except tomllib.TOMLDecodeError:
+        names = written.strip().split(".")
+        if all(names) and not set(written.strip()) & set("\"' \t\n[]{}#"):
+            return tuple(names)  # Of names that TOML wants in quotes, which a shell would take away: reinforce++.
         raise ConfigError(f"--set {override}: '{written}' is not a dotted key, for instance train.steps.") from None
     parts: list[str] = []
     while isinstance(parsed, dict):

@@ -39,10 +39,11 @@ class Finished:
             if rollout.id in wanted:
                 _wake(waiter)
 
-    def remembered(self, id: str) -> Rollout | None:
-        """The rollout, if it is in memory."""
-        ended = self._ended.get(id)
-        return ended and ended.rollout
+    async def known(self, ids: Collection[str]) -> dict[str, Rollout]:
+        """Those of `ids` that are done, whether memory knows them or the store alone."""
+        remembered = {id: self._ended[id].rollout for id in ids if id in self._ended}
+        others = await asyncio.gather(*(self._stored(id) for id in ids if id not in remembered))
+        return remembered | {rollout.id: rollout for rollout in others if rollout is not None}
 
     async def among(self, ids: Collection[str], alive: Container[str], wait: float | None) -> list[Rollout]:
         """Those of `ids` that are done, in the order in which they ended; waits until one is, or so many seconds.
@@ -53,7 +54,7 @@ class Finished:
         until = None if wait is None else loop.time() + wait
         wanted = set(ids)
         forgotten = [id for id in wanted if id not in alive and id not in self._ended]
-        before = [await self._stored(id) for id in sorted(forgotten)]
+        before = [await self._forgotten(id) for id in sorted(forgotten)]
         while True:
             found = sorted(self._ended[id] for id in wanted if id in self._ended)
             if found or before or not wanted:
@@ -76,12 +77,17 @@ class Finished:
         for waiter in self._waiting:
             _wake(waiter)
 
-    async def _stored(self, id: str) -> Rollout:
+    async def _stored(self, id: str) -> Rollout | None:
+        """The rollout as the store has it, if it is done."""
         try:
             rollout = await self._store.rollout(id)
         except StoreRefusedError:
-            rollout = None
-        if rollout is None or rollout.id != id or rollout.state is not RolloutState.DONE:
+            return None
+        return rollout if rollout.id == id and rollout.state is RolloutState.DONE else None
+
+    async def _forgotten(self, id: str) -> Rollout:
+        rollout = await self._stored(id)
+        if rollout is None:
             raise ApiError(
                 404,
                 f"There is no rollout {id!r} in the queue of this server. Add it first; is this the run's own server?",

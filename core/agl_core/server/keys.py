@@ -25,6 +25,7 @@ from agl_core.errors import ServerError
 from agl_core.server.faults import ApiError
 from agl_core.types import AttemptKey
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, ServerFile
+from agl_core.wire.keys import problem_of_key
 
 _AGENT_HINT = (
     "Use the key that agl gives the agent (OPENAI_API_KEY, ANTHROPIC_API_KEY, context.api_key); an attempt's own key "
@@ -164,8 +165,8 @@ def is_loopback(host: str) -> bool:
 
 def _from_environment(name: str) -> str:
     key = os.environ.get(name, "").strip()
-    if not key.isascii():
-        raise ServerError(f"{name} has characters that no HTTP header can carry: use ASCII only.")
+    if problem := problem_of_key(name, key):
+        raise ServerError(problem)
     return key
 
 

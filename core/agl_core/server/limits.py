@@ -6,15 +6,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_core.server.chat import openai_error
 from agl_core.server.faults import ApiError
+from agl_core.wire import MAX_BODY, MAX_RECORDS, TAKE_RECORDS
 
-MAX_BODY = 8 << 20
-"""Bytes."""
-MAX_RECORDS = 64 << 20
-"""Bytes of a body with records, which operators alone may send."""
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10
+"""Of names, values and the URL."""
+MAX_HEAD_BYTES = 96 << 10
+"""Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
 _OWN_LIMIT = "/v1/traces"
-_OF_RECORDS = frozenset({"/agl/v1/rollouts", "/agl/v1/store/records"})
 
 
 class RequestLimits:
@@ -29,18 +28,25 @@ class RequestLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
-            error = ApiError(
-                431,
-                f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES >> 10} KiB of them.",
-                code="headers_too_large",
-            )
-            await openai_error(error)(scope, receive, send)
+        url = len(scope["raw_path"]) + len(scope["query_string"])
+        size = url + sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            await openai_error(head_too_large())(scope, receive, send)
         elif scope["path"].endswith(_OWN_LIMIT):
             await self._app(scope, receive, send)
         else:
-            most = MAX_RECORDS if scope["path"] in _OF_RECORDS else MAX_BODY
+            most = MAX_RECORDS if scope["path"] in TAKE_RECORDS else MAX_BODY
             await self._app(scope, _limited(headers, receive, most), send)
+
+
+def head_too_large() -> ApiError:
+    """The answer to a request with too many headers, or too large ones."""
+    return ApiError(
+        431,
+        f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES >> 10} KiB of them, "
+        f"the URL included.",
+        code="headers_too_large",
+    )
 
 
 def _limited(headers: list[tuple[bytes, bytes]], receive: Receive, most: int) -> Receive:

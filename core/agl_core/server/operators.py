@@ -6,6 +6,7 @@ from starlette.requests import Request
 
 from agl_core.errors import StoreRefusedError
 from agl_core.server.operations import Operations, Right, operation, while_connected
+from agl_core.server.parts import Parts
 from agl_core.server.served_run import ServedRun
 from agl_core.store.packing import pack, unpack
 from agl_core.store.questions import answer
@@ -19,6 +20,8 @@ from agl_core.wire.operators import (
     EnqueueRequest,
     FinishRequest,
     PackedRecords,
+    PartsRequest,
+    RecordsPart,
     Registration,
     StoreQuery,
     VersionsRequest,
@@ -28,13 +31,14 @@ _SUPERSEDED = {409: "Another trainer has begun a later incarnation."}
 _KNOWN = {409: "Another rollout has that id, the run is over, or another trainer has begun a later incarnation."}
 _NO_SUCH = {404: "One of the rollouts was never added."}
 _TAKEN = {409: "The server serves another run."}
+_MISSING = {409: "A part is not here: send all of them again."}
 
 
 class Operators:
     """The operators' routes."""
 
     def __init__(self, run: ServedRun) -> None:
-        self._run = run
+        self._run, self._parts = run, Parts()
 
     @property
     def operations(self) -> Operations:
@@ -49,12 +53,16 @@ class Operators:
             operation("POST", "/rollouts/done", right, DoneRequest, PackedRecords, self._done, _NO_SUCH),
             operation("POST", "/rollouts/cancel", right, CancelRequest, Accepted, self._cancel),
             operation("POST", "/store/records", right, PackedRecords, Accepted, self._put),
+            operation("POST", "/store/parts", right, RecordsPart, Accepted, self._keep),
+            operation("POST", "/store/parts/write", right, PartsRequest, Accepted, self._write, _MISSING),
             operation("POST", "/store/query", right, StoreQuery, PackedRecords, self._query),
         )
 
     async def _begin(self, request: Request, body: BeginRequest) -> BeginReply:
         """Begin the run's next incarnation; what earlier ones left unfinished ends as lost."""
-        return await self._run.begin(body)
+        reply = await self._run.begin(body)
+        self._parts.clear()
+        return reply
 
     async def _finish(self, request: Request, body: FinishRequest) -> Accepted:
         """The trainer stops, and perhaps the run is over."""
@@ -95,6 +103,17 @@ class Operators:
     async def _put(self, request: Request, body: PackedRecords) -> Accepted:
         """Write records, all or none; a record with the key of an earlier one replaces it."""
         await self._run.store.put(*unpack(body))
+        return Accepted()
+
+    async def _keep(self, request: Request, body: RecordsPart) -> Accepted:
+        """Keep some of the records that are to be written together."""
+        self._parts.keep(body.put, body.number, unpack(body.records))
+        return Accepted()
+
+    async def _write(self, request: Request, body: PartsRequest) -> Accepted:
+        """Write the records of all parts, all or none; a record with the key of an earlier one replaces it."""
+        await self._run.store.put(*self._parts.all_of(body.put, body.count))
+        self._parts.drop(body.put)
         return Accepted()
 
     async def _query(self, request: Request, body: StoreQuery) -> PackedRecords:

@@ -23,7 +23,7 @@ from agl_core.server.faults import ApiError
 from agl_core.server.finished import Finished
 from agl_core.server.keys import Keys
 from agl_core.server.leases import Leases
-from agl_core.server.lifecycle import AttemptState, moved
+from agl_core.server.lifecycle import AttemptState, as_created, is_of, moved
 from agl_core.server.reports import reported, reported_late
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
@@ -96,23 +96,24 @@ class RolloutQueue:
         return self._waiting
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add rollouts at the end, all or none; those that were added before, just as they are, are left alone.
+        """Add rollouts at the end, all or none; those that were added before, however long ago, are left alone.
 
         ApiError 409 if another rollout has the id of one of them, or if the queue is closed.
         """
         if self._closed:
             raise ApiError(409, "The rollout queue is closed: the run is over. Start a new run to add rollouts.")
         async with self._enqueuing:
+            known = await self._known({each.id for each in rollouts})
             new: dict[str, Rollout] = {}
-            for each in map(_as_created, rollouts):
-                known = new.get(each.id) or self._known(each.id)
-                if known is not None and known != each:
+            for each in map(as_created, rollouts):
+                earlier = new.get(each.id) or known.get(each.id)
+                if earlier is not None and not is_of(earlier, each):
                     raise ApiError(
                         409,
                         f"The rollout {each.id} is already in the queue, for another task or step. Give each a new id.",
                         code="rollout_known",
                     )
-                if known is None:
+                if earlier is None:
                     new[each.id] = each
             if not new:
                 return
@@ -371,10 +372,9 @@ class RolloutQueue:
             await self._store.put(*reported(record.key, request), late)
         return late
 
-    def _known(self, id: str) -> Rollout | None:
-        life = self._lives.get(id)
-        rollout = life.rollout if life else self._finished.remembered(id)
-        return rollout and _as_created(rollout)
+    async def _known(self, ids: Collection[str]) -> dict[str, Rollout]:
+        alive = {id: self._lives[id].rollout for id in ids if id in self._lives}
+        return alive | await self._finished.known([id for id in ids if id not in alive])
 
     def _queue_first(self, life: _Life) -> None:
         self._queued[life.rollout.id] = life
@@ -394,7 +394,3 @@ class RolloutQueue:
             hook(**arguments)
         except Exception:
             logger.exception("A plugin's hook failed; the run goes on without it.")
-
-
-def _as_created(rollout: Rollout) -> Rollout:
-    return replace(rollout, state=RolloutState.QUEUED, ending=None, counted_attempt=None)

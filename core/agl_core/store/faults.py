@@ -7,11 +7,12 @@ from pathlib import Path
 
 from agl_core.errors import StoreError, StoreRefusedError
 
+_DAMAGED = (
+    "is damaged. Copy the file, and save what is left with the sqlite3 program (`.recover`), or restore a backup."
+)
 _MEANINGS = {
     sqlite3.SQLITE_NOTADB: "is not an SQLite database. Choose another path, or move that file away.",
-    sqlite3.SQLITE_CORRUPT: (
-        "is damaged. Copy the file, and save what is left with the sqlite3 program (`.recover`), or restore a backup."
-    ),
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
     sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then go on (`agl train --resume`).",
     sqlite3.SQLITE_IOERR: "cannot be read or written by the system. Check the disk's free space, quota and health.",
     sqlite3.SQLITE_CANTOPEN: "cannot be opened. Check that its folder exists and that you may write there.",
@@ -36,3 +37,8 @@ def explain(path: Path, error: Exception, records: str = "a record") -> StoreErr
     if isinstance(error, sqlite3.OperationalError | sqlite3.InternalError):
         return StoreError(f"The store {path} cannot be used: {error}. Check the file, its folder and its disk.")
     return StoreRefusedError(f"The store {path} refused {records}: {error}. Correct it; nothing was written.")
+
+
+def damaged(path: Path, error: Exception) -> StoreError:
+    """The StoreError for a record that cannot be what was written."""
+    return StoreError(f"The store {path} {_DAMAGED} ({type(error).__name__}: {error})")

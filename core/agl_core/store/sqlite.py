@@ -14,7 +14,7 @@ from agl_core.plugins import NoOptions
 from agl_core.store import queries
 from agl_core.store.codec import name_of
 from agl_core.store.database import WriterLock, check_folder, connect_writer
-from agl_core.store.faults import explain
+from agl_core.store.faults import damaged, explain
 from agl_core.store.interface import Record
 from agl_core.store.pieces import Pieces
 from agl_core.store.readers import Readers
@@ -166,6 +166,8 @@ class SqliteStore:
             return await self._readers.run(query)
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
+        except (TypeError, ValueError, LookupError) as error:  # SQLite does not notice damage inside a value.
+            raise damaged(self._path, error) from error
 
 
 def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:

@@ -31,6 +31,17 @@ SERVER_FILE = "server.json"
 """In the run's folder: a `ServerFile`, readable by its owner alone."""
 MAX_REPORTS = 10_000
 """Outcomes, and rewards, that one attempt may report."""
+MAX_LEASES = 4096
+"""Attempts that one request may ask for, or name in a heartbeat."""
+MAX_BODY = 8 << 20
+"""Bytes of a request's body."""
+MAX_RECORDS = 64 << 20
+"""Bytes of a body with records, which operators alone may send: to the paths `TAKE_RECORDS`."""
+TAKE_RECORDS = frozenset({"/agl/v1/rollouts", "/agl/v1/store/records", "/agl/v1/store/parts"})
+MAX_RESULT = 7 << 20
+"""Bytes of an attempt's result as JSON; what else is reported of the attempt has to have room in the same body."""
+MAX_DEPTH = 190
+"""Arrays and objects in one another, in a result; the server reads no body that is deeper than 200."""
 
 
 def rollout_path(rollout: str, attempt: int) -> str:
@@ -52,7 +63,7 @@ class LeaseRequest(Body):
     """POST /agl/v1/leases: a worker asks for rollouts."""
 
     worker: str = Field(min_length=1, max_length=200)
-    capacity: int = Field(ge=1, le=4096)
+    capacity: int = Field(ge=1, le=MAX_LEASES)
     wait: float = Field(0.0, ge=0, le=60, description="Seconds to wait for the first one.")
 
 
@@ -93,7 +104,7 @@ class HeartbeatRequest(Body):
     """POST /agl/v1/heartbeats: a worker lives, and still runs these attempts."""
 
     worker: str = Field(min_length=1, max_length=200)
-    attempts: list[AttemptRef] = Field(max_length=4096)
+    attempts: list[AttemptRef] = Field(max_length=MAX_LEASES)
 
 
 class HeartbeatReply(Body):
@@ -128,7 +139,10 @@ class RewardReport(Body):
 
 
 class CloseRequest(Body):
-    """POST /agl/v1/rollouts/R/attempts/A/close: how an attempt ended; sending it again changes nothing."""
+    """POST /agl/v1/rollouts/R/attempts/A/close: how an attempt ended; sending it again changes nothing.
+
+    It may have 8 MiB, and 200 arrays and objects in one another; where an agent leaves more, report a crash instead.
+    """
 
     ending: Ending
     result: JsonValue = None

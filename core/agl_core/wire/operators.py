@@ -15,6 +15,8 @@ MAX_IDS = 20_000
 """Rollouts that one request may name."""
 MAX_ATTEMPTS = 20_000
 """Attempts that one question to the store may name."""
+MAX_PARTS = 1024
+"""Requests in which records may come that are written together."""
 LONGEST_WAIT = 60.0
 """Seconds."""
 
@@ -166,6 +168,24 @@ StoreQuestion: TypeAlias = RunsQuery | RolloutsQuery | RolloutQuery | AttemptsQu
 
 class StoreQuery(RootModel[Annotated[StoreQuestion, Field(discriminator="kind")]]):
     """POST /agl/v1/store/query: one of the questions that `agl_core.store.interface.Store` answers."""
+
+
+class RecordsPart(Body):
+    """POST /agl/v1/store/parts: some of the records that are to be written together; sent again, it is the same one.
+
+    The server keeps them until they are written, but not over its end.
+    """
+
+    put: _Id = Field(min_length=1, description="Names what is written together: a text that nobody else has.")
+    number: int = Field(ge=0, lt=MAX_PARTS, description="Which part it is, from 0 on.")
+    records: PackedRecords
+
+
+class PartsRequest(Body):
+    """POST /agl/v1/store/parts/write: write the records of all parts, all or none."""
+
+    put: _Id = Field(min_length=1)
+    count: int = Field(ge=1, le=MAX_PARTS, description="How many parts there are.")
 
 
 class Accepted(Body):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agl_core.client import Server, find_server, is_over
-from agl_core.errors import ConfigError
+from agl_core.client import BlockingClient, LightningClient, Server, find_server, is_over
+from agl_core.errors import ConfigError, ServerError
 from agl_core.server import Keys
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 
@@ -72,3 +72,29 @@ def test_a_key_of_the_environment_comes_first_and_one_has_to_be_known(
 def test_what_is_no_address_is_said_at_once(config: Any, url: str) -> None:
     with pytest.raises(ConfigError, match="no address"):
         find_server(config, None, url)
+
+
+@pytest.mark.parametrize("name", [WORKER_KEY, OPERATOR_KEY])
+@pytest.mark.parametrize("key", ["hush\nhush", "hush\x1b[1m", "hush\tx", "hüsh"])
+def test_what_is_no_key_is_said_at_once_and_not_shown(
+    config: Any, name: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's key, and the operator's, which a trainer and an evaluation need; the server says the same of it."""
+    monkeypatch.setenv(name, key)
+    for where in (config, None):
+        with pytest.raises(ConfigError, match=f"{name} has .* no HTTP header can carry") as told:
+            find_server(where, None, "http://elsewhere:1", name)
+        assert key[:4] not in str(told.value)
+    with pytest.raises(ServerError, match=name) as refused:
+        Keys.of_run(config.runs / "server.json")
+    for kind in (BlockingClient, LightningClient):
+        with pytest.raises(ConfigError, match="header can carry") as told:
+            kind("http://elsewhere:1", key)
+        assert key[:4] not in str(told.value)
+    assert key[:4] not in str(refused.value)
+
+
+def test_a_key_may_have_what_a_header_may(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("a b", "~!@#$%^&*()_+=\"'\\", "x" * 500):
+        monkeypatch.setenv(WORKER_KEY, f" {key}\n")
+        assert find_server(config, None, "http://elsewhere:1") == Server("http://elsewhere:1", key)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agl_core.config import LoadedConfig, dump, load
+from agl_core.config.overrides import apply_overrides
 from agl_core.errors import ConfigError, PluginError
 from agl_core.types import Ending
 
@@ -177,6 +178,15 @@ def test_the_later_override_wins_and_seed_beats_the_file(minimal: dict[str, Any]
     run = loaded(minimal, "train.steps=5", "train.steps=6", seed=7)
 
     assert (run.config.train.steps, run.config.seed) == (6, 7)
+
+
+def test_names_in_a_key_need_no_quotes() -> None:
+    data: dict[str, Any] = {}
+    assert apply_overrides(data, ["algorithm.reinforce++.gamma=0.9", 'rewards."v1.2".weight=2']) == {
+        ("algorithm", "reinforce++", "gamma"),
+        ("rewards", "v1.2", "weight"),
+    }
+    assert data == {"algorithm": {"reinforce++": {"gamma": 0.9}}, "rewards": {"v1.2": {"weight": 2}}}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from stack import Stack, running_stack
 
-from agl_core.server.limits import MAX_BODY, MAX_HEADER_BYTES, MAX_HEADERS
+from agl_core.server.limits import MAX_HEADER_BYTES, MAX_HEADERS
 from agl_core.types import AttemptKey
+from agl_core.wire import MAX_BODY
 
 BODIES = {
     "/v1/chat/completions": b'{"model": "default", "messages": [{"role": "user", "content": "hi"}], "metadata": %s}',

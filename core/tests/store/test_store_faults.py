@@ -6,7 +6,7 @@ import os
 import resource
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +120,16 @@ async def test_a_folder_without_permission(path: Path) -> None:
             await SqliteStore(path).open()
     finally:
         os.chmod(path.parent, 0o700)
+
+
+async def test_damage_that_sqlite_does_not_notice_is_named_too(tmp_path: Path, make_rollout: Any) -> None:
+    path = tmp_path / "store.sqlite"
+    async with SqliteStore(path) as store:
+        await store.put(make_rollout("r"))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE rollouts SET state = 'queue' || char(0)")
+        connection.commit()
+
+    async with SqliteStore(path, read_only=True) as store:
+        with pytest.raises(StoreError, match=rf"The store {path} is damaged.*`\.recover`.*backup"):
+            await store.rollouts()

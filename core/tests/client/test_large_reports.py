@@ -1,0 +1,247 @@
+"""What an agent leaves behind may be larger or deeper than a report can carry: its attempt ends all the same, typed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from agl_core.capture import Recording, outcome_report, record_outcome
+from agl_core.client import AgentContext, CommandPerAttempt, LightningClient, ProcessPerAttempt, RefusedError
+from agl_core.client.attempts import Ended, crashed, finished
+from agl_core.client.bounds import LEAST, bounded_json, bounded_text
+from agl_core.client.closing import closing
+from agl_core.types import AttemptKey, Ending, OutcomeStatus
+from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, OutcomeReport, RewardReport
+
+HERE = Path(__file__).parent
+PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
+
+
+PROGRAM = """
+import json, os, urllib.request
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+"""
+
+
+async def ask(context: AgentContext) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"Authorization": f"Bearer {context.api_key}"}
+    async with httpx.AsyncClient(trust_env=False, timeout=200) as client:
+        reply = await client.post(f"{context.base_url}/chat/completions", json=body, headers=headers)
+    reply.raise_for_status()
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"x": value}
+    return value
+
+
+def outcome(id: str, result: Any, **fields: Any) -> OutcomeReport:
+    return OutcomeReport(**{"id": id, "tool": "read", "status": OutcomeStatus.OK, "result": result, **fields})
+
+
+def told(*outcomes: OutcomeReport) -> Recording:
+    recording = Recording()
+    for each in outcomes:
+        recording.outcome(each)
+    return recording
+
+
+def taken(request: CloseRequest) -> CloseRequest:
+    """The report as the server reads it."""
+    body = request.model_dump_json().encode()
+    assert len(body) <= MAX_BODY
+    return CloseRequest.model_validate_json(body)
+
+
+@PATIENT
+async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_limit(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> Any:
+        await ask(context)
+        return {"large": "x" * (9 << 20), "deep": nested(210), "deeper": nested(400), "most": nested(MAX_DEPTH)}[
+            task_input
+        ]
+
+    ended = await workplace.run(agent, ["large", "deep", "deeper", "most"])
+    assert [rollout.ending for rollout, _ in ended.values()] == [*[Ending.CRASHED] * 3, Ending.FINISHED]
+    assert {attempt.attempt for _, attempt in ended.values()} == {0}, "none was tried again"
+    large, deep, deeper, most = (attempt for _, attempt in ended.values())
+    assert f"{(9 << 20) + 2} bytes of JSON, and {MAX_RESULT} are the limit" in large.error
+    assert f"nested 210 deep, and {MAX_DEPTH} is the limit" in deep.error
+    assert f"more than {MAX_DEPTH} deep" in deeper.error
+    assert most.result == nested(MAX_DEPTH)
+
+
+@PATIENT
+async def test_so_it_is_for_agents_in_processes_of_their_own(workplace: Any) -> None:
+    runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=workplace.stack.server.base_url)
+    tasks = [{"does": "repeat", "text": "x", "times": 9 << 20}, {"does": "repeat", "text": "x", "times": 3}]
+    ended = await workplace.finish(workplace.start_runner(runner), tasks)
+    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.CRASHED, Ending.FINISHED]
+    assert f"{MAX_RESULT} are the limit" in ended[0][1].error
+
+
+@PATIENT
+@pytest.mark.parametrize(
+    ("printed", "end"),
+    [
+        ("'x' * (9 << 20) + 'the end'", "xxxthe end"),
+        ("'\\x01' * (8 << 20) + 'the end'", "\x01\x01the end"),
+        ("'ä' * (6 << 20) + 'the end'", "ääthe end"),
+    ],
+    ids=["plain", "escaped", "wide"],
+)
+async def test_of_what_a_command_printed_the_end_is_kept(
+    workplace: Any, tmp_path: Path, printed: str, end: str
+) -> None:
+    (tmp_path / "program.py").write_text(f"{PROGRAM}print({printed})")
+    runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path)
+    rollout, attempt = (await workplace.finish(workplace.start_runner(runner), [0]))[0]
+    assert (rollout.ending, attempt.attempt) == (Ending.FINISHED, 0)
+    assert attempt.result.endswith(end)
+    assert attempt.result.startswith("(of its output, ")
+    assert MAX_RESULT * 0.9 < len(orjson.dumps(attempt.result)) <= MAX_RESULT
+
+
+@PATIENT
+async def test_many_outcomes_are_all_recorded_the_large_ones_cut(workplace: Any) -> None:
+    async def agent(task_input: Any, context: AgentContext) -> Any:
+        await ask(context)
+        for number in range(200):
+            record_outcome(outcome(f"o{number}", f"{number} " + "x" * 50_000))
+        record_outcome(outcome_report("small", "read", "as it is", tool_call_id="c1"))
+        return 0.5
+
+    worker = workplace.start(agent)
+    rollout, attempt = (await workplace.finish(worker, [0]))[0]
+    assert (rollout.ending, attempt.attempt, attempt.result) == (Ending.FINISHED, 0, 0.5)
+    *large, small = await workplace.stack.store.outcomes([attempt.key])
+    assert (small.result, small.tool_call_id) == ("as it is", "c1")
+    assert [each.id for each in large] == [f"o{number}" for number in range(200)]
+    assert all(each.result.startswith(f"{number} x") for number, each in enumerate(large))
+    assert all(each.result.endswith(" more characters)") for each in large)
+    assert sum(len(each.result) for each in large) > 0.9 * MAX_BODY, "no more is cut than has to be"
+    assert [each.value for each in await workplace.stack.store.rewards([attempt.key])] == [0.5]
+    assert any("the largest values were cut" in problem for problem in worker.worker.problems)
+
+
+@PATIENT
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (CloseRequest(ending=Ending.FINISHED, result="x" * (9 << 20)), "8 MiB"),
+        (CloseRequest(ending=Ending.FINISHED, result=nested(205)), "recursion limit"),
+    ],
+)
+async def test_what_the_server_refuses_all_the_same_ends_as_a_crash(
+    workplace: Any, report: CloseRequest, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_core.client.worker.closing", lambda ended, recording: report)
+
+    async def agent(task_input: Any, context: AgentContext) -> Any:
+        await ask(context)
+
+    worker = workplace.start(agent)
+    rollout, attempt = (await workplace.finish(worker, [0]))[0]
+    assert (rollout.ending, attempt.attempt) == (Ending.CRASHED, 0)
+    assert "was refused" in attempt.error
+    assert said in attempt.error
+    assert +worker.worker.endings == {Ending.CRASHED: 1}
+
+
+async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read() -> None:
+    async with LightningClient("http://127.0.0.1:9", "key") as client:
+        with pytest.raises(RefusedError, match=r"are the limit") as refused:
+            await client.close_attempt(AttemptKey("r", 0), CloseRequest(ending=Ending.LOST, error="x" * MAX_BODY))
+    assert refused.value.status == 413
+
+
+def test_beside_the_largest_result_there_is_room_for_outcomes_and_rewards() -> None:
+    recording = told(*(outcome(f"o{number}", {"text": ["y" * 40_000]}) for number in range(100)))
+    recording.reward(RewardReport(name="own", value=0.25))
+    ended = finished("x" * (MAX_RESULT - 2))
+    request = taken(closing(ended, recording))
+    assert (request.ending, request.result) == (Ending.FINISHED, ended.result)
+    assert [each.id for each in request.outcomes] == [f"o{number}" for number in range(100)]
+    assert all("more characters" in each.result["text"][0] for each in request.outcomes)
+    assert [each.value for each in request.rewards] == [0.25]
+
+
+def test_small_reports_are_as_they_are() -> None:
+    recording = told(outcome("a", nested(20), arguments={"b": [1, None]}, error="no"))
+    request = closing(Ended(Ending.FINISHED, {"x": 1}), recording)
+    assert tuple(request.outcomes) == recording.outcomes
+    assert recording.problems == ()
+
+
+@pytest.mark.parametrize(
+    "hard",
+    [
+        outcome("a", nested(198)),
+        outcome("a", nested(240), arguments=nested(230)),
+        outcome("a", "\ud800"),
+        outcome("a", {"\ud800": ["\ud800"]}),
+        outcome("a", 1, tool="\ud800", agent="\ud800", error="\ud800"),
+        outcome("a", 1, error="\x01" * (9 << 20)),
+        outcome("a", 1, tool="t" * (9 << 20)),
+        outcome("a", list(range(2_000_000))),
+        outcome("a", {str(number): nested(12) for number in range(50_000)}),
+    ],
+    ids=range(9),
+)
+def test_whatever_an_outcome_has_in_it_the_others_are_reported_with_it(hard: OutcomeReport) -> None:
+    request = taken(closing(Ended(Ending.FINISHED, "done"), told(outcome("first", 1), hard, outcome("last", {"b": 2}))))
+    assert (request.ending, request.result) == (Ending.FINISHED, "done")
+    assert [each.id for each in request.outcomes] == ["first", "a", "last"]
+    assert [each.result for each in request.outcomes[::2]] == [1, {"b": 2}]
+
+
+def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
+    recording = told(*(outcome(f"{number} {'n' * 2000}", "x" * 1000) for number in range(9_000)))
+    for number in range(9_000):
+        recording.reward(RewardReport(name=f"{number} {'n' * 2000}", value=1))
+    request = taken(closing(Ended(Ending.FINISHED, 1.0), recording))
+    for found in (request.outcomes, request.rewards):
+        assert 1000 < len(found) < 9_000
+    assert [each.id for each in request.outcomes] == [each.id for each in recording.outcomes[: len(request.outcomes)]]
+    assert sum("only the first ones are kept" in problem for problem in recording.problems) == 2
+
+
+def test_errors_are_reported_whatever_they_say() -> None:
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    for error in (ValueError("\ud800" + "e" * (9 << 20)), OddError()):
+        request = taken(closing(crashed(error), Recording()))
+        assert request.ending is Ending.CRASHED
+        assert request.error is not None
+        assert request.error.startswith(f"{type(error).__name__}: ")
+        assert len(request.error) < 70_000
+    request = taken(closing(Ended(Ending.LOST, error="\x01" * (9 << 20)), Recording()))
+    assert "more characters" in (request.error or "")
+
+
+@pytest.mark.parametrize("most", [LEAST, 200, 5_000])
+@pytest.mark.parametrize(
+    "value",
+    ["\x01" * 9_999, "aé\x00" * 999, ["\x01"] * 9_999, {"\x02" * 50 * n: nested(9) for n in range(99)}, nested(300)],
+    ids=range(5),
+)
+def test_any_value_can_be_cut(value: Any, most: int) -> None:
+    assert len(orjson.dumps(bounded_json(value, most))) <= most
+    if isinstance(value, str):
+        for from_end in (False, True):
+            cut = bounded_text(value, most, from_end=from_end)
+            assert len(orjson.dumps(cut)) <= most
+            assert value[-3:] == cut[-3:] if from_end and most > LEAST else value[:3] == cut[:3] or most == LEAST

@@ -1,0 +1,133 @@
+"""How much one connection can have the server keep, with a key or without: it is closed before that is much."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from stack import Stack, running_stack
+
+from agl_core.server.limits import MAX_HEAD_BYTES, MAX_HEADER_BYTES
+
+PATIENCE = 120.0
+OFFERED = 96 << 20
+"""Bytes that a client is ready to send."""
+ACCEPTED = 24 << 20
+"""Bytes that may be on their way when the connection is closed: what the buffers of both ends take, and to spare."""
+HEALTH = b"GET /agl/v1/health HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"POST /agl/v1/leases HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+LINE = b"x" * 8000
+
+
+@contextlib.asynccontextmanager
+async def connected(stack: Stack) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.server.base_url.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def endless(first: bytes, then: bytes) -> Iterator[bytes]:
+    yield first
+    yield from itertools.repeat(then * (-(-65536 // len(then))), OFFERED // 65536)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (HEALTH + b"X-Long: ", LINE),
+        (HEALTH, b"a:\r\n"),
+        (HEALTH, b"x-" + LINE + b": 1\r\n"),
+        (b"GET /" + LINE, LINE),
+        (b"GET /v1/models?q=", LINE),
+        (b"", LINE),
+        (HEALTH + b"\r\n" + HEALTH + b"X-Long: ", LINE),
+        (CHUNKED + b"0\r\n", b"x-trailer: " + LINE + b"\r\n"),
+        (CHUNKED + b"0\r\nx-trailer: ", LINE),
+        (CHUNKED + b"1;" + LINE, LINE),
+        (b"", HEALTH + b"\r\n"),
+    ],
+    ids=[
+        "a header", "headers", "names", "path", "query", "method", "a second head", "trailers", "a trailer",
+        "an extension", "requests ahead",
+    ],
+)  # fmt: skip
+async def test_what_never_ends_is_cut_off(stack: Stack, first: bytes, then: bytes) -> None:
+    sent = 0
+    async with asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
+        with contextlib.suppress(ConnectionError):
+            for piece in endless(first, then):
+                writer.write(piece)
+                await writer.drain()
+                sent += len(piece)
+            while await reader.read(65536):
+                pass
+    assert sent < ACCEPTED
+
+
+@pytest.mark.parametrize("first", [b"GET /", HEALTH + b"X-Long: "], ids=["path", "header"])
+async def test_who_sends_too_long_a_head_is_told(stack: Stack, first: bytes) -> None:
+    async with asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
+        writer.write(first + b"x" * (MAX_HEAD_BYTES - len(first)))
+        await writer.drain()
+        writer.write(b"x")
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"64 KiB" in answer
+
+
+async def test_a_long_url_is_refused_like_long_headers(stack: Stack) -> None:
+    half = b"x" * (MAX_HEADER_BYTES // 2)
+    for further, status in ((b"", b"404"), (b"X-Long: " + half + b"\r\n", b"431")):
+        async with asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
+            writer.write(b"GET /" + half + b" HTTP/1.1\r\nHost: x\r\n" + further + b"\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [(b"", b""), (b"GET /agl", b"HTTP/1.1 408"), (HEALTH, b"HTTP/1.1 408"), (HEALTH + b"\r\n" + HEALTH, b"")],
+    ids=["nothing", "path", "headers", "a second head"],
+)
+async def test_who_does_not_end_a_head_is_not_waited_for(
+    sent: bytes, told: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_core.server.corked._HEAD_PATIENCE", 0.3)
+    async with running_stack() as stack, asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
+        writer.write(sent)
+        if sent.startswith(HEALTH + b"\r\n"):
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
+            writer.write(b"x-more: 1\r\n")
+        assert (await reader.read()).startswith(told)
+
+
+async def test_replies_that_take_long_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_core.server.corked._HEAD_PATIENCE", 0.2)
+    async with running_stack() as stack, asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
+        body = b'{"worker": "w", "capacity": 1, "wait": 1.5}'
+        key = stack.server.worker_key.encode()
+        for _ in range(2):
+            writer.write(b"POST /agl/v1/leases HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n" % key)
+            writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert (await reader.readuntil(b"}")).startswith(b'{"leases":[]')
+            await asyncio.sleep(0.5)  # between requests, a connection is kept for longer
+
+
+async def test_requests_ahead_of_their_replies_are_answered_in_order(stack: Stack) -> None:
+    async with asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
+        for number in range(20):
+            writer.write(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % number)
+        for number in range(20):
+            await reader.readuntil(b"GET /%d." % number)
+
+
+async def test_trailers_are_no_headers(stack: Stack) -> None:
+    async with asyncio.timeout(PATIENCE), connected(stack) as (reader, writer):
+        writer.write(CHUNKED + b"0\r\nAuthorization: Bearer x\r\n\r\n" + HEALTH + b"\r\n")
+        for _ in range(2):
+            await reader.readuntil(b"is missing")
