@@ -195,14 +195,17 @@ class TrainSection(Section):
 
 
 class AsyncSection(Section):
-    """Training that does not wait for its slowest rollouts (docs/asynchronous.md)."""
+    """Training that does not wait for its slowest rollouts (docs/asynchronous.md).
+
+    A run without this table waits: its `max_staleness` is 0.
+    """
 
     max_staleness: int = Field(
-        0,
+        4,
         ge=0,
         le=1000,
         description="How many updates old the weights may be that answered an episode's oldest call; older episodes "
-        "are dropped. 0: each step waits for all its rollouts; 4 is usual with slow agents.",
+        "are dropped. 0: each step waits for all its rollouts, as in a run that has no [async].",
     )
     in_flight: int | None = Field(
         None,
@@ -317,7 +320,7 @@ class RunConfig(Section):
     policies: dict[str, PolicySection] = Field(description="The models to train, by name; 'default' if there is one.")
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
-    asynchronous: AsyncSection = Field(AsyncSection(), alias="async")
+    asynchronous: AsyncSection = Field(AsyncSection(max_staleness=0), alias="async")
     buffer: PluginChoice = Field(
         PluginChoice(name="fifo"), description="Which of the complete groups an update is made of."
     )

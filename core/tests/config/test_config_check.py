@@ -32,7 +32,7 @@ REPLAYING_UNCORRECTED = ("buffer.name=prioritised", "async.max_staleness=4", "al
         ("rewards.tools.rule=tool_counting",),
         ("async.max_staleness=4",),
         ("async.max_staleness=1", "async.in_flight=17"),
-        ("async.in_flight=16", "train.deterministic=true"),
+        ("async.max_staleness=0", "async.in_flight=16", "train.deterministic=true"),
         ("buffer.name=prioritised", "async.max_staleness=1"),
         (*REPLAYING_UNCORRECTED, "algorithm.grpo.importance_threshold=2.0"),
         (*REPLAYING_UNCORRECTED[:-1], "algorithm.name=easy", "train.group_size=1", "buffer.prioritised.alpha=0"),
@@ -53,7 +53,7 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
             ("deterministic is on", "Set max_staleness to 0, or deterministic to false"),
         ),
         (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
-        (("async.in_flight=17",), ("in_flight is 17", "Set max_staleness to 1 or more")),
+        (("async.max_staleness=0", "async.in_flight=17"), ("in_flight is 17", "Set max_staleness to 1 or more")),
         (("buffer.name=prioritised",), ("buffer 'prioritised'", "max_staleness is 0", "Set max_staleness to 1")),
         (REPLAYING_UNCORRECTED, ("algorithm 'grpo'", "does not correct that", "Set its importance_threshold")),
         (

@@ -354,3 +354,8 @@ def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(minimal: di
     assert "hunter2" not in dump(run.config)
     assert "hunter2" not in repr(run.config)
     assert "token =" not in dump(run.config)
+
+
+def test_an_empty_async_table_is_enough_to_go_on_without_waiting(minimal: dict[str, Any], loaded: Load) -> None:
+    assert loaded(minimal).config.asynchronous.max_staleness == 0
+    assert loaded(minimal, "async={}").config.asynchronous.max_staleness == 4
