@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
 from agl_core.errors import EngineError
 from agl_verl import cpu as cpu_mending
-from agl_verl.environment import variables
 from agl_verl.mapping import Resources
 from agl_verl.options import VerlOptions
 from agl_verl.watch import queue_is_taken
@@ -23,12 +23,13 @@ SECONDS_TO_LET_GO = 15.0
 """How long a run that has just ended may still have the cluster's TransferQueue."""
 
 
-def connect(options: VerlOptions, *, cpu: bool, api_key: str, deterministic: bool, verl_environment: Any) -> None:
+def connect(options: VerlOptions, *, cpu: bool, variables: Mapping[str, str], verl_environment: Any) -> None:
     """Have a Ray with enough resources; EngineError if there is none.
 
-    `verl_environment` is veRL's own runtime environment. agl's packages have to be installed on every node.
+    `verl_environment` is veRL's own runtime environment, to which `variables` of the environment are added. agl's
+    packages have to be installed on every node.
     """
-    ours = variables(cpu=cpu, api_key=api_key, deterministic=deterministic, cache_mib=options.cache_mib)
+    ours = dict(variables)
     wanted = Resources.of(options, cpu=cpu)
     if cpu:
         ours["OMP_NUM_THREADS"] = cpu_mending.threads_each(wanted.total)

@@ -34,9 +34,16 @@ def compose(settings: Settings, *, algorithm: Any, cpu: bool) -> DictConfig:
     with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
         plain = hydra_compose("ppo_trainer")
         try:
-            return hydra_compose("ppo_trainer", overrides=[*own, *overrides])
+            composed = hydra_compose("ppo_trainer", overrides=[*own, *overrides])
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_explain(error, overrides, plain)) from error
+    policy_loss = composed.actor_rollout_ref.actor.policy_loss
+    if policy_loss.loss_mode == "dro" and not (policy_loss.dro_beta or 0) > 0:
+        raise ConfigError(
+            "veRL's policy loss 'dro' needs the weight of its penalty: [engine.verl] overrides = "
+            '["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"], say.'
+        )
+    return composed
 
 
 def config_folder() -> Path:

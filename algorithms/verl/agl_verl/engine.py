@@ -56,6 +56,7 @@ class VerlEngine:
         self._version = 0
         self._urls: tuple[str, ...] = ()
         self._log = context.run_dir / LOG_NAME
+        self._log_start = 0
 
     async def start(self) -> Upstream:
         """Start the driver and wait until it serves. Raises EngineError with the reason if it does not."""
@@ -154,6 +155,7 @@ class VerlEngine:
         """Start the driver, tell it its settings, wait for its answer."""
         self._context.run_dir.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
+            self._log_start = log.tell()  # What came before is of another incarnation, and explains nothing.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "agl_verl.process"],
                 stdin=subprocess.PIPE,
@@ -227,8 +229,9 @@ class VerlEngine:
         return f"The end of {self._log}:\n" + "\n".join(lines) if lines else f"See {self._log}."
 
     def _log_lines(self, count: int) -> list[str]:
-        with suppress(OSError):
-            return self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+        with suppress(OSError), self._log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace").splitlines()[-count:]
         return []
 
 

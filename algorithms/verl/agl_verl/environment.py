@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
+
 ENGINE_VARIABLE = "AGL_VERL_ENGINE"
 """Set to 1 in every process of agl's veRL engine: a veRL run of its own is left as it is."""
 CPU_VARIABLE = "AGL_VERL_CPU"
 """Set to 1 in every process of an engine that has no GPU."""
+MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+"""veRL's own: what it imports when it is imported, with commas between."""
 
 
-def variables(*, cpu: bool, api_key: str, deterministic: bool, cache_mib: int) -> dict[str, str]:
-    """What every process of the engine needs in its environment, whatever node it is on."""
+def variables(
+    *, cpu: bool, api_key: str, deterministic: bool, cache_mib: int, modules: Collection[str] = ()
+) -> dict[str, str]:
+    """What every process of the engine needs in its environment, whatever node it is on.
+
+    `modules` are imported by veRL, besides those that this process's environment names already.
+    """
     common = {
         ENGINE_VARIABLE: "1",
         "VLLM_API_KEY": api_key,
@@ -19,6 +29,9 @@ def variables(*, cpu: bool, api_key: str, deterministic: bool, cache_mib: int) -
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TRANSFER_QUEUE_ENABLE": "1",
     }
+    wanted = dict.fromkeys([*filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")), *modules])
+    if wanted:
+        common[MODULES_VARIABLE] = ",".join(wanted)
     if deterministic:
         common |= {"VERL_FULL_DETERMINISM": "1", "VLLM_BATCH_INVARIANT": "1", "PYTHONHASHSEED": "0"}
     if not cpu:

@@ -1,12 +1,13 @@
 """veRL's own algorithms by name: `algorithm.name = "verl:gspo"`. Imports no veRL, so that they can be listed anywhere.
 
-An estimator of veRL goes with its clipped loss, a loss of veRL with its GRPO estimator; `estimator` and `loss` combine
-them otherwise. veRL computes everything then, by its own rules: a row is a transition, whose reward is its credited
-value, at its last token.
+An estimator of veRL goes with its clipped loss, a loss of veRL with its GRPO estimator (`verl:gpg` is both);
+`estimator` and `loss` combine them otherwise, and name what `modules` register with veRL. veRL computes everything
+then, by its own rules: a row is a transition, whose reward is its credited value, at its last token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
@@ -15,11 +16,54 @@ from agl_core import Need
 from agl_core.errors import ConfigError
 
 PREFIX = "verl:"
-GROUPED = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"})
+GROUPED = frozenset(
+    {
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus_baseline",
+    }
+)
 """Estimators that compare the rows of a group."""
-ESTIMATORS = frozenset({*GROUPED, "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+ESTIMATORS = frozenset({*GROUPED, "gae", "reinforce_plus_plus"})
 """Those of veRL 0.9 that need nothing but rows, groups and a critic."""
-LOSSES = frozenset({"vanilla", "gspo", "sapo", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl"})
+LOSSES = frozenset(
+    {"vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo", "dppo_tv", "dppo_kl"}
+)
+_NO_VARIANCE = "it needs the sums of squared probabilities (sum_pi_squared), which veRL's V1 trainer does not hand over"
+UNUSABLE_ESTIMATORS: Mapping[str, str] = {
+    "remax": "it needs the reward of a greedy rollout of each prompt, which nobody makes",
+    "gdpo": "it needs the components of each reward, which veRL's V1 trainer does not hand over; their weights are in "
+    "[rewards]",
+    "optimal_token_baseline": _NO_VARIANCE,
+    "tir_optimal_token_baseline": _NO_VARIANCE,
+}
+UNUSABLE_LOSSES: Mapping[str, str] = {
+    "bypass_mode": "it takes the log-probabilities of serving for the old ones, and agl has these computed anew",
+}
+"""What veRL 0.9 has besides, and why it cannot be used."""
+_OF_CRITIC = ("critic_learning_rate", "critic_epochs")
+_OF_GAE = ("lam", *_OF_CRITIC)
+_CLIPS = ("clip", "clip_high")
+IGNORED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "estimator": {
+        "": _OF_CRITIC,
+        "gae": (),
+        "reinforce_plus_plus": _OF_GAE,
+        **dict.fromkeys(GROUPED, ("gamma", *_OF_GAE)),
+    },
+    "loss": {
+        "": (),
+        **dict.fromkeys(("gpg", "kl_cov", "dro"), _CLIPS),
+        "sapo": ("aggregation", *_CLIPS),
+        "geo_mean": ("aggregation",),
+    },
+}
+"""Settings that have no effect with an estimator or a loss; by "" with any other."""
 NAMES = tuple(sorted(f"{PREFIX}{name}" for name in ESTIMATORS | LOSSES))
 
 
@@ -30,6 +74,11 @@ class NativeOptions(BaseModel):
 
     estimator: str = Field("grpo", description="veRL's advantage estimator (algorithm.adv_estimator).")
     loss: str = Field("vanilla", description="veRL's policy loss (actor.policy_loss.loss_mode).")
+    modules: tuple[str, ...] = Field(
+        (),
+        description="Python modules that register estimators or losses of yours with veRL; every process of the engine "
+        "imports them, on every node.",
+    )
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         "token-mean", description="How veRL adds up the tokens' losses (actor.loss_agg_mode)."
     )
@@ -45,23 +94,33 @@ class NativeOptions(BaseModel):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.estimator not in ESTIMATORS:
-            raise ValueError(f"'{self.estimator}' is none of veRL's estimators here: {', '.join(sorted(ESTIMATORS))}.")
-        if self.loss not in LOSSES:
-            raise ValueError(f"'{self.loss}' is none of veRL's policy losses here: {', '.join(sorted(LOSSES))}.")
-        if self.estimator != "gae":
-            for name in ("lam", "critic_learning_rate", "critic_epochs"):
+        _check("estimator", self.estimator, ESTIMATORS, UNUSABLE_ESTIMATORS, any_other=bool(self.modules))
+        _check("policy loss", self.loss, LOSSES, UNUSABLE_LOSSES, any_other=bool(self.modules))
+        for part, ignored in IGNORED.items():
+            for name in ignored.get(getattr(self, part), ignored[""]):
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"'{name}' has no effect here: it is the estimator gae's.")
+                    raise ValueError(f"'{name}' has no effect here: veRL's {part} '{getattr(self, part)}' ignores it.")
         return self
+
+
+def _check(what: str, name: str, known: Collection[str], unusable: Mapping[str, str], *, any_other: bool) -> None:
+    if name in unusable:
+        raise ValueError(f"veRL's {what} '{name}' cannot be used here: {unusable[name]}.")
+    if name not in known and not any_other:
+        raise ValueError(
+            f"veRL has no {what} '{name}' here: {', '.join(sorted(known))}. One of your own is registered by a module "
+            f"that 'modules' names."
+        )
 
 
 def options_of(name: str) -> type[NativeOptions]:
     """The settings of `verl:…`: its own estimator or loss as the default."""
     own = name.removeprefix(PREFIX)
-    chosen = "estimator" if own in ESTIMATORS else "loss"
-    described = NativeOptions.model_fields[chosen].description
-    fields: dict[str, Any] = {chosen: (str, Field(own, description=described))}
+    fields: dict[str, Any] = {
+        part: (str, Field(own, description=NativeOptions.model_fields[part].description))
+        for part, known in (("estimator", ESTIMATORS), ("loss", LOSSES))
+        if own in known
+    }
     return create_model(f"NativeOptions_{own}", __base__=NativeOptions, __doc__=NativeOptions.__doc__, **fields)
 
 

@@ -76,11 +76,15 @@ class Driver:
         self._check_gpus(cpu)
         self._chosen_options = self._algorithm_options()
         composed = config.compose(settings, algorithm=self._chosen_options, cpu=cpu)
-        os.environ.update(
-            variables(
-                cpu=cpu, api_key=settings.api_key, deterministic=settings.deterministic, cache_mib=options.cache_mib
-            )
+        native = self._chosen_options if isinstance(self._chosen_options, NativeOptions) else None
+        environment = variables(
+            cpu=cpu,
+            api_key=settings.api_key,
+            deterministic=settings.deterministic,
+            cache_mib=options.cache_mib,
+            modules=() if native is None else native.modules,
         )
+        os.environ.update(environment)
         # Only now: veRL reads its environment when it is imported.
         import transfer_queue
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
@@ -89,23 +93,17 @@ class Driver:
         from agl_verl.losses import ChosenAlgorithm
         from agl_verl.manager import TransitionManager
         from agl_verl.placements import SeparateTrainer, SharedTrainer
+        from agl_verl.registries import check_registered
         from agl_verl.serving import register_servers
         from agl_verl.watch import Watch
 
-        cluster.connect(
-            options,
-            cpu=cpu,
-            api_key=settings.api_key,
-            deterministic=settings.deterministic,
-            verl_environment=get_ppo_ray_runtime_env(composed),
-        )
+        if native is not None:
+            check_registered(native)
+        cluster.connect(options, cpu=cpu, variables=environment, verl_environment=get_ppo_ray_runtime_env(composed))
         register_servers()
         transfer_queue.init(composed.transfer_queue)
-        chosen = (
-            self._chosen_options
-            if isinstance(self._chosen_options, NativeOptions)
-            else ChosenAlgorithm.of(settings.spec.algorithm, settings.spec.algorithm_options, settings.plugin_files)
-        )
+        spec = settings.spec
+        chosen = native or ChosenAlgorithm.of(spec.algorithm, spec.algorithm_options, settings.plugin_files)
         trainer_class = SeparateTrainer if options.serving_gpus else SharedTrainer
         self.trainer: AglTrainer = trainer_class(config=composed)
         self.trainer.start(chosen, TransitionManager(), settings.seed)
@@ -185,7 +183,7 @@ def _described(error: Exception) -> Answer:
     """An error on purpose crosses as it is; any other with what to do about it, if that is known."""
     if isinstance(error, AglError):
         return Answer(error=str(error), kind=type(error).__name__)
-    remedy = remedy_of(f"{type(error).__name__} {error}")
+    remedy = remedy_of(f"{type(error).__name__}: {error}")
     return Answer(error=f"{first_line(error)}.{' ' + remedy if remedy else ''}", kind="EngineError")
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from agl_algorithms.interface import Algorithm, Logprobs, Samples
 from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
 from agl_algorithms.plugin import build_grpo, build_ppo, build_reinforce
+from agl_core.errors import ConfigError
+from agl_verl.native import UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, NativeOptions
 
 PREFIX = "agl:"
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean")
@@ -31,6 +33,22 @@ def register_algorithms() -> None:
         register_adv_est(PREFIX + name)(partial(advantages, build))
     for name, build in (("grpo", _grpo), ("reinforce++", _reinforce), ("ppo", _ppo)):
         register_policy_loss(PREFIX + name)(partial(policy_loss, build))
+
+
+def check_registered(options: NativeOptions) -> None:
+    """ConfigError unless veRL has this estimator and this loss: its own, or what `modules` registered."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    for what, name, registry, unusable in (
+        ("estimator", options.estimator, ADV_ESTIMATOR_REGISTRY, UNUSABLE_ESTIMATORS),
+        ("policy loss", options.loss, POLICY_LOSS_REGISTRY, UNUSABLE_LOSSES),
+    ):
+        if name not in registry:
+            usable = ", ".join(sorted(each for each in registry if each not in unusable))
+            raise ConfigError(
+                f"No {what} '{name}' is registered with veRL, after importing "
+                f"{' and '.join(options.modules) or 'veRL'}: {usable}."
+            )
 
 
 def advantages(

@@ -1,18 +1,23 @@
-"""The same batch makes the same update under both engines; rows without weight make none. Needs veRL, but no Ray."""
+"""The same batch makes the same update under both engines; what is left out makes none. Needs veRL, but no Ray."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import parity
 import pytest
+import recorded
 import torch
 import verl_bench
+from parity import VOCABULARY
+from recorded import Kind
 
 from agl_core.learning.screening import screen
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
+LEFT_OUT = tuple(kind for kind in Kind if kind is not Kind.KEPT)
 
 
 @pytest.mark.parametrize("name", parity.CASES)
@@ -26,11 +31,49 @@ def test_both_engines_make_the_same_update(name: str) -> None:
     assert found.norm <= 1e-3
 
 
+@pytest.mark.parametrize("engine", ["torch", "verl"])
+@pytest.mark.parametrize("name", parity.CASES)
+def test_stale_untrained_and_dropped_calls_weigh_nothing(name: str, engine: str) -> None:
+    """Whatever they said, the parameters move by the same to the last bit."""
+    plain = update(name, engine)
+    assert same(update(name, engine, others=LEFT_OUT), plain)
+    assert not same(update(name, engine, others=(Kind.KEPT,)), plain), "what is trained on does weigh"
+
+
+@pytest.mark.parametrize("forgotten", [{"stale": False}, {"agents": ("*",)}], ids=["staleness", "agents"])
+def test_it_would_be_noticed_if_they_weighed(forgotten: dict[str, Any]) -> None:
+    assert not same(update("GRPO", "verl", **forgotten), update("GRPO", "verl"))
+    assert not same(update("GRPO", "verl", **forgotten), update("GRPO", "verl", others=LEFT_OUT, **forgotten))
+
+
+@pytest.mark.parametrize("name", parity.CASES)
+def test_pad_rows_weigh_nothing(name: str) -> None:
+    """Of veRL's pad rows the tokens are replaced; one that is given a weight shows what that would do."""
+    plain = padded(name)
+    pads = range(plain.rows - 3, plain.rows)
+    assert same(padded(name, others=pads), plain)
+    weighing = padded(name, weights={pads[0]: 0.05})
+    if parity.CASES[name].options.get("ratio") == "sequence":  # One of the unmasked tokens, of which a pad has none.
+        assert same(weighing, plain)
+        return
+    assert not same(weighing, plain)
+    assert not same(padded(name, weights={pads[0]: 0.05}, others=pads), weighing)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "PPO with its critic", "REINFORCE++"])
+def test_rows_that_an_algorithm_gives_no_weight_weigh_nothing_among_others(name: str) -> None:
+    without = {0: 0.0, 2: 0.0}
+    plain = padded(name, weights=without)
+    assert same(padded(name, weights=without, others=(0, 2)), plain)
+    assert not same(padded(name, weights=without, others=(1,)), plain)
+    assert not same(padded(name), plain)
+
+
 def test_rows_without_weight_have_no_gradient() -> None:
-    """Pad rows, and transitions that the algorithm leaves out: whatever their advantages say."""
+    """Whatever their advantages say."""
     bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0})
-    batch = verl_bench.recorded_batch(parity.VOCABULARY)
-    whole = screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=parity.VOCABULARY).batch
+    batch = verl_bench.recorded_batch(VOCABULARY)
+    whole = screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
     data = bench.rows(whole, np.arange(len(whole)), pads=3)
     data["old_log_probs"] = verl_bench.nested(bench.infer(bench.actor, data, "log_probs"))
     lengths = [len(row) for row in data["response_mask"].unbind()]
@@ -50,9 +93,42 @@ def test_rows_without_weight_have_no_gradient() -> None:
 
 def test_pads_change_nothing() -> None:
     """As many pad rows as veRL likes: the parameters move as without them."""
-    batch = verl_bench.recorded_batch(parity.VOCABULARY)
+    batch = verl_bench.recorded_batch(VOCABULARY)
     changes = [
-        verl_bench.VerlBench(POLICY, "grpo", {"beta": 0}).update(batch, parity.VOCABULARY, pads=pads).change
-        for pads in (0, 6)
+        verl_bench.VerlBench(POLICY, "grpo", {"beta": 0}).update(batch, VOCABULARY, pads=pads).change for pads in (0, 6)
     ]
     torch.testing.assert_close(changes[0], changes[1], rtol=1e-3, atol=1e-6)
+
+
+def update(name: str, engine: str, **settings: Any) -> verl_bench.Made:
+    """One update on what a run makes of the recorded episodes, from the same weights."""
+    case = parity.CASES[name]
+    batch = recorded.record(VOCABULARY, case.kind, **settings).batch
+    if engine == "torch":
+        return verl_bench.TorchBench(POLICY, case.name, case.options).update(batch)
+    return verl_bench.VerlBench(POLICY, case.name, case.options).update(batch, VOCABULARY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    """Sums in one order, so that equal is equal to the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def padded(name: str, **changes: Any) -> verl_bench.Made:
+    """One update of veRL's workers, with three pad rows."""
+    case = parity.CASES[name]
+    batch = verl_bench.recorded_batch(VOCABULARY, case.kind)
+    return verl_bench.VerlBench(POLICY, case.name, case.options).update(batch, VOCABULARY, 3, **changes)
+
+
+def same(one: verl_bench.Made, other: verl_bench.Made) -> bool:
+    """Whether policy and critic moved by the same."""
+    if one.critic_change is not None:
+        assert other.critic_change is not None
+        if not torch.equal(one.critic_change, other.critic_change):
+            return False
+    return torch.equal(one.change, other.change)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +15,18 @@ import torch
 import verl_bench
 from torch import Tensor
 
+from agl_verl import native
+from agl_verl.environment import MODULES_VARIABLE
+from agl_verl.registries import PREFIX, check_registered
+
 verl_bench.one_process()
 from verl.trainer.config import AlgoConfig  # noqa: E402  (the plugin is loaded with it)
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn  # noqa: E402
+from verl.trainer.ppo.core_algos import (  # noqa: E402
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+)
 
 
 def rectangle(seed: int = 0) -> dict[str, Tensor]:
@@ -80,3 +93,39 @@ def test_an_aggregation_that_weights_cannot_express_is_refused() -> None:
         get_policy_loss_fn("agl:grpo")(
             made["old"], made["new"], made["advantages"], made["mask"], "seq-mean-token-sum", config, None
         )
+
+
+def test_everything_in_verls_registries_is_usable_by_name_or_refused_with_a_reason() -> None:
+    """A new version of veRL that brings another one is noticed here."""
+    estimators = {name for name in ADV_ESTIMATOR_REGISTRY if not name.startswith(PREFIX)}
+    losses = {name for name in POLICY_LOSS_REGISTRY if not name.startswith(PREFIX)}
+    assert estimators == native.ESTIMATORS | native.UNUSABLE_ESTIMATORS.keys()
+    assert losses == native.LOSSES | native.UNUSABLE_LOSSES.keys()
+    for name in native.NAMES:
+        check_registered(native.options_of(name)())
+
+
+OWN = """
+from verl.trainer.ppo.core_algos import register_adv_est
+@register_adv_est("mine")
+def mine(token_level_rewards, response_mask, **unused):
+    return response_mask.float(), response_mask.float()
+"""
+
+
+def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(tmp_path: Path) -> None:
+    (tmp_path / "my_estimators.py").write_text(OWN)
+    program = (
+        "from agl_verl.native import options_of\n"
+        "from agl_verl.registries import check_registered\n"
+        "for name in ('mine', 'other'):\n"
+        "    check_registered(options_of('verl:vanilla')(estimator=name, modules=('my_estimators',)))\n"
+        "    print(name, 'is there')\n"
+    )
+    environment = {**os.environ, MODULES_VARIABLE: "my_estimators", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "mine is there" in done.stdout
+    assert "other is there" not in done.stdout
+    assert "No estimator 'other' is registered with veRL, after importing my_estimators: " in done.stderr
+    assert ", grpo, " in done.stderr
+    assert "remax" not in done.stderr.partition("ConfigError")[2]

@@ -60,6 +60,31 @@ def test_real_steps(algorithm: str, metric: str, tmp_path: Path) -> None:
     assert max(line["update/rollout_probs_diff_max"] for line in trained) < 1e-3, "serving and training agree"
 
 
+OWN_ESTIMATOR = """
+from verl.trainer.ppo.core_algos import register_adv_est
+@register_adv_est("mine")
+def mine(token_level_rewards, response_mask, **unused):
+    advantages = 0.25 * response_mask.float()
+    return advantages, advantages
+"""
+
+
+def test_an_estimator_that_the_user_registers_with_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_estimators.py").write_text(OWN_ESTIMATOR)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = {
+        "algorithm.name": "verl:gspo",
+        'algorithm."verl:gspo".estimator': "mine",
+        'algorithm."verl:gspo".modules': '["my_estimators"]',
+        "train.steps": 2,
+    }
+    done = subprocess.run(command(tmp_path, **own), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steps = steps_of(tmp_path / "calc")
+    assert [line["update/advantage_mean"] for line in steps] == pytest.approx([0.25] * 2)
+    assert all(line["update/grad_norm"] > 0 for line in steps)
+
+
 def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """With servers of their own, and rollouts under way all the time."""
     run = tmp_path / "calc"

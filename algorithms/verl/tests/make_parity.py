@@ -10,11 +10,14 @@ ROOT = HERE.parents[2]
 INTRODUCTION = """# The two engines make the same update
 
 The same algorithm code runs under the torch engine and under veRL. This page is written by
-`algorithms/verl/tests/make_parity.py`, which makes two updates in a row, from the weights of `examples/calc/policy`, on
-recorded batches: three groups of three rollouts of one to four calls, ragged, with forced tokens, two policy versions,
-one transition whose log-probability is not finite and one longer than the context. It makes them once with the torch
-engine's trainer, and once with veRL's own training workers (FSDP2 over gloo, on a CPU, float32) with pad rows among the
-others. `make test-verl` holds the two to the limits.
+`algorithms/verl/tests/make_parity.py`, which makes two updates in a row, from the weights of `examples/calc/policy`.
+What is trained on is recorded episodes (`recorded.py`) through agl's own bound on staleness, credit and batching:
+three groups of three rollouts of two to four calls, ragged, with forced tokens, answered by two versions of the
+policy, each group with a weight of its own. One rollout is too old and leaves its group; calls of a second agent are
+not trained, and what they earned is in the return of the first; a log-probability is not finite, a token is none of
+the model's, a transition is longer than the context. The batch goes once through the torch engine's trainer, and once
+through veRL's own training workers (FSDP2 over gloo, on a CPU, float32) with pad rows among the others.
+`make test-verl` holds the two to the limits.
 
 """
 HEADER = """| algorithm | advantages: difference | loss: difference | change: cosine | change: norm, relative |
@@ -24,6 +27,11 @@ HEADER = """| algorithm | advantages: difference | loss: difference | change: co
 NOTE = """
 The change of PPO's critic is compared like the policy's; the row has the worse of the two, as it has of both updates.
 The same transitions were left out for the same reasons, and weights agree as closely as advantages.
+
+What is left out weighs nothing: with other tokens and log-probabilities in all calls that are stale, of the untrained
+agent, dropped, unknown or too long, either engine moves the parameters by the same, to the last bit; with others in the
+calls that are trained on it does not. Under veRL the same holds for the tokens of pad rows, and of rows without weight
+among others (`live_parity.py`).
 """
 
 

@@ -19,9 +19,11 @@ from agl_core.wire.updates import encode_result
 from agl_verl import versions
 from agl_verl.checkpoint import Described, finish, read, shards
 from agl_verl.engine import VerlEngine
-from agl_verl.faults import lost, remedy_of
+from agl_verl.faults import REMEDIES, lost, remedy_of
 from agl_verl.options import VerlOptions
 
+START_LOG = (Path(__file__).parent / "start_log.txt").read_text()
+"""Of a run of the calc example, up to its first update."""
 DRIVER = """#!{python}
 import json, os, sys
 settings = json.loads(sys.stdin.buffer.readline())
@@ -252,16 +254,84 @@ def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path) -> None:
         finish(tmp_path, Described(version=1, workers=1, critic=False))
 
 
+KNOWN_ERRORS = [
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "does not fit"),
+    ("ray.exceptions.RayTaskError(OutOfMemoryError): ray::WorkerDict.update_actor()", "does not fit"),
+    ("Task was killed due to the node running low on memory.", "does not fit"),
+    ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "does not fit"),
+    ("Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired GPU memory utilization (0.5,", "fit"),
+    (
+        "ValueError: To serve at least one request with the model's max seq len (32768), (4.0 GiB KV cache is needed, "
+        "which is larger than the available KV cache memory (1.0 GiB). Try decreasing `max_model_len`",
+        "max_context, or raise",
+    ),
+    (
+        "User-specified max_model_len (2048) is greater than the derived max_model_len (max_position_embeddings=1024 "
+        "or model_max_length=None in model's config.json).",
+        "max_context is longer",
+    ),
+    ("KeyError: 'invalid tool call parser: hermse (chose from { granite,hermes })'", "tool_parser"),
+    ("RuntimeError: Unsupported CPU attention configuration: head_dim=16", "dimensions"),
+    ("ValueError: Checkpoint engine nccl not registered, registered backends: ['naive']", "pip install cupy"),
+    ("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "was lost"),
+    ("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", "was lost"),
+]
+"""As vLLM, Ray and veRL say them."""
+
+
+@pytest.mark.parametrize(("text", "part"), KNOWN_ERRORS)
+async def test_known_errors_come_with_their_remedy(scripted: Any, text: str, part: str) -> None:
+    assert part in (remedy_of(text) or "")
+    engine = scripted(update="die", log=f"{START_LOG}(Worker pid=7) {text}\nand what follows it")
+    try:
+        await engine.start()
+        with pytest.raises(EngineError) as raised:
+            await engine.update("default", batch(), "grpo", {})
+    finally:
+        await engine.stop()
+    assert part in str(raised.value).partition("Resume the run")[0]
+
+
 @pytest.mark.parametrize(
-    ("text", "part"),
+    "text",
     [
-        ("ValueError: No available memory for the cache blocks.", "does not fit"),
-        ("To serve at least one request, (4.0 GiB KV cache is needed, which is larger", "max_context"),
-        ("ray.exceptions.ActorDiedError: The actor died unexpectedly", "was lost"),
-        ("ValueError: Checkpoint engine nccl not registered, registered backends: ['naive']", "pip install cupy"),
-        ("KeyError: 'x'", None),
+        "KeyError: 'x'",
+        "  --max_model_len 1024 --tool_call_parser hermes",
+        "    except ActorDiedError as error:",
+        "1. The agent is killed by the OS (e.g., out of memory).",
+        "(Worker pid=7) Error in extracting tool call from response.",
     ],
 )
-def test_known_errors_come_with_their_remedy(text: str, part: str | None) -> None:
-    remedy = remedy_of(text)
-    assert remedy is None if part is None else part in (remedy or "")
+def test_names_in_passing_explain_nothing(text: str) -> None:
+    assert remedy_of(text) is None
+
+
+async def test_a_driver_killed_after_a_good_start_is_explained_by_nothing_in_its_log(scripted: Any) -> None:
+    """The log names settings and parsers, since vLLM prints its arguments with every start."""
+    assert "--max_model_len" in START_LOG
+    assert "--tool_call_parser" in START_LOG
+    engine = scripted(update="die", log=START_LOG)
+    try:
+        await engine.start()
+        with pytest.raises(EngineError, match="lost during 'update'") as raised:
+            await engine.update("default", batch(), "grpo", {})
+    finally:
+        await engine.stop()
+    told = str(raised.value).partition("Resume the run")[0]
+    assert told.endswith("memory ran out). "), told
+    assert all(remedy not in told for remedy in REMEDIES.values())
+
+
+async def test_what_an_earlier_incarnation_died_of_is_not_told_of_this_one(scripted: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "engine.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n")
+    engine = scripted(update="die", log="nothing to see")
+    try:
+        await engine.start()
+        with pytest.raises(EngineError) as raised:
+            await engine.update("default", batch(), "grpo", {})
+    finally:
+        await engine.stop()
+    assert "does not fit" not in str(raised.value)
+    assert "Tried to allocate" not in str(raised.value)
+    assert "nothing to see" in str(raised.value)

@@ -16,9 +16,9 @@ from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import PolicySpec
 from agl_verl import plugin
-from agl_verl.environment import variables
+from agl_verl.environment import MODULES_VARIABLE, variables
 from agl_verl.mapping import DECIDED, Resources, mapped, refuse_decided
-from agl_verl.native import NAMES, needs, options_of
+from agl_verl.native import NAMES, UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, needs, options_of
 from agl_verl.options import VerlOptions
 from agl_verl.wire import Settings
 
@@ -242,9 +242,63 @@ def test_verls_own_algorithms_are_there_by_name() -> None:
     gae = options_of("verl:gae")(lam=0.9, critic_learning_rate=1e-3)
     assert Need.CRITIC in needs(gae)
     assert mapping_of(gae)["critic.optim.lr"] == 1e-3
-    with pytest.raises(ValidationError, match="estimators"):
+    with pytest.raises(ValidationError, match="no estimator 'grop'"):
         options_of("verl:gspo")(estimator="grop")
     with pytest.raises(ValidationError, match="no effect"):
         options_of("verl:grpo")(lam=0.9)
     with pytest.raises(ConfigError, match=r"engine\.name"):
         known["verl:gspo"].build(gspo)
+
+
+def test_what_verl_has_and_cannot_be_used_is_refused_with_the_reason() -> None:
+    for name in UNUSABLE_ESTIMATORS:
+        with pytest.raises(ValidationError, match=f"'{name}' cannot be used here: it needs"):
+            options_of("verl:vanilla")(estimator=name, modules=("mine",))
+    with pytest.raises(ValidationError, match="'bypass_mode' cannot be used here"):
+        options_of("verl:grpo")(loss="bypass_mode")
+    assert not {f"verl:{name}" for name in (*UNUSABLE_ESTIMATORS, *UNUSABLE_LOSSES)} & set(NAMES)
+
+
+def test_an_estimator_and_a_loss_of_one_name_go_together() -> None:
+    found = mapping_of(options_of("verl:gpg")())
+    assert found["algorithm.adv_estimator"] == "gpg"
+    assert found["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gpg"
+
+
+def test_one_of_the_users_own_is_taken_where_a_module_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValidationError, match=r"has no estimator 'mine' here: .* registered by a module that 'modules' names"
+    ):
+        options_of("verl:vanilla")(estimator="mine")
+    own = options_of("verl:vanilla")(estimator="mine", modules=("my_estimators",))
+    with pytest.raises(ValidationError, match="'critic_epochs' has no effect"):
+        options_of("verl:vanilla")(estimator="mine", modules=("my_estimators",), critic_epochs=2)
+    assert mapping_of(own)["algorithm.adv_estimator"] == "mine"
+    monkeypatch.setenv(MODULES_VARIABLE, "theirs")
+    found = variables(cpu=False, api_key="k", deterministic=False, cache_mib=1, modules=own.modules)
+    assert found[MODULES_VARIABLE] == "theirs,my_estimators", "every process of the engine imports them"
+    monkeypatch.delenv(MODULES_VARIABLE)
+    assert MODULES_VARIABLE not in variables(cpu=False, api_key="k", deterministic=False, cache_mib=1)
+
+
+def test_an_estimator_that_compares_rows_of_a_group_needs_groups() -> None:
+    assert Need.GROUPS in needs(options_of("verl:reinforce_plus_plus_baseline")())
+    assert Need.GROUPS not in needs(options_of("verl:reinforce_plus_plus")())
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("verl:grpo", {"gamma": 0.9}),
+        ("verl:reinforce_plus_plus", {"lam": 0.9}),
+        ("verl:sapo", {"aggregation": "seq-mean-token-sum"}),
+        ("verl:geo_mean", {"aggregation": "seq-mean-token-sum"}),
+        ("verl:dro", {"clip": 0.1}),
+        ("verl:gpg", {"clip_high": 0.3}),
+    ],
+)
+def test_a_setting_that_verls_function_ignores_is_refused(name: str, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=f"'{next(iter(setting))}' has no effect"):
+        options_of(name)(**setting)
+    options_of("verl:reinforce_plus_plus")(gamma=0.9)
+    options_of("verl:gspo")(aggregation="seq-mean-token-mean", clip=3e-4)

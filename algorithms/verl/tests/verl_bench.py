@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from recorded import TOO_LONG, record
 from torch import Tensor
 
 from agl_algorithms.prepared import Prepared, prepare, samples_of
 from agl_core.config.models import OptimizerSection
 from agl_core.learning.screening import screen
 from agl_core.protocols import PolicySpec
-from agl_core.types import Batch, CreditKind, TransitionKey
+from agl_core.types import Batch, CreditKind
 from agl_torch.model import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
@@ -34,8 +35,6 @@ LEARNING_RATE = 1e-4
 """With random tokens a larger one makes ratios that overflow any clipping."""
 TIED = "lm_head.weight"
 """Of a model with tied embeddings veRL tells them twice."""
-TOO_LONG = 200
-"""A context that one transition of `recorded_batch` exceeds."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Made:
     change: Tensor
     """How all parameters of the policy moved, in the model's order."""
     critic_change: Tensor | None
+    rows: int = 0
+    """veRL's, pad rows among them."""
 
 
 def one_process() -> None:
@@ -76,46 +77,8 @@ def one_process() -> None:
 
 
 def recorded_batch(vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0, rollouts: int = 9) -> Batch:
-    """Ragged: groups of three rollouts of one to four calls, some of them a second agent's and so left out.
-
-    Of the transitions one has a log-probability that is not finite, one is longer than `TOO_LONG`, forced tokens occur,
-    and some are of an older policy version than the rest.
-    """
-    random = np.random.default_rng(seed)
-    made: list[tuple[list[int], list[int], list[bool], list[float], float, int, int, int, float]] = []
-    for rollout in range(rollouts):
-        score = float(random.normal())
-        turns = [turn for turn in range(int(random.integers(1, 5))) if turn != 1 or rollout % 3 == 0]
-        for turn in turns:
-            prompt = random.integers(0, vocabulary, int(random.integers(3, 30))).tolist()
-            response = random.integers(0, vocabulary, int(random.integers(1, 20))).tolist()
-            mask = [bool(random.random() > 0.15) for _ in response]
-            mask[0] = True
-            logprobs = (-np.log(vocabulary) + 0.3 * random.normal(size=len(response))).tolist()
-            value = score if kind is CreditKind.RETURN else float(random.normal()) * (turn == turns[-1])
-            made.append((prompt, response, mask, logprobs, value, rollout // 3, rollout, turn, score))
-    broken, long = 2, len(made) - 2
-    made[broken][3][0] = float("nan")
-    made[long][0].extend(random.integers(0, vocabulary, TOO_LONG).tolist())
-    offsets = np.cumsum([0, *(len(prompt) + len(response) for prompt, response, *_ in made)])
-    response_offsets = np.cumsum([0, *(len(response) for _, response, *_ in made)])
-    return Batch(
-        tokens_T=np.array([token for prompt, response, *_ in made for token in (*prompt, *response)], np.int32),
-        offsets=offsets.astype(np.int64),
-        prompt_lengths_N=np.array([len(prompt) for prompt, *_ in made], np.int64),
-        response_offsets=response_offsets.astype(np.int64),
-        behaviour_logprobs_R=np.array([each for row in made for each in row[3]], np.float32),
-        mask_R=np.array([each for row in made for each in row[2]], np.bool_),
-        temperature_N=np.full(len(made), 0.8, np.float32),
-        values_N=np.array([row[4] for row in made]),
-        kind=kind,
-        group_N=np.array([row[5] for row in made], np.int64),
-        rollout_N=np.array([row[6] for row in made], np.int64),
-        turn_N=np.array([row[7] for row in made], np.int64),
-        version_N=np.array([3 - row[6] % 2 for row in made], np.int64),
-        scores_N=np.array([row[8] for row in made]),
-        keys=tuple(TransitionKey(f"r{row[6]}", 0, f"c{place}", 0) for place, row in enumerate(made)),
-    )
+    """The batch of `recorded.record`."""
+    return record(vocabulary, kind, seed, rollouts).batch
 
 
 def optimizer() -> OptimizerSection:
@@ -179,14 +142,26 @@ class VerlBench:
             self.critic = _worker(model, "value_model", self.algorithm.critic_learning_rate)
             self.critic.set_loss_fn(partial(critic_loss, self.chosen))
 
-    def update(self, batch: Batch, vocabulary: int, pads: int = 3) -> Made:
-        """What `AglTrainer.update` does with its rows, `pads` pad rows among them."""
+    def update(
+        self,
+        batch: Batch,
+        vocabulary: int,
+        pads: int = 3,
+        *,
+        others: Collection[int] = (),
+        weights: Mapping[int, float] | None = None,
+    ) -> Made:
+        """What `AglTrainer.update` does with its rows, `pads` pad rows after the others.
+
+        `others`: places of rows that have other tokens. `weights`: by place, what each token of the row weighs instead;
+        its advantage and return are 1 then.
+        """
         usable = screen(batch, context_length=TOO_LONG, vocabulary=vocabulary)
         whole, samples = usable.batch, samples_of(usable.batch)
         prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained
         keys = [row.key for row in rows_of(whole, sent, 1)] + [f"pad_{place}_0" for place in range(pads)]
-        data = self.rows(whole, sent, pads)
+        data = self.rows(whole, sent, pads, others=others, vocabulary=vocabulary)
         data["old_log_probs"] = nested(self.infer(self.actor, data, "log_probs"))
         if self.reference is not None:
             data["ref_log_prob"] = nested(self.infer(self.reference, data, "log_probs"))
@@ -195,7 +170,10 @@ class VerlBench:
             data["values"] = nested(values)
             prepared = prepare(usable, samples, self.algorithm, gather(whole, values, keys))
         for field, values_R in self.fields(prepared).items():
-            data[field] = nested(spread(whole, values_R, keys))
+            made = spread(whole, values_R, keys)
+            for place, weight in (weights or {}).items():
+                made[place] = torch.full_like(made[place], weight if field.endswith("weights") else 1.0)
+            data[field] = nested(made)
         before = self.parameters(self.actor)
         value_loss = critic_change = None
         if self.critic is not None:
@@ -217,16 +195,25 @@ class VerlBench:
             value_loss,
             torch.cat([(after[name] - before[name]).flatten() for name in before if name != TIED]),
             critic_change,
+            len(keys),
         )
 
-    def rows(self, whole: Batch, sent: NDArray[np.int64], pads: int) -> Any:
+    def rows(
+        self, whole: Batch, sent: NDArray[np.int64], pads: int, others: Collection[int] = (), vocabulary: int = 0
+    ) -> Any:
         """The rows as veRL's workers get them from TransferQueue."""
         from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
         made = rows_of(whole, sent, 1)
         pad, _ = construct_minimal_padding_template(made[0].fields, made[0].tag, eos_token_id=0)
-        return list_of_dict_to_tensordict([dict(row.fields) for row in made] + [dict(pad) for _ in range(pads)])
+        fields = [dict(row.fields) for row in made] + [dict(pad) for _ in range(pads)]
+        random = torch.Generator().manual_seed(5)
+        for place in others:
+            prompt, tokens = len(fields[place]["prompts"]), fields[place]["input_ids"]
+            tokens = torch.randint(vocabulary, tokens.shape, generator=random)
+            fields[place] |= {"input_ids": tokens, "prompts": tokens[:prompt], "responses": tokens[prompt:]}
+        return list_of_dict_to_tensordict(fields)
 
     def fields(self, prepared: Prepared) -> dict[str, Tensor]:
         """What `AglTrainer._compute_advantage` writes, for one optimizer step."""
