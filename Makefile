@@ -41,7 +41,7 @@ test-fast: install ## Run the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow"
 
 # A busy machine takes longer to start Ray than the 30 seconds that Ray allows.
-test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (half an hour, 13 GB)
+test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (most of an hour, 13 GB)
 	@RAY_raylet_start_wait_time_s=300 $(VERL)/bin/python -m pytest -o python_files='test_*.py live_*.py' algorithms/verl/tests
 
 lint: install ## Check style and formatting

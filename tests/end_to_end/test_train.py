@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,25 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     for promised in ("turn 0", "tokens", "terminal reward", "advantage" if "advantage" in shown else "dropped"):
         assert promised in shown
 
+    explained = agl.run("show", with_an_advantage(folder / "store.sqlite"), "--run", folder)
+    [(mean, std)] = re.findall(r"mean credit (\S+), standard deviation (\S+), over", explained)
+    for credit, advantage in re.findall(r"credit (\S+)  advantage (\S+)", explained):
+        assert float(advantage) == pytest.approx((float(credit) - float(mean)) / float(std), rel=2e-3)
+
     evaluated = agl.run("eval", folder)
     assert "eval_templates" in evaluated
+
+
+def with_an_advantage(path: Path) -> str:
+    """A rollout of a group whose rewards differ."""
+
+    async def read() -> str:
+        async with SqliteStore(path, read_only=True) as store:
+            rollouts = await store.rollouts(mode=Mode.TRAIN)
+            uses = await store.uses(AttemptKey(r.id, r.counted_attempt or 0) for r in rollouts)
+        return next(use.rollout for use in uses if use.advantage)
+
+    return asyncio.run(read())
 
 
 @pytest.mark.slow
