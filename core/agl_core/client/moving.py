@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _TICK = 0.1
 _MOST_MISSED = 20
-"""Ticks of the watching thread without one of the event loop after which an agent blocks it.
+"""Ticks of the watching thread, without one of the event loop and all in one agent's code, after which that blocks it.
 
 Counted, not measured: while the whole process stands still, or is short of the processor, neither of them ticks.
 """
@@ -67,25 +67,26 @@ class MovesOut:
             await asyncio.sleep(_TICK)
 
     def _watch(self, loop_thread: int) -> None:
-        seen, missed = self._ticks, 0
+        seen, missed, blocking = self._ticks, 0, None
         while not self._closed.wait(_TICK):
-            missed = missed + 1 if self._ticks == seen else 0
-            seen = self._ticks
-            if missed >= _MOST_MISSED and (where := _busy_at(sys._current_frames().get(loop_thread))):
+            frame = _agents_frame(sys._current_frames().get(loop_thread)) if self._ticks == seen else None
+            missed = missed + 1 if frame is not None and frame is blocking else 0
+            seen, blocking = self._ticks, frame
+            if frame is not None and missed >= _MOST_MISSED:
                 self._moved = True
                 logger.warning(
-                    "An agent blocks the worker's event loop, and with it all other agents (%s). From now on each "
-                    "attempt gets a process of its own. [workers] isolation = 'process' does so from the start.",
-                    where,
+                    "An agent blocks the worker's event loop, and with it all other agents (%s:%d in %s). From now on "
+                    "each attempt gets a process of its own. [workers] isolation = 'process' does so from the start.",
+                    Path(frame.f_code.co_filename).name,
+                    frame.f_lineno,
+                    frame.f_code.co_name,
                 )
                 return
 
 
-def _busy_at(frame: FrameType | None) -> str | None:
-    """Where in an agent's code this thread is, as far out as that goes; None if it is in nobody's."""
+def _agents_frame(frame: FrameType | None) -> FrameType | None:
+    """The outermost frame of the agent's code that this thread runs; None if it runs nobody's."""
     found: FrameType | None = None
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         found, frame = frame, frame.f_back
-    if found is None or frame is None:
-        return None
-    return f"{Path(found.f_code.co_filename).name}:{found.f_lineno} in {found.f_code.co_name}"
+    return None if frame is None else found
