@@ -100,7 +100,7 @@ async def _group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:
     found: dict[tuple[int, str], dict[str, list[float]]] = {}
     for use in await store.uses(keys):
         if use.credit is not None and use.advantage is not None:
-            of_step = found.setdefault((use.step, policies[use.call]), {})
+            of_step = found.setdefault((use.step, policies.get(use.call, "")), {})
             of_step.setdefault(use.rollout, []).append(use.credit)
     order = {r.id: r.member for r in members}
     return [
