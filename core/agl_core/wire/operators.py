@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
+from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, RootModel
+from pydantic import AfterValidator, Field, JsonValue, RootModel
 
 from agl_core.config.models import SamplingSection
 from agl_core.types import Mode, RolloutState
@@ -22,7 +23,19 @@ LONGEST_WAIT = 60.0
 
 _Id: TypeAlias = Annotated[str, Field(max_length=1000)]
 _Number: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
-_Url: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^\s/]+", max_length=1000)]
+
+
+def _parsed(url: str) -> str:
+    """ValueError if it is no URL, or its port no port."""
+    _ = urlsplit(url).port
+    return url
+
+
+_Url: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^https?://([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-~]*)?$", max_length=1000),
+    AfterValidator(_parsed),
+]
 
 
 class Binary(Body):

@@ -140,7 +140,8 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
             assert (await queue.done(["w0"]))[0].ending is Ending.FINISHED
             await until(lambda: "is back" in caplog.text)
     said = [record.message for record in caplog.records if record.name == "agl_core.client.link"]
-    assert len(said) == 2, said
+    # A request that was under way when the road was closed may still have been answered after the first that was not.
+    assert ["cannot be reached" in each for each in said] in ([True, False], [True, False, True, False]), said
 
 
 @LEASED

@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 from scripted_upstream import Hold, ScriptedUpstream
-from stack import Hooks, Stack, make_rollout, running_stack, until
+from stack import Stack, make_rollout, running_stack, until
 
 from agl_core.client import BlockingClient, LightningClient, RefusedError, UnreachableError
 from agl_core.config.models import SamplingSection
 from agl_core.errors import StoreRefusedError
-from agl_core.server import Keys, LightningServer
+from agl_core.server import Keys
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Attempt, AttemptKey, Ending, Reward, Rollout, RolloutState, Run
 from agl_core.wire import AttemptRef, CloseRequest, HeartbeatRequest, LeaseRequest
@@ -320,23 +321,15 @@ async def test_each_key_opens_its_own_doors_only(stack: Stack) -> None:
         await stack.client(own, api_key=keys.operator).chat.completions.create(model="default", messages=HELLO)
 
 
-@pytest.mark.parametrize("chosen", [(), ("AGL_WORKER_KEY",), ("AGL_OPERATOR_KEY",)])
-def test_a_server_apart_needs_both_keys_to_listen_elsewhere(chosen: tuple[str, ...]) -> None:
-    keys = Keys(chosen=frozenset(chosen))
-    needed = ("AGL_WORKER_KEY", "AGL_OPERATOR_KEY")
-    with pytest.raises(Exception, match="|".join(set(needed) - set(chosen))):
-        keys.check_host("0.0.0.0", needed)
-    Keys(chosen=frozenset(needed)).check_host("0.0.0.0", needed)
-    keys.check_host("127.0.0.1", needed)
+@pytest.mark.parametrize(
+    "url",
+    ["http://[Í)", "http://[", "http://[::1", "http://a b/v1", "http://host:99999/v1", "ftp://host", "http:///v1"],
+)
+def test_an_engine_needs_an_address(url: str) -> None:
+    with pytest.raises(ValidationError):
+        registration(ScriptedUpstream(), urls=(url,))
 
 
-async def test_hooks_fire_where_the_queue_is(empty: Stack) -> None:
-    hooks: Hooks = Hooks()
-    async with running_stack(upstream=None, hook=hooks) as stack, operator(stack) as trainer:
-        await trainer.begin(beginning())
-        await trainer.serve(registration(empty.upstream))
-        await trainer.enqueue([make_rollout("a")])
-        server: LightningServer = stack.server
-        await server.queue.lease(LEASE)
-        await server.queue.close_attempt(AttemptKey("a", 0), CloseRequest(ending=Ending.CANCELLED))
-    assert hooks.fired == [("started", "a", 0), ("finished", "a", 0, Ending.CANCELLED)]
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000/v1", "http://[::1]:8000/v1", "https://host-1.example/a/v1"])
+def test_addresses_of_engines(url: str) -> None:
+    assert registration(ScriptedUpstream(), urls=(url,)).urls == (url,)

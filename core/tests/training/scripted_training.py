@@ -219,7 +219,7 @@ def make_bench(
             "tasks": {"train": {"source": "numbers"}},
             "policies": {"default": {"model": {"path": "."}}},
             "train": train,
-            "async": asynchronous,
+            **({"async": asynchronous} if asynchronous else {}),
         }
     )
     credit = chosen(Kind.CREDIT, lambda options: identical, Need.RETURNS)
