@@ -15,7 +15,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_upstream import CallTools, Say
+from scripted_upstream import CallTools, Hold, Say
 from stack import Stack, running_stack, stack_in_thread
 
 import agl_core
@@ -195,7 +195,13 @@ async def test_what_cannot_be_told_is_not_guessed() -> None:
         with running(attempt), agl_core.agent("forked"):
             look_up("Oslo")  # before any call
             async with stack.client(key) as client:
-                await asyncio.gather(ask(client, "a"), ask(client, "b"))
+                holds = Hold(), Hold()
+                stack.upstream.script(*holds)
+                both = asyncio.gather(ask(client, "a"), ask(client, "b"))
+                await asyncio.gather(*(hold.arrived.wait() for hold in holds))
+                for hold in holds:
+                    hold.release.set()
+                await both
                 look_up("Oslo")  # after two calls at once
         episode = await episode_of(stack, key, attempt.recording)
     assert [tools for _, tools in told(episode)] == [[], []]
