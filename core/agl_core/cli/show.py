@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,39 +12,18 @@ import typer
 
 from agl_core.cli.reading import read_run, superseded
 from agl_core.cli.text import printable
-from agl_core.types import Attempt, AttemptKey, Episode, Reward, Rollout, Transition, Use
+from agl_core.types import Attempt, Episode, Reward, Rollout, Transition, Use
 
 if TYPE_CHECKING:
     from agl_core.cli.screen import Screen
     from agl_core.store.interface import Store
+    from agl_core.training.recorded import GroupCredit
 
 RunOption = Annotated[
     Path | None, typer.Option("--run", help="The run's folder; the newest below ./runs by default.", show_default=False)
 ]
 Id = Annotated[str, typer.Argument(help="The rollout's id, or its beginning.")]
 Width = Annotated[int, typer.Option(min=40, help="Characters of each text that are shown.")]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCredit:
-    """What one step credited the transitions of a group with, of one policy."""
-
-    step: int
-    policy: str
-    by_rollout: Mapping[str, Sequence[float]]
-    """Of the transitions that reached the algorithm, by rollout."""
-
-    @property
-    def mean(self) -> float:
-        """Over rollouts, each of which counts once: 1/G · Σ_i 1/T_i · Σ_t v_it."""
-        return math.fsum(math.fsum(values) / len(values) for values in self.by_rollout.values()) / len(self.by_rollout)
-
-    @property
-    def std(self) -> float:
-        """Likewise, and unbiased: √(1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − mean)²); 0 for one rollout."""
-        mean = self.mean
-        squares = [math.fsum((v - mean) ** 2 for v in values) / len(values) for values in self.by_rollout.values()]
-        return math.sqrt(math.fsum(squares) / max(len(squares) - 1, 1))
 
 
 def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
@@ -57,7 +35,7 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
     """
     from agl_core.cli.screen import Screen
     from agl_core.learning import build_episode
-    from agl_core.training.recorded import reward_weights
+    from agl_core.training.recorded import group_credit, reward_weights
 
     async def read(store: Store) -> tuple[Rollout, list[tuple[Attempt, Episode, list[Use]]], list[GroupCredit]]:
         found = await store.rollout(rollout)
@@ -68,7 +46,7 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
                 found, attempt, await store.calls(keys), await store.outcomes(keys), await store.rewards(keys)
             )
             shown.append((attempt, episode, await store.uses(keys)))
-        return found, shown, await _group_credit(store, found)
+        return found, shown, await group_credit(store, found)
 
     (found, attempts, groups), runs = read_run(run, read)
     weights = next((reward_weights(r) for r in runs if (r.id, r.incarnation) == (found.run, found.incarnation)), {})
@@ -86,27 +64,6 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
         _print_episode(screen, episode, uses, weights, width)
         if counts:
             _print_group(screen, found, groups)
-
-
-async def _group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:
-    """Of each step that trained on the rollout's group: what all its members' transitions were credited with."""
-    members = [
-        r
-        for r in await store.rollouts(run=rollout.run, group=rollout.group, mode=rollout.mode)
-        if r.incarnation == rollout.incarnation
-    ]
-    keys = [AttemptKey(r.id, r.counted_attempt) for r in members if r.counted_attempt is not None]
-    policies = {call.id: call.policy for call in await store.calls(keys)}
-    found: dict[tuple[int, str], dict[str, list[float]]] = {}
-    for use in await store.uses(keys):
-        if use.credit is not None and use.advantage is not None:
-            of_step = found.setdefault((use.step, policies.get(use.call, "")), {})
-            of_step.setdefault(use.rollout, []).append(use.credit)
-    order = {r.id: r.member for r in members}
-    return [
-        GroupCredit(step, policy, dict(sorted(values.items(), key=lambda item: order[item[0]])))
-        for (step, policy), values in sorted(found.items())
-    ]
 
 
 def _line(screen: Screen, text: str, style: str | None = None) -> None:

@@ -61,6 +61,7 @@ async def open_session(
     near = server if isinstance(server, LightningServer) else None
     serving: Serving = server.run if isinstance(server, LightningServer) else server
     tasks = {name: chosen.build(loaded.folder, config.seed) for name, chosen in loaded.tasks.items()}
+    rules = scoring_rules(loaded)  # Here, for what they lack is to be told before an engine is started.
     began = BeginRequest(
         run=run_dir.name, started=time.time(), config=config.model_dump(mode="json"), resumed_step=resumed_step
     )
@@ -87,7 +88,7 @@ async def open_session(
         collector = Collector(
             serving.store,
             serving.queue,
-            scoring_rules(loaded),
+            rules,
             config.train.endings,
             loaded.plugins.hook,
             health_check(worker) if isinstance(server, LightningServer) else server.check,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from agl_core.types import (
     Sampling,
     Task,
 )
+
+sys.path.append(str(Path(__file__).parent))
 
 
 class Records:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
+from credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -17,46 +18,9 @@ from pydantic import ValidationError
 from agl_core.learning import PolicyCredit, build_episode, episode_return, identical, make_batches
 from agl_core.learning.credit import discounted, immediate, stepwise
 from agl_core.plugins import Kind, Need, Plugins
-from agl_core.types import CreditKind, Episode, Reward
+from agl_core.types import CreditKind, Episode
 
 Rule = Callable[[Sequence[Episode]], list[list[float]]]
-
-REWARDS = st.floats(-2, 2, width=32)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call of a test's episode."""
-
-    reward: float = 0.0
-    state: int = 0
-    """Calls of one state have one prompt."""
-    agent: str = "solver"
-
-
-STEPS = st.builds(Step, REWARDS, st.integers(0, 3), st.sampled_from(["solver", "critic"]))
-EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
-GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
-
-
-def episode(make: Any, member: int, steps: Sequence[Step], terminal: float) -> Episode:
-    """The episode of these steps."""
-    name = f"r{member}"
-    calls = [
-        make.call(i, rollout=name, agent=step.agent, prompt_ids=np.full(3, step.state, np.int32))
-        for i, step in enumerate(steps)
-    ]
-    built = build_episode(make.rollout(name, member=member), make.attempt(name), calls)
-    by_call = {call.id: step.reward for call, step in zip(calls, steps, strict=True)}
-    transitions = tuple(
-        replace(t, rewards=(Reward(name, 0, "step", by_call[t.key.call], "test", t.key.call),))
-        for t in built.transitions
-    )
-    return replace(built, transitions=transitions, terminal=terminal)
-
-
-def group(make: Any, members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
-    return [episode(make, i, steps, terminal) for i, (steps, terminal) in enumerate(members)]
 
 
 def default(rule: Rule, kind: CreditKind) -> dict[str, PolicyCredit]:

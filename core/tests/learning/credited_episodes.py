@@ -1,0 +1,73 @@
+"""Episodes for the tests of credit rules: calls with rewards, states, agents and outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from agl_core.learning import build_episode
+from agl_core.types import Episode, OutcomeStatus, Reward
+
+REWARDS = st.floats(-2, 2, width=32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a test's episode."""
+
+    reward: float = 0.0
+    state: int = 0
+    """Calls of one state have one prompt."""
+    agent: str = "solver"
+    outcomes: tuple[OutcomeStatus, ...] = ()
+    parse_error: str | None = None
+
+
+STEPS = st.builds(
+    Step,
+    REWARDS,
+    st.integers(0, 3),
+    st.sampled_from(["solver", "critic"]),
+    st.lists(st.sampled_from(OutcomeStatus), max_size=3).map(tuple),
+    st.sampled_from([None, "no closing brace"]),
+)
+EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
+GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
+
+
+def episode(
+    make: Any, member: int, steps: Sequence[Step], terminal: float, data: st.DataObject | None = None
+) -> Episode:
+    """The episode of these steps; with `data` its calls and outcomes were stored in any order."""
+    name = f"r{member}"
+    calls = [
+        make.call(
+            i,
+            make.choice(tool_calls=[f"{i}.{n}" for n in range(len(step.outcomes))], parse_error=step.parse_error),
+            rollout=name,
+            agent=step.agent,
+            prompt_ids=np.full(3, step.state, np.int32),
+        )
+        for i, step in enumerate(steps)
+    ]
+    outcomes = [
+        make.outcome(f"o{i}.{n}", f"{i}.{n}", rollout=name, status=status)
+        for i, step in enumerate(steps)
+        for n, status in enumerate(step.outcomes)
+    ]
+    stored = (calls, outcomes) if data is None else [data.draw(st.permutations(each)) for each in (calls, outcomes)]
+    built = build_episode(make.rollout(name, member=member), make.attempt(name), *stored)
+    by_call = {call.id: step.reward for call, step in zip(calls, steps, strict=True)}
+    transitions = tuple(
+        replace(t, rewards=(Reward(name, 0, "step", by_call[t.key.call], "test", t.key.call),))
+        for t in built.transitions
+    )
+    return replace(built, transitions=transitions, terminal=terminal)
+
+
+def group(make: Any, members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:
+    return [episode(make, i, steps, terminal) for i, (steps, terminal) in enumerate(members)]
