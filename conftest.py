@@ -1,22 +1,27 @@
-"""For all tests of the repository: a busy machine is no failure."""
+"""For all tests of the repository: how many examples are drawn, how long a test may take, and one thread a process."""
 
 import importlib.util
 import os
 
 import pytest
 
-SLOW_TESTS_TIMEOUT = 600
+STORM_TIMEOUT = 600
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # Tests run on every core already.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if importlib.util.find_spec("hypothesis"):  # The oracles' environment has none.
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    # The same examples each time, so that what fails is the change's; `make fuzz` draws others.
-    settings.register_profile("repeatable", settings.get_profile("patient"), derandomize=True)
-    settings.load_profile("patient" if os.environ.get("AGL_FUZZ") else "repeatable")
+    settings.register_profile(
+        "fuzz", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+    # Few, and the same each time: what fails is the change's. `make fuzz` draws others, and more.
+    settings.register_profile("repeatable", settings.get_profile("fuzz"), max_examples=25, derandomize=True)
+    settings.load_profile("fuzz" if os.environ.get("AGL_FUZZ") else "repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_TESTS_TIMEOUT))
+        if item.get_closest_marker("storm") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(STORM_TIMEOUT))

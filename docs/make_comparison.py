@@ -56,15 +56,15 @@ CAPPED = {
 }
 """How runs of an example are kept short."""
 
-AIR = "rewards.tool_outcomes.weight=1"
+AIR = "rewards.tool_results.weight=1"
 KL = "algorithm.grpo.beta=0.04"
 ABLATION: dict[str, tuple[str, ...]] = {
     "grpo × identical": (),
     "grpo × discounted": ("credit.name=discounted",),
     "grpo × stepwise": ("credit.name=stepwise",),
     "grpo × air": ("credit.name=air",),
-    "grpo × identical, tool outcomes as rewards": (AIR,),
-    "grpo × discounted, tool outcomes as rewards": ("credit.name=discounted", AIR),
+    "grpo × identical, tool results as rewards": (AIR,),
+    "grpo × discounted, tool results as rewards": ("credit.name=discounted", AIR),
     "grpo × identical, KL with β = 0.04": (KL,),
     "grpo × stepwise, KL with β = 0.04": ("credit.name=stepwise", KL),
 }

@@ -21,19 +21,19 @@ from agl_core.plugins import Kind, Plugins
 OUT = Path(__file__).with_name("configuration.md")
 HEAD = """# The configuration file
 
-A run is one TOML file. Paths are relative to it; `--set KEY=VALUE` overrides a key, `--seed` the seed. Unknown keys,
+A run is one TOML file. Paths are relative to it. `--set KEY=VALUE` overrides a key, `--seed` the seed. Unknown keys,
 wrong types and combinations that cannot work are refused before anything starts, all at once, with the nearest valid
-names. The file as resolved, with every default filled in, is stored with the run.
+names. The resolved file, with every default filled in, is stored with the run.
 
-This page is made from the types that check the file (`make docs`). `examples/calc/train.toml` is a file with
+`make docs` generates this page from the types that check the file. `examples/calc/train.toml` is an example with
 comments.
 """
 PLUGINS_HEAD = """
 ## Settings of plugins
 
-`[algorithm]`, `[credit]`, `[buffer]`, `[engine]` and `[store]` choose a plugin by `name`; its settings stand in a
-table of that name below (`[algorithm.grpo]`), so that tables of several plugins can stay and one line switches. Task
-sources and reward rules have their settings beside `source` and `rule`. `agl plugins` lists what is installed here.
+`[algorithm]`, `[credit]`, `[buffer]`, `[engine]` and `[store]` choose a plugin by `name`. Its settings are in a table
+of that name (`[algorithm.grpo]`). A file may keep the tables of several plugins: one line switches between them. Task
+sources and reward rules have their settings beside `source` and `rule`. `agl plugins` lists what is installed.
 """
 
 

@@ -1,22 +1,36 @@
 """agl: train LLM agents that already exist, by reinforcement learning."""
 
-from agl_core.capture import agent, attach, reward, state, tool
-from agl_core.hooks import hookimpl, hookspec
-from agl_core.plugins import Need
-from agl_core.rules import credit_rule, reward_rule
+from agl_core.capture import agent, attach, load_episodes, reward, save_episodes, state, tool
+from agl_core.decorators import algorithm, credit_rule, group_reward_rule, reward_rule, task_source, tracker
+from agl_core.hooks import hookimpl
+from agl_core.registering import Capability
+from agl_core.returns import discounted_returns, episode_return
+from agl_core.types import CreditKind, Episode, Reward, Task, Transition
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Need",
+    "Capability",
+    "CreditKind",
+    "Episode",
+    "Reward",
+    "Task",
+    "Transition",
     "__version__",
     "agent",
+    "algorithm",
     "attach",
     "credit_rule",
+    "discounted_returns",
+    "episode_return",
+    "group_reward_rule",
     "hookimpl",
-    "hookspec",
+    "load_episodes",
     "reward",
     "reward_rule",
+    "save_episodes",
     "state",
+    "task_source",
     "tool",
+    "tracker",
 ]

@@ -7,7 +7,12 @@ standard error that a caller would catch. A message names the thing, the place a
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_FRAMES = 2
 
 
 class AglError(Exception):
@@ -46,8 +51,16 @@ class AgentError(AglError, RuntimeError):
     """The user's agent cannot be loaded or called."""
 
 
+class EpisodesError(AglError, ValueError):
+    """A file of episodes cannot be read."""
+
+
 class CheckpointError(AglError, OSError):
     """A checkpoint is missing, incomplete or from another configuration."""
+
+
+class TrainingError(AglError, RuntimeError):
+    """Training has nothing to learn from, step after step."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -60,3 +73,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean '{close[0]}'? " if close else ""
     return f"{hint}Known: {', '.join(names) or 'none'}."
+
+
+def last_frames(error: BaseException) -> str:
+    """The end of an error's traceback, and before it, where that is in a library, the last place outside of any."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
+    own = [each for each in frames[:-_FRAMES] if not each.filename.startswith(_INSTALLED)]
+    last = frames[-_FRAMES:]
+    is_in_library = all(each.filename.startswith(_INSTALLED) for each in last)
+    return "".join(traceback.format_list([*(own[-1:] if is_in_library else ()), *last])).rstrip()

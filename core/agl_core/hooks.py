@@ -1,12 +1,13 @@
 """Everything a plugin can be or do. One hook each; implement those you need, with `@agl_core.hookimpl`.
 
-A `register_…` hook is called once with `register`; call it for each thing you bring:
+A `register_…` hook is called with `register`; call it for each component that you bring:
 
     @agl_core.hookimpl
-    def register_rewards(register):
+    def register_rewards(register: RegisterReward) -> None:
         register("brevity", lambda options: brevity)
 
-See `agl_core.plugins.Register` for what else it takes (settings honoured, needs, what it provides).
+`agl_core.registering` has the signature of each; docs/plugins.md has an example of each. The hooks from
+`rollout_started` on follow a run (`agl_core.run_hooks`): what one of them raises is logged, and the run goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from agl_core.types import Attempt, Episode, Rollout
 if TYPE_CHECKING:
     import typer
 
-    from agl_core.plugins import Register
+    from agl_core.registering import (
+        RegisterAdapter,
+        RegisterAlgorithm,
+        RegisterBuffer,
+        RegisterCreditRule,
+        RegisterEngine,
+        RegisterReward,
+        RegisterStore,
+        RegisterTaskSource,
+        RegisterTracker,
+    )
 
 API_VERSION = 1
 """Grows when a hook changes in a way that breaks a plugin written for an earlier number."""
@@ -31,47 +42,47 @@ hookimpl = pluggy.HookimplMarker("agl")
 
 
 @hookspec
-def register_adapters(register: Register) -> None:
+def register_adapters(register: RegisterAdapter) -> None:
     """Bring an adapter for an agent framework: `build(options) -> Adapter`."""
 
 
 @hookspec
-def register_algorithms(register: Register) -> None:
-    """Bring an algorithm: `build(options) -> agl_algorithms.Algorithm`."""
+def register_algorithms(register: RegisterAlgorithm) -> None:
+    """Bring an algorithm: `build(options) -> Algorithm`; `takes` says which credited values it takes."""
 
 
 @hookspec
-def register_engines(register: Register) -> None:
+def register_engines(register: RegisterEngine) -> None:
     """Bring an engine: `build(options, context) -> Engine`."""
 
 
 @hookspec
-def register_rewards(register: Register) -> None:
-    """Bring a reward rule: `build(options) -> RewardRule`."""
+def register_rewards(register: RegisterReward) -> None:
+    """Bring a reward rule: `build(options) -> RewardRule`, or `GroupRewardRule` to see a whole group at once."""
 
 
 @hookspec
-def register_credit_rules(register: Register) -> None:
-    """Bring a credit rule: `build(options) -> CreditRule`; provide Need.RETURNS, Need.REWARDS or both."""
+def register_credit_rules(register: RegisterCreditRule) -> None:
+    """Bring a credit rule: `build(options) -> CreditRule`; `kind` says what its values are."""
 
 
 @hookspec
-def register_buffers(register: Register) -> None:
+def register_buffers(register: RegisterBuffer) -> None:
     """Bring an experience buffer: `build(options) -> Buffer`."""
 
 
 @hookspec
-def register_stores(register: Register) -> None:
-    """Bring a store: `build(options, folder, read_only=False) -> Store`; folder is the run's."""
+def register_stores(register: RegisterStore) -> None:
+    """Bring a store: `build(options, folder, read_only) -> Store`; `folder` is the run's."""
 
 
 @hookspec
-def register_task_sources(register: Register) -> None:
+def register_task_sources(register: RegisterTaskSource) -> None:
     """Bring a task source: `build(options, folder, seed) -> TaskSource`; paths are relative to `folder`."""
 
 
 @hookspec
-def register_trackers(register: Register) -> None:
+def register_trackers(register: RegisterTracker) -> None:
     """Bring a tracker: `build(options, run_dir) -> Tracker`."""
 
 
@@ -92,7 +103,11 @@ def rollout_finished(rollout: Rollout, attempt: Attempt) -> None:
 
 @hookspec
 def episode_built(episode: Episode) -> Episode | None:
-    """An episode was made from recorded calls; return a changed one to replace it, or None."""
+    """An episode was made from recorded calls; return a changed one to replace it, or None.
+
+    Each plugin gets what the one before it returned, installed ones first, then files in their order. To leave an
+    episode out of training, return it with `dropped` set or without transitions; the reason is `DropReason.PLUGIN`.
+    """
 
 
 @hookspec

@@ -10,24 +10,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import pluggy
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
+from agl_core.registering import Capability, NoOptions
+from agl_core.run_hooks import RunHooks
+from agl_core.types import CreditKind
 
 ENTRY_POINT_GROUP = "agl"
-
-
-_ELSEWHERE = {
-    "torch": "agl-torch",
-    "verl": "agl-verl",
-    **dict.fromkeys(("grpo", "ppo", "reinforce++"), "agl-algorithms"),
-    **dict.fromkeys(("air", "tool_outcomes", "exact_match", "numeric_match", "judge"), "agl-rewards"),
-}
-"""Well-known components, and the packages of this project that bring them."""
+DECORATED = "__agl_plugin__"
+"""The attribute of a function or class that has the plugin which a decorator made of it."""
 
 
 class Kind(StrEnum):
@@ -44,26 +40,6 @@ class Kind(StrEnum):
     TRACKER = "tracker"
 
 
-class Need(StrEnum):
-    """What one part of a run can need and another provide; checked before anything starts."""
-
-    GROUPS = "groups"
-    """Several rollouts of each task, to compare."""
-    CRITIC = "critic"
-    REFERENCE = "reference model"
-    TOKEN_IDS = "token ids"
-    OWN_ALGORITHMS = "own algorithms"
-    """An engine that computes the algorithm by itself, by its name there."""
-    RETURNS = "returns"
-    """Credited values that already contain what came after."""
-    REWARDS = "rewards"
-    """Credited values of one step each: the algorithm owns the time axis."""
-    OUTCOMES = "tool outcomes"
-    """Tool outcomes as part of the return: one component of a run may bring them, for an outcome counts once."""
-    REPLAY = "replay"
-    """Training on what earlier weights sampled: staleness must be allowed, and corrected by importance weights."""
-
-
 @dataclass(frozen=True, slots=True)
 class BrokenPlugin:
     """An installed plugin that cannot be used, so that what it would bring is missing."""
@@ -77,12 +53,6 @@ class BrokenPlugin:
         return f"The plugin '{self.name}' of {self.origin} cannot be used ({self.error}). Reinstall or uninstall it."
 
 
-class NoOptions(BaseModel):
-    """The settings of a plugin that has none."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
 @dataclass(frozen=True)
 class Component:
     """One thing that a plugin brought."""
@@ -90,34 +60,18 @@ class Component:
     kind: Kind
     name: str
     build: Callable[..., Any]
-    options: type[BaseModel]
-    """The settings it honours, with defaults, bounds and a description each."""
-    needs: Callable[[BaseModel], frozenset[Need]]
-    provides: frozenset[Need]
-    doc: str
+    """Makes it from its settings, and from what `agl_core.registering` names beside them for its kind."""
     origin: str
     """The distribution and version, or the file, that it came from."""
-
-
-class Register(Protocol):
-    """What a `register_…` hook is called with."""
-
-    def __call__(
-        self,
-        name: str,
-        build: Callable[..., Any],
-        *,
-        options: type[BaseModel] = NoOptions,
-        needs: Iterable[Need] | Callable[[Any], Iterable[Need]] = (),
-        provides: Iterable[Need] = (),
-        doc: str | None = None,
-    ) -> None:
-        """Bring one component.
-
-        `options` is a pydantic model of the settings that it honours; `needs` what it needs of the rest of
-        the run, fixed or computed from the options; `provides` what it offers. `doc` defaults to the first
-        line of the builder's docstring.
-        """
+    doc: str = ""
+    options: type[BaseModel] = NoOptions
+    """The settings that it honours."""
+    needs: Callable[[Any], frozenset[Capability]] = lambda options: frozenset()
+    provides: frozenset[Capability] = frozenset()
+    yields: frozenset[CreditKind] = frozenset()
+    """Of a credit rule: what its values can be read as."""
+    takes: Callable[[Any], CreditKind | None] = lambda options: None
+    """Of an algorithm: which credited values it takes; None: either."""
 
 
 _REGISTER_HOOKS = {
@@ -140,6 +94,8 @@ class Plugins:
         self._manager = pluggy.PluginManager("agl")
         self._manager.add_hookspecs(hooks)
         self._origins: dict[Any, str] = {}
+        self.hook = RunHooks(self._manager, self._origins.__getitem__)
+        """Calls the hooks that follow a run."""
         self._installed: dict[Any, str] = {}
         """The names of the plugins that were found by entry point."""
         self._broken: dict[tuple[str, str], BrokenPlugin] = {}
@@ -160,7 +116,7 @@ class Plugins:
             except Exception as error:
                 plugins._broke(entry.name, origin, error)
             else:
-                plugins._installed.update(dict.fromkeys((plugin, *collected_rules(plugin)), entry.name))
+                plugins._installed.update(dict.fromkeys((plugin, *made_by_decorators(plugin)), entry.name))
         for file in files:
             plugins.register(import_file(file), str(file))
         return plugins
@@ -169,11 +125,6 @@ class Plugins:
     def broken(self) -> tuple[BrokenPlugin, ...]:
         """The installed plugins that failed so far: when imported, or when asked what they bring."""
         return tuple(self._broken.values())
-
-    @property
-    def hook(self) -> Any:
-        """pluggy's caller: `plugins.hook.rollout_started(rollout=…, attempt=…)`."""
-        return self._manager.hook
 
     def register(self, plugin: object, origin: str) -> None:
         """Add a module or object whose methods are hook implementations."""
@@ -192,14 +143,14 @@ class Plugins:
             self._manager.unregister(plugin)
             raise PluginError(f"The plugin from {origin} implements an unknown hook: {error}") from error
         self._origins[plugin] = origin
-        for rule in collected_rules(plugin):
+        for rule in made_by_decorators(plugin):
             if self._manager.is_registered(rule):
                 continue
             self._manager.register(rule)
             self._origins[rule] = origin
 
     def unregister(self, plugin: object) -> None:
-        for each in (plugin, *collected_rules(plugin)):
+        for each in (plugin, *made_by_decorators(plugin)):
             if self._manager.is_registered(each):
                 self._manager.unregister(each)
 
@@ -209,26 +160,13 @@ class Plugins:
         for implementation in getattr(self._manager.hook, _REGISTER_HOOKS[kind]).get_hookimpls():
             origin = self._origins[implementation.plugin]
 
-            def register(
-                name: str,
-                build: Callable[..., Any],
-                *,
-                options: type[BaseModel] = NoOptions,
-                needs: Iterable[Need] | Callable[[Any], Iterable[Need]] = (),
-                provides: Iterable[Need] = (),
-                doc: str | None = None,
-                origin: str = origin,
-            ) -> None:
+            def register(name: str, build: Callable[..., Any], origin: str = origin, **declared: Any) -> None:
                 if name in found:
                     raise PluginError(
                         f"Two plugins bring the {kind} '{name}': {found[name].origin} and {origin}. "
                         f"Rename one or uninstall it."
                     )
-                wanted = needs if callable(needs) else (lambda _, fixed=frozenset(needs): fixed)
-                summary = (doc or build.__doc__ or "").strip().split("\n", 1)[0]
-                found[name] = Component(
-                    kind, name, build, options, lambda o: frozenset(wanted(o)), frozenset(provides), summary, origin
-                )
+                found[name] = _component(kind, name, build, origin, **declared)
 
             try:
                 implementation.function(register)
@@ -256,9 +194,9 @@ class Plugins:
     def unknown(self, kind: Kind, name: str) -> str:
         """What to say of a component that no plugin brings: the nearest names, and the plugins that may have it."""
         said = f"there is no {kind} '{name}'. {nearest(name, self.components(kind))}"
-        if name in _ELSEWHERE:
-            said += f" {name} is in a package of its own: pip install {_ELSEWHERE[name]}."
-        return " ".join((said, *(f"It may be in a plugin that is broken. {each}" for each in self.broken)))
+        if self.broken:
+            return " ".join((said, *(f"It may be in a plugin that is broken. {each}" for each in self.broken)))
+        return f"{said} It may be in a package that is not installed here, or in a file that `plugins` does not name."
 
     def _failed(self, plugin: Any, error: Exception) -> None:
         """A plugin failed when asked what it brings; PluginError if it is a file of the user's."""
@@ -275,7 +213,9 @@ class Plugins:
 def import_file(file: Path) -> ModuleType:
     """Import a user's own plugin file; its folder is importable from it."""
     if not file.is_file():
-        raise PluginError(f"The plugin file {file} does not exist. Paths are relative to the configuration file.")
+        raise PluginError(
+            f"The plugin file {file} does not exist. Paths are relative to the configuration file, or to its `folder`."
+        )
     folder = str(file.parent.resolve())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -298,9 +238,44 @@ def _described(error: Exception) -> str:
     return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
-def collected_rules(plugin: object) -> list[object]:
-    """Plugins made by decorators (`@agl_core.reward_rule`, …) that a module defines."""
+def made_by_decorators(plugin: object) -> list[object]:
+    """The plugins that decorators (`@agl_core.reward_rule`, …) made in a module."""
     if not isinstance(plugin, ModuleType):
         return []
-    made = (getattr(value, "__agl_plugin__", None) for value in vars(plugin).values())
+    made = (getattr(value, "__dict__", {}).get(DECORATED) for value in vars(plugin).values())
     return [each for each in made if each is not None]
+
+
+def _component(
+    kind: Kind,
+    name: str,
+    build: Callable[..., Any],
+    origin: str,
+    /,
+    *,
+    options: type[BaseModel] = NoOptions,
+    needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
+    doc: str | None = None,
+    **declared: Any,
+) -> Component:
+    """A component, from what `register` was called with. TypeError for what its kind cannot declare."""
+    possible = {Kind.ALGORITHM: {"takes"}, Kind.CREDIT: {"kind", "provides"}}.get(kind, {"provides"})
+    if declared.keys() - possible:
+        raise TypeError(f"{kind} '{name}' cannot declare {', '.join(sorted(declared.keys() - possible))}")
+    yields = declared.pop("kind", ())
+    if kind is Kind.CREDIT and not yields:
+        raise TypeError(f"credit rule '{name}' must say what its values are: kind=agl_core.CreditKind.RETURN or REWARD")
+    takes = declared.get("takes")
+    fixed = frozenset() if callable(needs) else frozenset(needs)
+    return Component(
+        kind=kind,
+        name=name,
+        build=build,
+        origin=origin,
+        doc=(doc or build.__doc__ or "").strip().split("\n", 1)[0],
+        options=options,
+        needs=lambda chosen: frozenset(needs(chosen)) if callable(needs) else fixed,
+        provides=frozenset(declared.get("provides", ())),
+        yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
+        takes=takes if callable(takes) else lambda chosen: takes,
+    )

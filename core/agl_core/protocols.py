@@ -10,17 +10,45 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types import Batch, Episode, Identity, Reward, Task
+from agl_core.types import Batch, Episode, Identity, Reward, Task, TransitionKey
 
-RewardValue: TypeAlias = float | Mapping[str, float] | Sequence[Reward] | None
-"""One terminal reward, several named components of it, rewards of single calls with their provenance, or None
-where the rule has nothing to say."""
+RewardValue: TypeAlias = (
+    float
+    | Mapping[str, float]
+    | Mapping[TransitionKey, float]
+    | Mapping[str | TransitionKey, float]
+    | Sequence[Reward]
+    | None
+)
+"""One terminal reward; or a mapping, from names to components of it and from `transition.key` to rewards of single
+calls; or rewards with names of their own; or None where the rule has nothing to say."""
 
 RewardRule: TypeAlias = Callable[[Episode], RewardValue | Awaitable[RewardValue]]
-"""Judges a recorded episode; runs on the trainer's side and may be run again later."""
+"""Rewards a recorded episode; runs on the trainer's side and may be run again later."""
+
+
+@dataclass(frozen=True)
+class GroupRewardRule:
+    """Rewards the episodes of a group together, each in relation to the others."""
+
+    reward: Callable[[Sequence[Episode]], Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]]
+    """One value per episode, in their order. An evaluation's group has one episode."""
+
 
 CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 """Shares the rewards of a group of episodes: one value per transition, in their order."""
+
+
+class Algorithm(Protocol):
+    """What the core knows of an algorithm; an engine asks more of it."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether its loss compares with the initial weights."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether its advantages come from a critic."""
 
 
 class TaskSource(Protocol):
@@ -44,7 +72,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class DrawContext:
-    """What a buffer is told about the update that asks for groups."""
+    """The update that asks a buffer for groups."""
 
     step: int
     seed: int
@@ -52,9 +80,9 @@ class DrawContext:
     versions: Mapping[str, int]
     """Those that the update begins with, by policy."""
     max_staleness: int
-    """Episodes older than that would be dropped (`agl_core.learning.staleness`),"""
+    """Episodes older than that would be dropped (`agl_core.learning.staleness`)."""
     min_group_size: int
-    """and groups with fewer episodes left."""
+    """Groups with fewer episodes left would be dropped."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +111,7 @@ class Buffer(Protocol):
         """
 
     def add(self, group: Sequence[Episode]) -> None:
-        """All rollouts of a group are done; its episodes are judged, in the order of the members."""
+        """All rollouts of a group are done; its episodes have their rewards, in the order of the members."""
 
     def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
         """The groups of one update: `count` new ones, and any that earlier updates had; each once.
@@ -96,13 +124,13 @@ class Adapter(Protocol):
     """Tells agl who made a call and what the tools did, for one agent framework."""
 
     framework: str
-    """The module whose import tells that an agent uses the framework, `langchain_core` say."""
+    """The module whose import tells that an agent uses the framework, for instance `langchain_core`."""
 
     def attach(self) -> Callable[[], Identity | None] | None:
         """Install the framework's hooks in this process; calling it again changes nothing.
 
         It is called when `framework` is imported. Where the framework has no hook around a call, it may return a
-        function that is asked, when a request is sent, who makes it.
+        function that says who makes the request that is being sent.
         """
 
 
@@ -119,11 +147,13 @@ class PolicySpec:
     algorithm: str = ""
     """What trains it, and with which options, as `Engine.update` will say: an engine may have to prepare for it."""
     algorithm_options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    """The model as the configuration names it; `model` is where that is on this machine."""
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What a run tells its engine before it starts."""
+    """What an engine needs to know of its run."""
 
     run_dir: Path
     seed: int
@@ -133,8 +163,8 @@ class EngineContext:
     """The user's own plugin files, so that the engine's processes find the user's algorithm."""
     api_key: str
     """What the gateway sends upstream as its bearer token."""
-    updates: int = 0
-    """How many updates of each policy the run is to make: schedules of the step size end there. 0: none is made."""
+    steps: int = 0
+    """How many training steps the run is to make: schedules of the step size end there. 0: none is made."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +201,44 @@ Progress: TypeAlias = Callable[[float], None]
 
 
 class Engine(Protocol):
-    """Holds the weights: serves the current policy and applies updates. It knows nothing of agents."""
+    """Holds the weights: serves the current policy and applies updates. It knows nothing of agents.
+
+    What a run relies on, and `agl_core.testing.engines` checks of a real engine:
+
+    **Replies.** The URLs serve OpenAI's chat completions by the policies' served names, to requests with the key of the
+    context (`Authorization: Bearer`); others get 401. A request with `return_token_ids` and `logprobs` gets
+    `prompt_token_ids` beside the choices, `token_ids` in each choice, and one log-probability for each of them, at the
+    sampling temperature. The header `x-agl-policy-version` is the version that sampled the whole reply, from its first
+    token to its last.
+
+    **Updates.** `update` builds the algorithm that it names: from the installed plugins and the files of the context,
+    with the options as its settings (`agl_core.engines.algorithms`). The engine asks what was built for what it needs:
+    epochs, minibatches, a critic, a reference. It does not read the options, whose names
+    are the algorithm's own. An engine may serve one algorithm only, that of `PolicySpec.algorithm`.
+    Transitions that cannot be trained on are left out, each with a `DropReason`
+    (`agl_core.learning.trainable`), as are those that the algorithm does not keep; their weight is 0. The result has
+    the mean advantage and the summed weight of every other transition, and metrics: what the algorithm's loss measured,
+    `loss` and `grad_norm` among others. `progress` is called with growing shares, at the end with 1.
+
+    **Versions.** They begin at 0. Each update makes the next one, also if it could train on nothing, and serves it at
+    once and whole. An update runs to its end even if its caller is cancelled; updates, saves and loads come one after
+    the other.
+
+    **Checkpoints.** `load` restores what `save` wrote: weights, optimiser, critic, random state and version, so that
+    the same update gives the same result as before. A folder without a checkpoint is a CheckpointError.
+
+    **Errors.** A mistake (an unknown policy, algorithm, option or checkpoint) is an `AglError` that names it, changes
+    nothing, and leaves the engine usable. An engine that lost a part of itself raises EngineError at once, from what
+    was asked and from everything after that, with the reason, the remedy and the way to resume.
+
+    **The end.** `stop` ends all processes, and may be called again and after a failed start. Whatever is asked after it
+    is an EngineError. An engine does not outlive its run, however that ended.
+
+    An engine in a process of its own derives from `agl_core.engines.host.ProcessEngine`.
+    """
 
     async def start(self) -> Upstream:
-        """Load the weights, start serving, return where."""
+        """Load the weights, start serving, return where. Once for each engine."""
 
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
@@ -182,7 +246,10 @@ class Engine(Protocol):
         """Train on a batch; the new version is served, whole, when this returns."""
 
     async def save(self, folder: Path) -> None:
-        """Write weights, optimiser and random state of every policy below `folder`."""
+        """Write weights, optimiser and random state of every policy below `folder`.
+
+        `folder/POLICY/model` has the weights as transformers loads them.
+        """
 
     async def load(self, folder: Path) -> None:
         """Restore exactly what `save` wrote."""
@@ -191,7 +258,10 @@ class Engine(Protocol):
         """The version being served of each policy."""
 
     async def stats(self) -> Mapping[str, float]:
-        """Counters since the start: tokens prefilled, reused, decoded; and memory (`peak_rss_bytes`)."""
+        """Counters since the start: `tokens_prefilled`, `tokens_reused`, `tokens_decoded`, and others of the engine.
+
+        The memory of its process is `peak_rss_bytes`. They may be asked during an update.
+        """
 
     async def stop(self) -> None:
         """End all its processes; calling it again changes nothing."""
@@ -199,7 +269,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class DescribedEngine(Protocol):
-    """An engine that can tell what it would start: `agl train --dry-run`."""
+    """An engine that can describe what it would start: `agl train --dry-run`."""
 
     def describe(self) -> str:
         """Its resolved configuration and the resources that it would take; nothing is started."""

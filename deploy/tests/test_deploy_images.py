@@ -9,7 +9,7 @@ import pytest
 from build_context import BuildContext
 from deployed import DEPLOY, ROOT, container, named, pod_templates
 
-from agl_verl.versions import KNOWN
+from agl_verl.cluster.versions import KNOWN
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 CONTEXT = BuildContext(DEPLOY / "Dockerfile.dockerignore")

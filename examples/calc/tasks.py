@@ -10,7 +10,7 @@ from problems import Split, problem
 from pydantic import BaseModel, ConfigDict, Field
 
 import agl_core
-from agl_core.plugins import Register
+from agl_core.registering import RegisterTaskSource
 from agl_core.types import Task
 
 HELD_OUT_SIZE = 200
@@ -56,5 +56,5 @@ def build(options: CalcOptions, folder: Path, seed: int) -> CalcTasks:
 
 
 @agl_core.hookimpl
-def register_task_sources(register: Register) -> None:
+def register_task_sources(register: RegisterTaskSource) -> None:
     register("calc", build, options=CalcOptions)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trips import Split, traveller, trip
 
 import agl_core
-from agl_core.plugins import Register
+from agl_core.registering import RegisterTaskSource
 from agl_core.types import Episode, Task
 
 HELD_OUT_SIZE = 200
@@ -68,5 +68,5 @@ def build(options: TripOptions, folder: Path, seed: int) -> TripTasks:
 
 
 @agl_core.hookimpl
-def register_task_sources(register: Register) -> None:
+def register_task_sources(register: RegisterTaskSource) -> None:
     register("trip", build, options=TripOptions)

@@ -23,7 +23,7 @@ from agl_core.config.load import load
 from agl_core.learning import build_episode
 from agl_core.store.interface import Store
 from agl_core.training.run import CONFIG_FILE
-from agl_core.types import AttemptKey, Call, Episode, Mode, Use
+from agl_core.types import AttemptKey, Call, Episode, Mode, TrainingRecord
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Pulls:
     """On calls that did not matter."""
 
 
-def pulls(judged: Iterable[tuple[Effect, Use]]) -> Pulls:
+def pulls(judged: Iterable[tuple[Effect, TrainingRecord]]) -> Pulls:
     """Add up what training made of calls whose effect is known; those that were dropped pulled at nothing."""
-    trained = [(effect, use) for effect, use in judged if use.dropped is None and use.advantage is not None]
+    trained = [(effect, record) for effect, record in judged if record.dropped is None and record.advantage is not None]
     by_kind = {"right": 0.0, "wrong": 0.0, "idle": 0.0}
-    for effect, use in trained:
-        pull = (use.advantage or 0.0) * use.weight
+    for effect, record in trained:
+        pull = (record.advantage or 0.0) * record.weight
         agrees = (pull > 0) == (effect is Effect.NEARER)
         by_kind[("right" if agrees else "wrong") if effect.mattered else "idle"] += abs(pull)
     total = sum(by_kind.values()) or 1.0
@@ -53,9 +53,11 @@ def pulls(judged: Iterable[tuple[Effect, Use]]) -> Pulls:
     return Pulls(len(trained), sum(e.mattered for e, _ in trained) / max(len(trained), 1), **shares)
 
 
-def judge(episodes: Sequence[Episode], uses: Sequence[Use]) -> list[tuple[Effect, Use]]:
+def judge(
+    episodes: Sequence[Episode], training_records: Sequence[TrainingRecord]
+) -> list[tuple[Effect, TrainingRecord]]:
     """Each call's effect and what training made of it."""
-    used = {use.key: use for use in uses}
+    used = {record.key: record for record in training_records}
     return [
         (effect, used[transition.key])
         for episode in episodes
@@ -87,7 +89,7 @@ async def of_run(run: Path, steps: int | None = None) -> Pulls:
     """The pulls of the run in this folder."""
     async with load(run / CONFIG_FILE).store.build(run, True) as store:
         found = await episodes(store, steps)
-        return pulls(judge(found, await store.uses([AttemptKey(e.rollout, e.attempt) for e in found])))
+        return pulls(judge(found, await store.training_records([AttemptKey(e.rollout, e.attempt) for e in found])))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Reward rules for agl: AIR and the stock evaluators."""
 
-from agl_rewards.air import OutcomeRule, ToolOutcomesOptions, structured, tool_outcomes
+from agl_rewards.air import ToolResultRule, ToolResultsOptions, structured, tool_results
 from agl_rewards.evaluators import exact_match, last_number, numeric_match, regex_format
 from agl_rewards.f1 import token_f1, word_f1
 from agl_rewards.judge import Judge, JudgeError, JudgeOptions, score_in
@@ -10,8 +10,8 @@ __all__ = [
     "Judge",
     "JudgeError",
     "JudgeOptions",
-    "OutcomeRule",
-    "ToolOutcomesOptions",
+    "ToolResultRule",
+    "ToolResultsOptions",
     "exact_match",
     "last_number",
     "numeric_match",
@@ -22,6 +22,6 @@ __all__ = [
     "sql_match",
     "structured",
     "token_f1",
-    "tool_outcomes",
+    "tool_results",
     "word_f1",
 ]

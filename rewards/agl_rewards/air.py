@@ -1,9 +1,9 @@
-"""AIR, automatic intermediate rewarding: what the tools did becomes reward (Agent Lightning, arXiv 2508.03680).
+"""AIR, automatic intermediate rewarding: tool results become rewards (Agent Lightning, arXiv 2508.03680).
 
-It comes in two forms, which the capability check does not allow together, for an outcome counts once: the reward rule
-`tool_outcomes` adds rewards of single calls, which any credit rule then shares out; the credit rule `air` mixes a
-call's outcomes with the rollout's return. Both count a response whose own tool calls did not parse as one failure.
-Outcomes are those that adapters report, else those that the conversation tells (`agl_core.learning.outcomes`).
+It has two forms. The reward rule `tool_results` adds rewards of single calls, which any credit rule then shares out.
+The credit rule `air` mixes a call's tool results with the rollout's terminal reward. The capability check refuses both
+together, because a tool result counts once. Both count a response whose own tool calls did not parse as one failure.
+Tool results are those that adapters report, else those of the conversation (`agl_core.learning.tool_results`).
 """
 
 from __future__ import annotations
@@ -12,95 +12,104 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
 
-from agl_core import Need, credit_rule
-from agl_core.learning import episode_return
-from agl_core.types import Episode, Json, Outcome, OutcomeStatus, Reward, Transition
+from agl_core import Capability, CreditKind, credit_rule, episode_return
+from agl_core.types import Episode, Json, Reward, ToolResult, ToolStatus, Transition
 from agl_rewards.functions import FunctionName, load_function
 
-OutcomeRule: TypeAlias = Callable[[Outcome], float | bool | None]
-"""Judges one outcome: True or False, a number between (1 full success, −1 full failure), or None: no reward.
+ToolResultRule: TypeAlias = Callable[[ToolResult], float | bool | None]
+"""Scores one tool result: True or False, a number between (1 full success, −1 full failure), or None: no reward.
 
-What the tool returned is structured, wherever the outcome comes from: `result` as `structured` makes it.
+`result` is parsed by `structured`, whatever the source of the tool result.
 """
 
 
-@credit_rule(kind=Need.RETURNS, provides={Need.OUTCOMES})
+@credit_rule(kind=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
 def air(
     episodes: Sequence[Episode],
     *,
-    alpha: Annotated[float, Field(ge=0, le=1, description="α: the share of a call's own outcomes.")] = 0.2,
+    alpha: Annotated[float, Field(ge=0, le=1, description="α: the share of a call's own tool results.")] = 0.2,
+    reward: Annotated[
+        Literal["terminal", "return"],
+        Field(description="R: the terminal reward, or the return, which also contains the rewards of single calls."),
+    ] = "terminal",
 ) -> list[list[float]]:
-    """A call's value mixes what its tools did with the return: r_t = α · status_t + (1 − α) · R.
+    """A call's value mixes its tool results with the terminal reward: α · status_t + (1 − α) · R.
 
-    status_t is the mean over the outcomes of t of +1 (ok) and −1 (error, timeout, empty); a transition without
-    outcomes gets R, the episode's return (arXiv 2508.03680, automatic intermediate rewarding). The values are returns:
-    R is in each of them already.
+    status_t is the mean over the tool results of t of +1 (ok) and −1 (error, timeout, empty); a transition without tool
+    results gets R, the rollout's terminal reward (arXiv 2508.03680, automatic intermediate rewarding). Rewards that
+    name a call are not included; with `reward = "return"` they are, undiscounted. The values are returns: each already
+    contains R.
 
-    Conserves: α = 0, or no outcome, is `identical`; the value lies between status_t and R, and where α < 1 more R is
-    always more value.
+    Statuses are ±1, so R should lie in −1 … 1 too: with R = 3 a tool that succeeds lowers its call's value.
+
+    Conserves: the value lies between status_t and R, and is R if α = 0 or the call has no tool result (with the return
+    this is `identical`); if α < 1 a larger R always gives a larger value.
     """
-    return [_mixed(episode, alpha) for episode in episodes]
+    of_rollout = _terminal if reward == "terminal" else episode_return
+    return [_mixed(episode, alpha, of_rollout(episode)) for episode in episodes]
 
 
-class ToolOutcomesOptions(BaseModel):
-    """Settings of `tool_outcomes`."""
+class ToolResultsOptions(BaseModel):
+    """Settings of `tool_results`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     default_weight: float = Field(0.2, ge=0, description="w of a tool that `weights` does not name.")
     weights: dict[str, NonNegativeFloat] = Field({}, description="w by tool name.")
     rules: dict[str, FunctionName] = Field(
-        {}, description="Your own judgement by tool name: 'module:function', called with the outcome."
+        {}, description="Your own scoring by tool name: 'module:function', called with the tool result."
     )
 
-    def functions(self) -> dict[str, OutcomeRule]:
+    def functions(self) -> dict[str, ToolResultRule]:
         """The functions that `rules` names, by tool; ConfigError if one is not there."""
-        return {tool: load_function(name, f"reward 'tool_outcomes': rules.{tool}") for tool, name in self.rules.items()}
+        return {tool: load_function(name, f"reward 'tool_results': rules.{tool}") for tool, name in self.rules.items()}
 
 
-def functions_needed(options: ToolOutcomesOptions) -> frozenset[Need]:
-    """Nothing of the run's other parts; but its functions must be there, which is asked before anything starts."""
+def functions_needed(options: ToolResultsOptions) -> frozenset[Capability]:
+    """It needs no capability, but its functions must exist, which is checked before anything starts."""
     options.functions()
     return frozenset()
 
 
-def tool_outcomes(options: ToolOutcomesOptions) -> Callable[[Episode], list[Reward]]:
-    """Each call is rewarded for what its tools did: +w if ok, −w on error, timeout or an empty result.
+def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward]]:
+    """Each call is rewarded for its tool results: +w if ok, −w on error, timeout or an empty result.
 
-        [rewards.tool_outcomes]
+        [rewards.tool_results]
         weights = { memory = 0.30, search = 0.20 }        # any other tool: default_weight = 0.2
         rules = { fetch = "my_rules:http_ok" }
 
-    A rule replaces ±1 for its tool; w still multiplies it. It gets the outcome with a structured `result` (see
-    `structured`), so that it need not care whether a framework made JSON text of what the tool returned:
+    A rule replaces ±1 for its tool; w still multiplies it. It gets the tool result with a parsed `result` (see
+    `structured`), whether or not a framework made JSON text of what the tool returned:
 
-        def http_ok(outcome: Outcome) -> bool:
-            match outcome.result:
+        def http_ok(tool_result: ToolResult) -> bool:
+            match tool_result.result:
                 case {"status": int(code)} if code >= 400:
                     return False
-            return outcome.status == "ok"
+            return tool_result.status == "ok"
 
     The rewards are named `tool.place.status`, and belong to the call that asked for the tool (arXiv 2508.03680).
     """
     rules = options.functions()
 
     def judged(transition: Transition) -> Iterator[tuple[str, float]]:
-        for place, outcome in enumerate(transition.outcomes):
-            rule = rules.get(outcome.tool)
-            judgement = rule(replace(outcome, result=structured(outcome.result))) if rule else _succeeded(outcome)
+        for place, tool_result in enumerate(transition.tool_results):
+            rule = rules.get(tool_result.tool)
+            judgement = (
+                rule(replace(tool_result, result=structured(tool_result.result))) if rule else _succeeded(tool_result)
+            )
             if judgement is not None:
-                weight = options.weights.get(outcome.tool, options.default_weight)
-                yield f"{outcome.tool}.{place}.{outcome.status}", weight * _signed(judgement)
+                weight = options.weights.get(tool_result.tool, options.default_weight)
+                yield f"{tool_result.tool}.{place}.{tool_result.status}", weight * _signed(judgement)
         if transition.parse_error is not None:
             yield "unparsed", -options.default_weight
 
     def reward_calls(episode: Episode) -> list[Reward]:
         return [
-            Reward(episode.rollout, episode.attempt, name, value, "tool_outcomes", t.key.call, t.key.choice)
+            Reward(episode.rollout, episode.attempt, name, value, "tool_results", t.key.call, t.key.choice)
             for t in episode.transitions
             for name, value in judged(t)
         ]
@@ -109,10 +118,11 @@ def tool_outcomes(options: ToolOutcomesOptions) -> Callable[[Episode], list[Rewa
 
 
 def structured(result: Json) -> Json:
-    """What a tool returned, where it is the JSON text of an object or a list, or a message's text parts of one.
+    """A tool's result, parsed if it is the JSON text of an object or a list, or a message's text parts of one.
 
-    Frameworks make text of what a tool returns (LangChain JSON, as OpenAI's `tool` messages need), adapters that see
-    the tool itself do not. All else stays as it is: other text, a number in text, what was cut for its length.
+    Frameworks make text of what a tool returns (LangChain makes JSON, as OpenAI's `tool` messages need); adapters that
+    see the tool itself do not. Everything else is unchanged: other text, a number in text, text that was cut for its
+    length.
 
     >>> structured('{"status": 404}'), structured([{"type": "text", "text": '["a"]'}]), structured({"status": 404})
     ({'status': 404}, ['a'], {'status': 404})
@@ -137,19 +147,22 @@ def _text(result: Json) -> str | None:
     return result if isinstance(result, str) else None
 
 
-def _mixed(episode: Episode, alpha: float) -> list[float]:
-    whole = episode_return(episode)
+def _terminal(episode: Episode) -> float:
+    return episode.terminal or 0.0
+
+
+def _mixed(episode: Episode, alpha: float, whole: float) -> list[float]:
     statuses = [_statuses(transition) for transition in episode.transitions]
     return [alpha * mean(status) + (1 - alpha) * whole if status else whole for status in statuses]
 
 
 def _statuses(transition: Transition) -> list[float]:
     unparsed = [] if transition.parse_error is None else [-1.0]
-    return [_signed(_succeeded(outcome)) for outcome in transition.outcomes] + unparsed
+    return [_signed(_succeeded(tool_result)) for tool_result in transition.tool_results] + unparsed
 
 
-def _succeeded(outcome: Outcome) -> bool:
-    return outcome.status is OutcomeStatus.OK
+def _succeeded(tool_result: ToolResult) -> bool:
+    return tool_result.status is ToolStatus.OK
 
 
 def _signed(judgement: float | bool) -> float:

@@ -1,4 +1,4 @@
-"""Rules that judge an episode by what the agent returned, each a pure function of the recorded episode."""
+"""Rules that score what the agent returned, each a pure function of the recorded episode."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def numeric_match(
     episode: Episode,
     *,
     field: AnswerField = "result",
-    tolerance: Annotated[NonNegativeFloat, Field(description="How far off is right: relative above 1.")] = 1e-6,
+    tolerance: Annotated[NonNegativeFloat, Field(description="The allowed difference: relative above 1.")] = 1e-6,
 ) -> float:
     """1 if the last number that the agent returned is the expected one.
 
@@ -112,7 +112,7 @@ def expected_answer(episode: Episode, field: str) -> Json:
 
 
 def text_of(value: Json) -> str:
-    """What the agent returned, as text; nothing is the empty text."""
+    """What the agent returned, as text; None is the empty text."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -25,8 +25,8 @@ def token_f1(
 ) -> float:
     """The harmonic mean of precision and recall over the words of the answer, 0 … 1 (SQuAD, arXiv 1606.05250).
 
-    `field` names the key of the task's metadata that holds the answer, or a list of answers, of which the best
-    counts. Case, punctuation and articles (a, an, the) are no words.
+    `field` names the key of the task's metadata that holds the answer, or a list of answers, of which the best counts.
+    Case, punctuation and articles (a, an, the) do not count.
 
     >>> from agl_core.types import Ending, Mode, Task
     >>> task = Task("1", "Who wrote it?", metadata={"result": ["Jane Austen", "Miss Austen"]})

@@ -1,4 +1,4 @@
-"""Functions of the user's that a setting names as `module:function`."""
+"""Functions of the user that a setting names as `module:function`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _is_name(entry: str) -> str:
 
 
 FunctionName: TypeAlias = Annotated[str, AfterValidator(_is_name)]
-"""A setting that names a function; whether it is there is for `load_function` to say."""
+"""A setting that names a function; `load_function` checks whether it exists."""
 
 
 def load_function(entry: str, setting: str) -> Callable[..., Any]:

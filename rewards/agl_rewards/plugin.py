@@ -1,8 +1,8 @@
 """What this package registers."""
 
-from agl_core import Need, hookimpl
-from agl_core.plugins import Register
-from agl_rewards.air import ToolOutcomesOptions, air, functions_needed, tool_outcomes
+from agl_core import Capability, hookimpl
+from agl_core.registering import RegisterReward
+from agl_rewards.air import ToolResultsOptions, air, functions_needed, tool_results
 from agl_rewards.evaluators import exact_match, numeric_match, regex_format
 from agl_rewards.f1 import token_f1
 from agl_rewards.judge import Judge, JudgeOptions
@@ -12,13 +12,13 @@ __all__ = ["air", "exact_match", "numeric_match", "regex_format", "register_rewa
 
 
 @hookimpl
-def register_rewards(register: Register) -> None:
+def register_rewards(register: RegisterReward) -> None:
     """The rules that are made once for a run, from their settings."""
     register("judge", Judge, options=JudgeOptions)
     register(
-        "tool_outcomes",
-        tool_outcomes,
-        options=ToolOutcomesOptions,
+        "tool_results",
+        tool_results,
+        options=ToolResultsOptions,
         needs=functions_needed,
-        provides={Need.OUTCOMES},
+        provides={Capability.TOOL_RESULTS},
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import marshal
 import re
+import signal
 import sqlite3
-import time
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -21,15 +23,7 @@ from agl_rewards.evaluators import expected_answer
 
 Row: TypeAlias = tuple[Any, ...]
 
-_READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
-_STEPS_BETWEEN_CHECKS = 1000
-"""Instructions of SQLite's virtual machine (some microseconds) after which the time is looked at."""
-_LONGEST_VALUE = 1_000_000
-"""Bytes of one text or blob; a query could make one that fills the memory in a single instruction."""
-_LARGEST_ROW = 10_000_000
-"""Bytes of one row, which SQLite makes whole before anyone can look at it."""
-_NUMBER = 8
-"""Bytes that a number, or nothing, counts."""
+_PROGRAM = Path(__file__).with_name("sql_process.py")
 
 
 @agl_core.reward_rule
@@ -40,7 +34,7 @@ async def sql_match(
     database: Annotated[
         Path, Field(description="The SQLite file, relative to the configuration, with {fields} of the metadata.")
     ] = Path("{database}"),
-    timeout: Annotated[float, Field(gt=0, description="Seconds that each query may take.")] = 5.0,
+    timeout: Annotated[float, Field(gt=0, le=86_400, description="Seconds that each query may take.")] = 5.0,
     max_rows: Annotated[int, Field(ge=1, description="Rows that each query may give.")] = 10_000,
     max_bytes: Annotated[int, Field(ge=1, description="Bytes that the rows of each query may hold.")] = 10_000_000,
 ) -> float:
@@ -50,10 +44,11 @@ async def sql_match(
         field = "sql"                                # the task's metadata: the expected query
         database = "data/{database}.sqlite"          # the file, with fields of the metadata
 
-    Both run on the SQLite file, read-only, each for `timeout` seconds, `max_rows` rows and `max_bytes` bytes of values
-    at most; a query of the agent's that fails, writes, or goes beyond is wrong. Rows are compared as a multiset, in
-    order where the expected query orders them; columns by place, not name; numbers to nine digits. A relative path,
-    also one in the metadata, starts at the configuration's folder.
+    Both run on the SQLite file, read-only, each for at most `timeout` seconds, `max_rows` rows and `max_bytes` bytes of
+    values. A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
+    limit holds for everything that SQLite does, even within a single call of a function. Rows are compared as a
+    multiset, or in order if the expected query orders them; columns by place, not name; numbers to nine digits.
+    Relative paths, also in the metadata, start at the configuration's folder.
     """
     expected = expected_answer(episode, field)
     try:
@@ -80,53 +75,34 @@ async def sql_match(
     return float(same_rows(found, wanted, ordered=_is_ordered(expected)))
 
 
-def run_query(database: Path, query: str, timeout: float, max_rows: int, max_bytes: int = _LARGEST_ROW) -> list[Row]:
+def run_query(database: Path, query: str, timeout: float, max_rows: int, max_bytes: int = 10_000_000) -> list[Row]:
     """The rows of one query on an SQLite file that is not changed.
 
-    sqlite3.Error if it is no single query that reads, takes longer than `timeout` seconds, gives more than
-    `max_rows` rows or values of more than `max_bytes` bytes; FileNotFoundError if there is no such file. Beside these
-    bytes, at most one row of ten million is held.
+    The query runs in its own process, which ends when its time is up, also in the middle of a function. sqlite3.Error
+    if it is not a single query that reads, takes longer than `timeout` seconds, or gives more than `max_rows` rows or
+    values of more than `max_bytes` bytes; FileNotFoundError if the file does not exist. In addition to these bytes, at
+    most one row of ten million bytes is held in memory.
     """
     if not database.is_file():
         raise FileNotFoundError(f"there is no file {database.absolute()}")
-    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-        connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-        connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY)
-        deadline = time.monotonic() + timeout
-        connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS_BETWEEN_CHECKS)
-        if columns := _columns(connection, query):
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(_LONGEST_VALUE, _LARGEST_ROW // columns))
-        cursor = connection.execute(query)
-        if cursor.description is None:
-            raise sqlite3.ProgrammingError("it is not a query")
-        return _rows(cursor, max_rows, max_bytes)
-
-
-def _columns(connection: sqlite3.Connection, query: str) -> int:
-    """How many values a row of the query has, which only its program tells before the first row is made."""
-    if not query.strip():
-        return 0
-    program = connection.execute(f"EXPLAIN {query}")
-    return max((width for _, operation, _, width, *_ in program if operation == "ResultRow"), default=0)
-
-
-def _rows(cursor: sqlite3.Cursor, max_rows: int, max_bytes: int) -> list[Row]:
-    """All rows, fetched one by one, so that no more is held than is allowed."""
-    rows: list[Row] = []
-    size = 0
-    for row in cursor:
-        if len(rows) == max_rows:
-            raise sqlite3.DataError(f"it gives more than {max_rows} rows")
-        size += sum(map(_size, row))
-        if size > max_bytes:
-            raise sqlite3.DataError(f"its rows hold more than {max_bytes} bytes")
-        rows.append(row)
+    request = (f"{database.absolute().as_uri()}?mode=ro", query, timeout, max_rows, max_bytes)
+    process = subprocess.run(
+        [sys.executable, "-I", "-S", str(_PROGRAM)],
+        input=marshal.dumps(request),
+        capture_output=True,
+        start_new_session=True,  # Ctrl-C is meant for the run; it would make the query fail.
+        check=False,
+    )
+    if process.returncode == -signal.SIGALRM:
+        raise sqlite3.OperationalError(f"interrupted: it took longer than {timeout:g} seconds")
+    if process.returncode != 0:
+        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise sqlite3.OperationalError(f"its process ended with code {process.returncode} ({last})")
+    kind, answer = marshal.loads(process.stdout)
+    if kind != "rows":
+        raise getattr(sqlite3, kind)(answer)
+    rows: list[Row] = answer
     return rows
-
-
-def _size(value: Any) -> int:
-    return len(value.encode() if isinstance(value, str) else value) if isinstance(value, str | bytes) else _NUMBER
 
 
 def same_rows(found: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> bool:
@@ -146,7 +122,7 @@ def _comparable(row: Row) -> Row:
 
 
 def _is_ordered(query: str) -> bool:
-    """Whether the query itself (not a part in parentheses) says ORDER BY."""
+    """Whether the query itself (not a part in parentheses) has ORDER BY."""
     query = re.sub(r"'[^']*'", "''", query)
     inner = 1
     while inner:

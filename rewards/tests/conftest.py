@@ -17,9 +17,9 @@ from agl_core.types import (
     Episode,
     FinishReason,
     Mode,
-    Outcome,
-    OutcomeStatus,
     Task,
+    ToolResult,
+    ToolStatus,
     Transition,
     TransitionKey,
 )
@@ -36,10 +36,12 @@ class Episodes:
         component = self._plugins.component(kind, name, "[test]")
         return component.build(component.options.model_validate(settings))
 
-    def outcome(self, status: str = "ok", tool: str = "search", **more: Any) -> Outcome:
-        return Outcome(f"{tool} {status}", "r", 0, tool, OutcomeStatus(status), **more)
+    def tool_result(self, status: str = "ok", tool: str = "search", **more: Any) -> ToolResult:
+        return ToolResult(f"{tool} {status}", "r", 0, tool, ToolStatus(status), **more)
 
-    def transition(self, turn: int, *outcomes: Outcome, choice: int = 0, parse_error: str | None = None) -> Transition:
+    def transition(
+        self, turn: int, *tool_results: ToolResult, choice: int = 0, parse_error: str | None = None
+    ) -> Transition:
         return Transition(
             key=TransitionKey("r", 0, f"c{turn}", choice),
             agent="solver",
@@ -51,19 +53,19 @@ class Episodes:
             response={"role": "assistant", "content": ""},
             finish_reason=FinishReason.STOP,
             temperature=1.0,
-            outcomes=outcomes,
+            tool_results=tool_results,
             parse_error=parse_error,
         )
 
     def episode(
         self,
-        *transitions: Transition | Sequence[Outcome],
+        *transitions: Transition | Sequence[ToolResult],
         result: Any = None,
         terminal: float | None = None,
         question: Any = "a question",
         metadata: Mapping[str, Any] | None = None,
     ) -> Episode:
-        """An episode; a list of outcomes stands for the transition that asked for them."""
+        """An episode; a list of tool results stands for the transition that asked for them."""
         made = [t if isinstance(t, Transition) else self.transition(i, *t) for i, t in enumerate(transitions)]
         task = Task("t1", question, metadata=metadata or {})
         return Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, tuple(made), result=result, terminal=terminal)
@@ -78,6 +80,8 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.reply: str | None = '{"score": 7}'
         self.status = 200
+        self.has_format = True
+        """Whether it takes a `response_format`."""
         self.delay = 0.0
         self.requests: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
@@ -117,7 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         with server.counting:
             server.under_way -= 1
         answer = json.dumps({"choices": [{"message": {"content": server.reply}}]}).encode()
-        self.send_response(server.status)
+        is_refused = not server.has_format and "response_format" in json.loads(body)
+        self.send_response(400 if is_refused else server.status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)

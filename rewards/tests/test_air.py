@@ -1,4 +1,4 @@
-"""AIR: the reward rule `tool_outcomes`, the credit rule `air`, and that a run cannot have both."""
+"""AIR: the reward rule `tool_results`, the credit rule `air`, and that a run cannot have both."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agl_core.builtin.credit import identical
 from agl_core.config import check, load
 from agl_core.config.load import load_for_server
 from agl_core.errors import CapabilityError, ConfigError
-from agl_core.learning import ScoringRule, identical, score
-from agl_core.plugins import Kind, Need, Plugins
-from agl_core.types import Ending, Episode, Outcome
+from agl_core.learning import ScoringRule, score
+from agl_core.plugins import Kind, Plugins
+from agl_core.registering import Capability
+from agl_core.types import CreditKind, Ending, Episode, Reward, ToolResult
 from agl_rewards.air import air
 
 STATUSES = st.sampled_from(["ok", "error", "timeout", "empty"])
@@ -36,7 +38,7 @@ def names_and_values(rule: Callable[[Episode], Any], episode: Episode) -> dict[s
 @pytest.fixture
 def user_module() -> Iterator[ModuleType]:
     """A module of the user's that is importable while the test runs."""
-    module = ModuleType("my_outcome_rules")
+    module = ModuleType("my_tool_result_rules")
     sys.modules[module.__name__] = module
     yield module
     del sys.modules[module.__name__]
@@ -44,15 +46,15 @@ def user_module() -> Iterator[ModuleType]:
 
 def test_docstring_examples_run() -> None:
     for module in ("agl_rewards.air", "agl_rewards.functions"):
-        outcome = doctest.testmod(importlib.import_module(module))
-        assert outcome.attempted >= 1
-        assert outcome.failed == 0
+        tool_result = doctest.testmod(importlib.import_module(module))
+        assert tool_result.attempted >= 1
+        assert tool_result.failed == 0
 
 
-class TestToolOutcomes:
+class TestToolResults:
     def test_success_earns_what_failure_costs(self, make: Any) -> None:
-        episode = make.episode([make.outcome(each) for each in ("ok", "error", "timeout", "empty")])
-        assert names_and_values(make.rule(Kind.REWARD, "tool_outcomes"), episode) == {
+        episode = make.episode([make.tool_result(each) for each in ("ok", "error", "timeout", "empty")])
+        assert names_and_values(make.rule(Kind.REWARD, "tool_results"), episode) == {
             "search.0.ok": 0.2,
             "search.1.error": -0.2,
             "search.2.timeout": -0.2,
@@ -60,33 +62,35 @@ class TestToolOutcomes:
         }
 
     def test_weights_go_by_tool_name(self, make: Any) -> None:
-        rule = make.rule(Kind.REWARD, "tool_outcomes", weights={"memory": 0.30, "search": 0.20}, default_weight=0.05)
-        episode = make.episode([make.outcome(tool=tool) for tool in ("memory", "search", "clock")])
+        rule = make.rule(Kind.REWARD, "tool_results", weights={"memory": 0.30, "search": 0.20}, default_weight=0.05)
+        episode = make.episode([make.tool_result(tool=tool) for tool in ("memory", "search", "clock")])
         assert names_and_values(rule, episode) == {"memory.0.ok": 0.30, "search.1.ok": 0.20, "clock.2.ok": 0.05}
 
     def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
         episode = make.episode(make.transition(0, parse_error="no closing brace"))
-        assert names_and_values(make.rule(Kind.REWARD, "tool_outcomes"), episode) == {"unparsed": -0.2}
+        assert names_and_values(make.rule(Kind.REWARD, "tool_results"), episode) == {"unparsed": -0.2}
 
     def test_a_rule_of_the_users_replaces_the_judgement_of_its_tool(self, make: Any, user_module: ModuleType) -> None:
-        def http_ok(outcome: Outcome) -> bool:
-            return bool(outcome.result["status"] < 400)
+        def http_ok(tool_result: ToolResult) -> bool:
+            return bool(tool_result.result["status"] < 400)
 
         user_module.http_ok = http_ok  # type: ignore[attr-defined]
         rule = make.rule(
-            Kind.REWARD, "tool_outcomes", weights={"fetch": 0.5}, rules={"fetch": "my_outcome_rules:http_ok"}
+            Kind.REWARD, "tool_results", weights={"fetch": 0.5}, rules={"fetch": "my_tool_result_rules:http_ok"}
         )
-        answers = [make.outcome(tool="fetch", result={"status": code}) for code in (200, 404)]
-        assert names_and_values(rule, make.episode([*answers, make.outcome("error")])) == {
+        answers = [make.tool_result(tool="fetch", result={"status": code}) for code in (200, 404)]
+        assert names_and_values(rule, make.episode([*answers, make.tool_result("error")])) == {
             "fetch.0.ok": 0.5,
             "fetch.1.ok": -0.5,
             "search.2.error": -0.2,
         }
 
     def test_a_users_rule_may_give_a_share_or_nothing(self, make: Any, user_module: ModuleType) -> None:
-        user_module.rule = lambda outcome: outcome.result  # type: ignore[attr-defined]
-        rule = make.rule(Kind.REWARD, "tool_outcomes", rules={"search": "my_outcome_rules:rule"})
-        episode = make.episode([make.outcome(result=0.5), make.outcome(result=None), make.outcome(result=0)])
+        user_module.rule = lambda tool_result: tool_result.result  # type: ignore[attr-defined]
+        rule = make.rule(Kind.REWARD, "tool_results", rules={"search": "my_tool_result_rules:rule"})
+        episode = make.episode(
+            [make.tool_result(result=0.5), make.tool_result(result=None), make.tool_result(result=0)]
+        )
         assert names_and_values(rule, episode) == {"search.0.ok": 0.1, "search.2.ok": 0.0}
 
     @pytest.mark.parametrize(
@@ -114,18 +118,18 @@ class TestToolOutcomes:
     def test_a_users_rule_sees_what_the_tool_returned_and_not_its_json_text(
         self, make: Any, user_module: ModuleType, result: Any, seen: Any
     ) -> None:
-        met: list[Outcome] = []
+        met: list[ToolResult] = []
         user_module.rule = met.append  # type: ignore[attr-defined]
-        rule = make.rule(Kind.REWARD, "tool_outcomes", rules={"search": "my_outcome_rules:rule"})
-        told = make.outcome(result=result, tool_call_id="t1")
+        rule = make.rule(Kind.REWARD, "tool_results", rules={"search": "my_tool_result_rules:rule"})
+        told = make.tool_result(result=result, tool_call_id="t1")
         assert rule(make.episode([told])) == []
         assert met == [replace(told, result=seen)]
         assert told.result == result
 
     @pytest.mark.parametrize("entry", ["no_such_module:f", "math:no_such_name", "math:pi"])
     def test_a_function_that_is_none_is_an_error(self, make: Any, entry: str) -> None:
-        with pytest.raises(ConfigError, match=rf"'tool_outcomes': rules\.fetch = '{entry}'"):
-            make.rule(Kind.REWARD, "tool_outcomes", rules={"fetch": entry})
+        with pytest.raises(ConfigError, match=rf"'tool_results': rules\.fetch = '{entry}'"):
+            make.rule(Kind.REWARD, "tool_results", rules={"fetch": entry})
 
     @pytest.mark.parametrize(
         "settings",
@@ -138,16 +142,16 @@ class TestToolOutcomes:
     )
     def test_bad_settings_are_refused(self, make: Any, settings: dict[str, Any]) -> None:
         with pytest.raises(ValidationError):
-            make.rule(Kind.REWARD, "tool_outcomes", **settings)
+            make.rule(Kind.REWARD, "tool_results", **settings)
 
     async def test_rewards_belong_to_the_call_and_choice_that_asked(self, make: Any) -> None:
         episode = make.episode(
-            make.transition(0, make.outcome("error")),
+            make.transition(0, make.tool_result("error")),
             make.transition(1),
-            make.transition(2, make.outcome(), make.outcome()),
+            make.transition(2, make.tool_result(), make.tool_result()),
             make.transition(2, choice=1),
         )
-        rules = [ScoringRule("tools", make.rule(Kind.REWARD, "tool_outcomes"), 0.5)]
+        rules = [ScoringRule("tools", make.rule(Kind.REWARD, "tool_results"), 0.5)]
         scored, errors = await score(episode, rules, dict.fromkeys(Ending, "score"))
         assert errors == []
         assert [t.reward for t in scored.transitions] == pytest.approx([-0.1, 0.0, 0.2, 0.0])
@@ -158,11 +162,22 @@ class TestToolOutcomes:
 
 
 class TestAir:
-    def test_status_and_return_are_mixed(self, make: Any) -> None:
+    def test_rewards_of_single_calls_are_in_it_only_where_the_return_is_asked_for(self, make: Any) -> None:
+        calls = [
+            make.transition(0, make.tool_result("ok")),
+            make.transition(1, make.tool_result("error")),
+            make.transition(2),
+        ]
+        earned = replace(calls[2], rewards=(Reward("r", 0, "step", 2.0, "test", "c2"),))
+        one = make.episode(*calls[:2], earned, terminal=0.5)
+        assert air([one]) == [pytest.approx([0.6, 0.2, 0.5])]
+        assert air([one], reward="return") == [pytest.approx([2.2, 1.8, 2.5])]
+
+    def test_status_and_terminal_reward_are_mixed(self, make: Any) -> None:
         episode = make.episode(
-            [make.outcome("ok")],
-            [make.outcome("timeout")],
-            [make.outcome("ok"), make.outcome("empty")],
+            [make.tool_result("ok")],
+            [make.tool_result("timeout")],
+            [make.tool_result("ok"), make.tool_result("empty")],
             [],
             terminal=0.5,
         )
@@ -171,12 +186,11 @@ class TestAir:
     def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
         assert air([make.episode(make.transition(0, parse_error="…"), terminal=1.0)], alpha=0.5) == [[0.0]]
 
-    @settings(max_examples=40)
     @given(calls=CALLS, terminal=RETURNS, alpha=st.floats(0, 1))
-    def test_values_lie_between_status_and_return_which_stays_readable(
+    def test_values_lie_between_status_and_reward_which_stays_readable(
         self, make: Any, calls: list[list[str]], terminal: float, alpha: float
     ) -> None:
-        episode = make.episode(*[[make.outcome(s) for s in call] for call in calls], terminal=terminal)
+        episode = make.episode(*[[make.tool_result(s) for s in call] for call in calls], terminal=terminal)
         for call, value in zip(calls, air([episode], alpha=alpha)[0], strict=True):
             if not call:
                 assert value == terminal
@@ -185,27 +199,25 @@ class TestAir:
             assert min(status, terminal) - 1e-9 <= value <= max(status, terminal) + 1e-9
             assert value - alpha * status == pytest.approx((1 - alpha) * terminal, abs=1e-9)
 
-    @settings(max_examples=40)
     @given(calls=CALLS, terminal=RETURNS)
     def test_without_weight_it_is_identical(self, make: Any, calls: list[list[str]], terminal: float) -> None:
-        episodes = [make.episode(*[[make.outcome(s) for s in call] for call in calls], terminal=terminal)]
+        episodes = [make.episode(*[[make.tool_result(s) for s in call] for call in calls], terminal=terminal)]
         assert air(episodes, alpha=0.0) == identical(episodes)
 
     @given(terminals=st.lists(RETURNS, min_size=1))
     def test_one_call_episodes_are_single_turn_learning(self, make: Any, terminals: list[float]) -> None:
         assert air([make.episode([], terminal=t) for t in terminals]) == [[t] for t in terminals]
 
-    @settings(max_examples=40)
     @given(call=st.lists(STATUSES, min_size=1, max_size=4), data=st.data())
-    def test_the_order_of_outcomes_does_not_matter(self, make: Any, call: list[str], data: st.DataObject) -> None:
+    def test_the_order_of_tool_results_does_not_matter(self, make: Any, call: list[str], data: st.DataObject) -> None:
         orders = [call, data.draw(st.permutations(call))]
-        values = [air([make.episode([make.outcome(s) for s in each], terminal=1.0)]) for each in orders]
+        values = [air([make.episode([make.tool_result(s) for s in each], terminal=1.0)]) for each in orders]
         assert values[0] == values[1]
 
     def test_it_yields_returns_and_its_share_is_bounded(self, make: Any) -> None:
         component = Plugins.load().component(Kind.CREDIT, "air", "[credit]")
-        assert component.provides == {Need.RETURNS, Need.OUTCOMES}
-        assert make.rule(Kind.CREDIT, "air", alpha=1.0)([make.episode([make.outcome()], terminal=5.0)]) == [[1.0]]
+        assert (component.yields, component.provides) == ({CreditKind.RETURN}, {Capability.TOOL_RESULTS})
+        assert make.rule(Kind.CREDIT, "air", alpha=1.0)([make.episode([make.tool_result()], terminal=5.0)]) == [[1.0]]
         for wrong in (-0.1, 1.1):
             with pytest.raises(ValidationError):
                 make.rule(Kind.CREDIT, "air", alpha=wrong)
@@ -220,7 +232,7 @@ def register_engines(register):
 
 @agl_core.hookimpl
 def register_algorithms(register):
-    register("none", lambda options: None, needs={agl_core.Need.RETURNS})
+    register("none", lambda options: None, takes=agl_core.CreditKind.RETURN)
 """
 
 CONFIG = """
@@ -242,22 +254,22 @@ def configuration(tmp_path: Path) -> Path:
     return tmp_path / "train.toml"
 
 
-def test_air_and_tool_outcomes_are_refused_together(configuration: Path) -> None:
-    for alone in ("credit.name=air", "rewards.tool_outcomes.default_weight=0.1"):
+def test_air_and_tool_results_are_refused_together(configuration: Path) -> None:
+    for alone in ("credit.name=air", "rewards.tool_results.default_weight=0.1"):
         check(load(configuration, [alone]))
-    with pytest.raises(CapabilityError, match=r"'air'.* and reward 'tool_outcomes'.*an outcome would count twice"):
-        check(load(configuration, ["credit.name=air", "rewards.tools.rule=tool_outcomes"]))
+    with pytest.raises(CapabilityError, match=r"'air'.* and reward 'tool_results'.*a tool result would count twice"):
+        check(load(configuration, ["credit.name=air", "rewards.tools.rule=tool_results"]))
 
 
 def test_a_function_that_is_not_there_is_found_when_the_run_is_checked(configuration: Path) -> None:
-    check(load(configuration, ["rewards.tool_outcomes.rules.fetch=math:sqrt"]))
+    check(load(configuration, ["rewards.tool_results.rules.fetch=math:sqrt"]))
     for entry in ("no_such_module:f", "math:no_such_name", "math:pi"):
-        loaded = load(configuration, [f"rewards.tools.rules.fetch={entry}", "rewards.tools.rule=tool_outcomes"])
+        loaded = load(configuration, [f"rewards.tools.rules.fetch={entry}", "rewards.tools.rule=tool_results"])
         with pytest.raises(ConfigError, match=rf"rules\.fetch = '{entry}'"):
             check(loaded)
-    with pytest.raises(ConfigError, match=r"rewards\.tool_outcomes\.rules\] fetch: must be 'module:function'"):
-        load(configuration, ["rewards.tool_outcomes.rules.fetch=math"])
+    with pytest.raises(ConfigError, match=r"rewards\.tool_results\.rules\] fetch: must be 'module:function'"):
+        load(configuration, ["rewards.tool_results.rules.fetch=math"])
 
 
 def test_a_server_needs_no_function_of_the_users(configuration: Path) -> None:
-    load_for_server(configuration, ["rewards.tool_outcomes.rules.fetch=only_where_one_trains:f"])
+    load_for_server(configuration, ["rewards.tool_results.rules.fetch=only_where_one_trains:f"])

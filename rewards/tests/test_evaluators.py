@@ -32,9 +32,9 @@ def episode(returned: Any, /, **metadata: Any) -> Episode:
 
 
 def test_docstring_examples_run() -> None:
-    outcome = doctest.testmod(agl_rewards.evaluators)
-    assert outcome.attempted >= 10
-    assert outcome.failed == 0
+    tool_result = doctest.testmod(agl_rewards.evaluators)
+    assert tool_result.attempted >= 10
+    assert tool_result.failed == 0
 
 
 @pytest.mark.parametrize(

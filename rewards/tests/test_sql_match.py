@@ -23,9 +23,15 @@ MANY = ", ".join(["printf('%9999s', i)"] * 900)
 LONG = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
 
 
+PATTERN = "replace(hex(zeroblob(24990)), '00', 'a')"
+ONE_LONG_CALL = f"SELECT replace(hex(zeroblob(499990)), '00', 'a') LIKE '%' || {PATTERN} || 'b'"
+"""One instruction of SQLite's, of many seconds."""
+
+
 def most_memory() -> int:
-    """The most bytes that this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most bytes that this process, or one that it started, ever held."""
+    most = max(resource.getrusage(of).ru_maxrss for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return most * (1 if sys.platform == "darwin" else 1024)
 
 
 @pytest.fixture
@@ -55,9 +61,9 @@ def fingerprint(folder: Path) -> dict[str, bytes]:
 
 
 def test_docstring_examples_run() -> None:
-    outcome = doctest.testmod(importlib.import_module("agl_rewards.sql"))
-    assert outcome.attempted >= 2
-    assert outcome.failed == 0
+    tool_result = doctest.testmod(importlib.import_module("agl_rewards.sql"))
+    assert tool_result.attempted >= 2
+    assert tool_result.failed == 0
 
 
 @pytest.mark.parametrize(
@@ -114,6 +120,24 @@ def test_a_query_can_only_read(database: Path, query: str) -> None:
 
 async def test_a_query_without_end_is_stopped(judged: Callable[..., Any]) -> None:
     assert await judged(ENDLESS, "SELECT 1", timeout=0.05) == 0.0
+
+
+async def test_a_single_call_of_a_function_is_stopped_and_its_late_result_refused(
+    judged: Callable[..., Any], database: Path
+) -> None:
+    with pytest.raises(sqlite3.OperationalError, match=r"interrupted: it took longer than 0\.05 seconds"):
+        run_query(database, ONE_LONG_CALL, timeout=0.05, max_rows=1)
+    assert await judged(ONE_LONG_CALL, "SELECT 0", timeout=0.05) == 0.0
+
+
+@pytest.mark.parametrize("timeout", [1e-9, 1e-6])
+def test_no_time_is_too_short_to_end(database: Path, timeout: float) -> None:
+    with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+        run_query(database, ENDLESS, timeout=timeout, max_rows=1)
+
+
+async def test_a_query_that_is_no_text_is_wrong(judged: Callable[..., Any]) -> None:
+    assert await judged("SELECT '\ud800'", "SELECT 1") == 0.0
 
 
 async def test_a_query_with_too_many_rows_is_wrong(judged: Callable[..., Any]) -> None:

@@ -16,9 +16,9 @@ WORDS = st.lists(st.sampled_from(["cat", "sat", "mat", "dog"]), max_size=6).map(
 
 
 def test_docstring_examples_run() -> None:
-    outcome = doctest.testmod(importlib.import_module("agl_rewards.f1"))
-    assert outcome.attempted >= 3
-    assert outcome.failed == 0
+    tool_result = doctest.testmod(importlib.import_module("agl_rewards.f1"))
+    assert tool_result.attempted >= 3
+    assert tool_result.failed == 0
 
 
 @given(found=WORDS, expected=WORDS)

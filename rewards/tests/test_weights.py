@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from agl_core.learning import ScoringRule, build_episode, identical, score
-from agl_core.learning.outcomes import message_status
+from agl_core.builtin.credit import identical
+from agl_core.capture import message_status
+from agl_core.learning import ScoringRule, build_episode, score
 from agl_core.plugins import Kind
 from agl_core.types import (
     Attempt,
@@ -24,9 +25,9 @@ from agl_core.types import (
     Episode,
     FinishReason,
     Mode,
-    OutcomeStatus,
     Rollout,
     Task,
+    ToolStatus,
 )
 
 README = Path(__file__).parents[1] / "README.md"
@@ -48,8 +49,8 @@ def scoring(make: Any, having: str) -> list[ScoringRule]:
 
 async def judged(make: Any, having: str, result: str, *statuses: str) -> tuple[float | None, float]:
     """Terminal reward and return of an episode whose first call's tools ended like this."""
-    outcomes = [make.outcome(status) for status in statuses]
-    episode = make.episode(outcomes, [], result=result, metadata={"result": "Paris"})
+    tool_results = [make.tool_result(status) for status in statuses]
+    episode = make.episode(tool_results, [], result=result, metadata={"result": "Paris"})
     scored, errors = await score(episode, scoring(make, having), dict.fromkeys(Ending, "score"))
     assert errors == []
     return scored.terminal, identical([scored])[0][0]
@@ -86,9 +87,9 @@ def test_every_reward_table_of_the_readme_is_valid(make: Any, my_rules: ModuleTy
 
 @pytest.fixture
 def my_rules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module `my_rules`, with the README's functions that judge an outcome."""
+    """The module `my_rules`, with the README's functions that judge a tool result."""
     module = ModuleType("my_rules")
-    for block in re.findall(r"```python\n(def \w+\(outcome\):.*?)```", README.read_text(), re.DOTALL):
+    for block in re.findall(r"```python\n(def \w+\(tool_result\):.*?)```", README.read_text(), re.DOTALL):
         exec(block, module.__dict__)
     monkeypatch.setitem(sys.modules, "my_rules", module)
     return module
@@ -103,7 +104,7 @@ RETURNED = [
 
 def told_by_an_adapter(make: Any, returned: Any) -> Episode:
     """The framework's adapter saw what the tool returned."""
-    episode: Episode = make.episode([make.outcome(tool="fetch", result=returned)], terminal=0.0)
+    episode: Episode = make.episode([make.tool_result(tool="fetch", result=returned)], terminal=0.0)
     return episode
 
 
@@ -146,21 +147,21 @@ def told_by_the_next_request(make: Any, returned: Any) -> Episode:
 async def test_the_users_own_judgement_of_a_tool(
     make: Any, my_rules: ModuleType, told: Callable[[Any, Any], Episode], returned: Any, value: float
 ) -> None:
-    [tables] = [c["rewards"] for c in configurations() if "rules" in c.get("rewards", {}).get("tool_outcomes", {})]
-    rules = [ScoringRule("tool_outcomes", make.rule(Kind.REWARD, "tool_outcomes", **tables["tool_outcomes"]))]
+    [tables] = [c["rewards"] for c in configurations() if "rules" in c.get("rewards", {}).get("tool_results", {})]
+    rules = [ScoringRule("tool_results", make.rule(Kind.REWARD, "tool_results", **tables["tool_results"]))]
     scored, errors = await score(told(make, returned), rules, dict.fromkeys(Ending, "score"))
     assert errors == []
     assert [reward.value for reward in scored.transitions[0].rewards] == [value]
 
 
 @pytest.mark.parametrize(
-    "outcome", [{"result": "words"}, {"result": None}, {"result": [1]}, {"result": {"status": "?"}}]
+    "tool_result", [{"result": "words"}, {"result": None}, {"result": [1]}, {"result": {"status": "?"}}]
 )
-@pytest.mark.parametrize("status", OutcomeStatus)
+@pytest.mark.parametrize("status", ToolStatus)
 def test_the_users_own_judgement_takes_no_structure_for_granted(
-    make: Any, my_rules: ModuleType, outcome: Any, status: str
+    make: Any, my_rules: ModuleType, tool_result: Any, status: str
 ) -> None:
-    assert my_rules.http_ok(make.outcome(status, **outcome)) is (status == "ok")
+    assert my_rules.http_ok(make.tool_result(status, **tool_result)) is (status == "ok")
 
 
 def test_the_table_of_what_messages_are_read_as_is_right() -> None:

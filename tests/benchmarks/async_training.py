@@ -84,7 +84,7 @@ def run(name: str, staleness: int, folder: Path, options: argparse.Namespace) ->
         "train.group_size": GROUP_SIZE,
         "train.checkpoint_every": options.steps,
         "async.max_staleness": staleness,
-        "algorithm.grpo.importance_threshold": 2.0,
+        "algorithm.grpo.importance_cap": 2.0,
         "workers.concurrency": options.workers or options.groups * GROUP_SIZE,
         "engine.torch.threads": 1,
         "eval.every": options.steps,
@@ -116,7 +116,8 @@ def engine_seconds(process: subprocess.Popen[bytes], metrics: Path, steps: int) 
     """The engine's CPU seconds from the end of the first evaluation to the end of the last step."""
     started = None
     while process.poll() is None:
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        whole = metrics.read_text().rpartition("\n")[0] if metrics.exists() else ""  # The last may be half there.
+        lines = [json.loads(line) for line in whole.splitlines()]
         if lines and started is None:
             started = engine_cpu(process.pid)
         if any(line["kind"] == "train" and line["step"] == steps for line in lines):

@@ -148,8 +148,8 @@ class Worker:
     key: str
     load: Load
 
-    async def ask(self, connection: Connection, path: str, body: Any) -> Any:
-        return json.loads(await connection.ask(post(f"/agl/v1/{path}", self.key, body)))
+    async def ask(self, connection: Connection, path: str, body: Any, key: str | None = None) -> Any:
+        return json.loads(await connection.ask(post(f"/agl/v1/{path}", key or self.key, body)))
 
     async def lease(self, connection: Connection, capacity: int = 1) -> list[dict[str, Any]]:
         reply = await self.ask(connection, "leases", {"worker": self.name, "capacity": capacity, "wait": 10})
@@ -158,7 +158,8 @@ class Worker:
     async def close(self, connection: Connection, lease: dict[str, Any]) -> None:
         """Report that the agent finished."""
         place = f"rollouts/{lease['rollout']}/attempts/{lease['attempt']}/close"
-        await self.ask(connection, place, {"ending": "finished", "result": "09:30", "rewards": [{"value": 1.0}]})
+        report = {"ending": "finished", "result": "09:30", "rewards": [{"value": 1.0}]}
+        await self.ask(connection, place, report, lease["secret"])
         self.load.rollouts += 1
 
     async def call(self, connection: Connection, request: bytes) -> None:

@@ -209,7 +209,7 @@ async def workers(server: Server, n_workers: int, seconds: float) -> Workers:
 
     async def work(connection: Connection, worker: Worker) -> None:
         leases = await worker.lease(connection, 2)
-        held = [{"rollout": lease["rollout"], "attempt": lease["attempt"]} for lease in leases]
+        held = [{name: lease[name] for name in ("rollout", "attempt", "secret")} for lease in leases]
         started = time.perf_counter()
         await worker.ask(connection, "heartbeats", {"worker": worker.name, "attempts": held})
         worker.load.latencies.append(time.perf_counter() - started)

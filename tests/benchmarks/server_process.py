@@ -26,7 +26,7 @@ from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
-from agl_core.server.event_loop import run
+from agl_core.server.http.event_loop import run
 from agl_core.store.sqlite import SqliteStore
 
 AT_ONCE = 200

@@ -11,10 +11,10 @@ from server_records import recorded_call, some_rollouts
 
 from agl_core.plugins import Plugins
 from agl_core.server.keys import Keys
-from agl_core.server.queue import RolloutQueue
+from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Ending, Rollout
-from agl_core.wire import CloseRequest, LeaseRequest, RewardReport
+from agl_core.wire.workers import CloseRequest, LeaseRequest, RewardReport
 
 A_STEP = 0.05
 """Seconds between two times that the trainer asks."""

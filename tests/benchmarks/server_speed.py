@@ -19,7 +19,7 @@ from pathlib import Path
 from server_cores import cores, machine, pin
 from server_tables import Tables
 
-from agl_core.server.event_loop import run
+from agl_core.server.http.event_loop import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "server-performance.md"
 BEGIN, END = "<!-- measured by tests/benchmarks/server_speed.py -->", "<!-- end -->"

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from server_cores import pin
 
-from agl_core.server.event_loop import run
+from agl_core.server.http.event_loop import run
 
 PROMPT_IDS, RESPONSE_IDS = 60, 40
 SAID = "The train leaves at half past nine, so the answer to question number ######## is that you can still take it."

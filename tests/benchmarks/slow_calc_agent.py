@@ -20,7 +20,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.types import Command
 
-from agl_core.client import AgentContext
+from agl_core.worker import AgentContext
 
 MEDIAN, TAIL = float(os.environ["SLOW_TOOL_MEDIAN"]), float(os.environ["SLOW_TOOL_TAIL"])
 """Seconds, and how many times that the slowest hundredth takes at least."""

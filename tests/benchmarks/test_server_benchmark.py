@@ -20,7 +20,7 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()] for block in blocks]
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_every_request_of_the_benchmark_is_answered() -> None:
     command = [sys.executable, HERE / "server_speed.py", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

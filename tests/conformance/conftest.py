@@ -19,7 +19,7 @@ import anthropic._base_client
 import openai._base_client
 from agl_conformance.bench import Bench, running_bench
 from agl_conformance.driver import Driver
-from agl_conformance.matrix import cells
+from agl_conformance.matrix import cells, pairwise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +50,15 @@ def chosen_drivers(config: pytest.Config) -> tuple[Driver, ...]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        metafunc.parametrize("cell", list(cells(chosen_drivers(metafunc.config))), ids=str)
+        found = list(cells(chosen_drivers(metafunc.config)))
+        enough = pairwise(found)
+        metafunc.parametrize(
+            "cell",
+            [
+                pytest.param(cell, id=str(cell), marks=() if str(cell) in enough else pytest.mark.storm)
+                for cell in found
+            ],
+        )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -17,7 +17,7 @@ from agl_conformance.matrix import cells
 from example_driver import TinyDriver
 
 import agl_core.capture
-from agl_core.capture import current_attempt, outcome_report
+from agl_core.capture import current_attempt, tool_result_report
 
 HERE = Path(__file__).parent
 
@@ -63,7 +63,7 @@ class Misnaming(TinyDriver):
 
 
 class Reporting(TinyDriver):
-    """Reports an outcome that there was not."""
+    """Reports a tool result that there was not."""
 
     def build(self, scenario: Any, setting: Any) -> Any:
         program = super().build(scenario, setting)
@@ -72,7 +72,7 @@ class Reporting(TinyDriver):
             await program(question)
             active = current_attempt()
             assert active is not None
-            active.recording.outcome(outcome_report("1", "add", 3, tool_call_id="of nobody"))
+            active.recording.tool_result(tool_result_report("1", "add", 3, tool_call_id="of nobody"))
 
         return reporting
 
@@ -106,7 +106,7 @@ class Impatient(TinyDriver):
     [
         (Nameless, "the agent of"),
         (Misnaming, "'somebody else'"),
-        (Reporting, "outcomes joined with no call"),
+        (Reporting, "tool results joined with no call"),
         (Repeating, "more often than its script"),
         (Impatient, "no call for Turn"),
     ],

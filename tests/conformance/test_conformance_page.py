@@ -7,6 +7,7 @@ from pathlib import Path
 from agl_conformance.catalogue import SCENARIOS
 from agl_conformance.driver import CHAT, MESSAGES, RESPONSES
 from agl_conformance.drivers import DRIVERS
+from agl_conformance.matrix import cells, pairwise
 from agl_conformance.page import render
 
 
@@ -38,3 +39,13 @@ def test_scenarios_have_names_of_their_own_and_agents_known_by_their_prompts() -
         names = [agent.name for agent in scenario.everyone()]
         assert len(set(names)) == len(names)
         assert {turn.agent for turn in scenario.turns()} == set(names)
+
+
+def test_few_cells_show_every_pair() -> None:
+    found = [cell for cell in cells(DRIVERS) if cell.gap is None]
+    enough = pairwise(found)
+    chosen = [cell for cell in found if str(cell) in enough]
+    for one, other in (("driver", "api"), ("api", "streaming"), ("driver", "form"), ("driver", "scenario")):
+        pairs = {(str(getattr(cell, one)), str(getattr(cell, other))) for cell in found}
+        assert {(str(getattr(cell, one)), str(getattr(cell, other))) for cell in chosen} == pairs
+    assert len(chosen) < len(found) / 3

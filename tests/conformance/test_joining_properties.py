@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Attempt, Call, Choice, Ending, FinishReason, Mode, Outcome, OutcomeStatus, Rollout, Task
+from agl_core.types import Attempt, Call, Choice, Ending, FinishReason, Mode, Rollout, Task, ToolResult, ToolStatus
 
 SAID = {
-    OutcomeStatus.OK: "22 °C",
-    OutcomeStatus.ERROR: "ValueError: no such town",
-    OutcomeStatus.TIMEOUT: "TimeoutError: timed out",
-    OutcomeStatus.EMPTY: "",
+    ToolStatus.OK: "22 °C",
+    ToolStatus.ERROR: "ValueError: no such town",
+    ToolStatus.TIMEOUT: "TimeoutError: timed out",
+    ToolStatus.EMPTY: "",
 }
 """What a `tool` message says when a tool ends so."""
 
@@ -32,7 +32,7 @@ SAID = {
 class ToolPlan:
     """A tool that a response asks for, and how it is told what became of it."""
 
-    status: OutcomeStatus
+    status: ToolStatus
     reported: int
     """How often an adapter reports it: not at all, once, or twice the same."""
     echoed: int | None
@@ -54,7 +54,7 @@ class CallPlan:
     late: bool
 
 
-TOOLS = st.builds(ToolPlan, st.sampled_from(list(OutcomeStatus)), st.integers(0, 2), st.none() | st.integers(0, 3))
+TOOLS = st.builds(ToolPlan, st.sampled_from(list(ToolStatus)), st.integers(0, 2), st.none() | st.integers(0, 3))
 CALLS = st.builds(
     CallPlan,
     agent=st.sampled_from([None, "alice", "bob", "carol"]),
@@ -74,9 +74,9 @@ class Trace:
 
     rollout: str
     calls: list[Call] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    tool_results: list[ToolResult] = field(default_factory=list)
     expected: list[tuple[Any, ...]] = field(default_factory=list)
-    """(call, choice, agent, turn, the agent's turn, prompt, response ids, outcomes) of each transition, in order."""
+    """(call, choice, agent, turn, the agent's turn, prompt, response ids, tool results) by transition, in order."""
     unjoined: Counter[str] = field(default_factory=Counter)
 
 
@@ -98,10 +98,10 @@ def trace_of(plans: list[CallPlan], rollout: str) -> Trace:
             for tool in tools:
                 tool_call_id = f"call_{next(numbers)}"
                 asked.append({"id": tool_call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}})
-                outcome = Outcome(
+                tool_result = ToolResult(
                     f"report-{tool_call_id}", rollout, 0, "f", tool.status, tool_call_id, agent=plan.agent
                 )
-                trace.outcomes += [outcome] * tool.reported
+                trace.tool_results += [tool_result] * tool.reported
                 later = [each for each in counted if each > place]
                 echoed = tool.echoed is not None and later and not plan.late
                 if echoed:
@@ -109,18 +109,20 @@ def trace_of(plans: list[CallPlan], rollout: str) -> Trace:
                     message = {"role": "tool", "tool_call_id": tool_call_id, "content": SAID[tool.status]}
                     told.setdefault(carrier, []).append(message)
                 if plan.late:
-                    trace.unjoined.update([outcome.id] if tool.reported else [])
+                    trace.unjoined.update([tool_result.id] if tool.reported else [])
                 elif tool.reported or (echoed and not joins):
                     joined.append((tool_call_id, tool.status))
             message = {"role": "assistant", "content": None if asked else "done", "tool_calls": asked or None}
             choices.append(Choice(index, message, FinishReason.STOP, response, np.zeros(2, np.float32)))
             if joins:
-                joined.append((None, OutcomeStatus.OK))
+                joined.append((None, ToolStatus.OK))
             transitions.append((index, response.tolist(), joined))
         if plan.without_id:
-            outcome = Outcome(f"span-{place}", rollout, 0, "g", OutcomeStatus.OK, parent_span=span, agent=plan.agent)
-            trace.outcomes.append(outcome)
-            trace.unjoined.update([] if joins else [outcome.id])
+            tool_result = ToolResult(
+                f"span-{place}", rollout, 0, "g", ToolStatus.OK, parent_span=span, agent=plan.agent
+            )
+            trace.tool_results.append(tool_result)
+            trace.unjoined.update([] if joins else [tool_result.id])
         made.append((plan, span, tuple(choices)))
         if not plan.late:
             turn = len({each[0] for each in trace.expected})
@@ -190,7 +192,7 @@ def store(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFact
 ROLLOUTS = (f"r{number}" for number in itertools.count())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.lists(CALLS, max_size=6), st.lists(CALLS, max_size=3), st.randoms(use_true_random=False))
 def test_no_call_is_lost_doubled_or_misattributed(
     store: SqliteStore, loop: asyncio.AbstractEventLoop, plans: list[CallPlan], others: list[CallPlan], order: Any
@@ -201,17 +203,17 @@ def test_no_call_is_lost_doubled_or_misattributed(
         for each in (trace, beside)
     ]
     attempts = [Attempt(each.rollout, 0, "worker", 0.0, ending=Ending.FINISHED) for each in (trace, beside)]
-    records = [*trace.calls, *trace.outcomes, *beside.calls, *beside.outcomes]
+    records = [*trace.calls, *trace.tool_results, *beside.calls, *beside.tool_results]
     order.shuffle(records)
 
     async def through_the_store() -> Any:
         await store.put(*rollouts, *attempts)
         await asyncio.gather(*(store.put(*records[part::3]) for part in range(3)))
         calls = await store.calls([each.key for each in attempts])
-        outcomes = await store.outcomes([attempts[0].key])
+        tool_results = await store.tool_results([attempts[0].key])
         order.shuffle(calls)
-        order.shuffle(outcomes)
-        return build_episode(rollouts[0], attempts[0], calls, outcomes)
+        order.shuffle(tool_results)
+        return build_episode(rollouts[0], attempts[0], calls, tool_results)
 
     episode = loop.run_until_complete(through_the_store())
     for transition, expected in itertools.zip_longest(episode.transitions, trace.expected):
@@ -222,7 +224,7 @@ def test_no_call_is_lost_doubled_or_misattributed(
         assert (transition.agent, transition.turn, transition.agent_turn) == (agent, turn, agent_turn)
         assert bytes(transition.prompt_ids.tolist()).decode() == prompt
         assert transition.response_ids.tolist() == response
-        found = [(outcome.tool_call_id, outcome.status) for outcome in transition.outcomes]
+        found = [(tool_result.tool_call_id, tool_result.status) for tool_result in transition.tool_results]
         assert [each for each in found if each[0]] == [each for each in joined if each[0]]
         assert Counter(found) == Counter(joined)
-    assert Counter(outcome.id for outcome in episode.unjoined) == trace.unjoined
+    assert Counter(tool_result.id for tool_result in episode.unjoined) == trace.unjoined

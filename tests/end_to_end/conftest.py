@@ -93,7 +93,9 @@ class Agl:
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         path = self.folder / "runs" / run / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        # While the run goes on, the last line may be half there: it is whole once its newline is.
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
 
     def summary(self, run: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "runs" / run / "summary.json").read_text())

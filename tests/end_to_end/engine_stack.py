@@ -23,7 +23,8 @@ from agl_core.server import LightningServer
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
-from agl_core.wire import LeaseRequest, rollout_path
+from agl_core.wire.headers import rollout_path
+from agl_core.wire.workers import LeaseRequest
 from agl_torch.engine import TorchEngine
 from agl_torch.options import TorchOptions
 
@@ -62,7 +63,7 @@ class EngineStack:
 
     def client(self, key: AttemptKey) -> openai.OpenAI:
         """OpenAI's own client for an attempt."""
-        return openai.OpenAI(base_url=self.url(key), api_key=self.server.agent_key, max_retries=0)
+        return openai.OpenAI(base_url=self.url(key), api_key=self.server.keys.of_attempt(key), max_retries=0)
 
     def calls(self, key: AttemptKey) -> list[Call]:
         """What the store has of an attempt."""

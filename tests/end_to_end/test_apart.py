@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Ending, Run, Use
+from agl_core.types import AttemptKey, Ending, Run, TrainingRecord
 
 from .test_external_workers import all_attempts, held_by, slow_run
 
@@ -31,20 +31,19 @@ def url_of(serving: Any) -> str:
     return found[1]
 
 
-def recorded(store: Path) -> tuple[list[Run], list[Use], Counter[str]]:
+def recorded(store: Path) -> tuple[list[Run], list[TrainingRecord], Counter[str]]:
     """The runs, the uses of every rollout, and how many calls each attempt recorded under one id."""
 
-    async def read() -> tuple[list[Run], list[Use], Counter[str]]:
+    async def read() -> tuple[list[Run], list[TrainingRecord], Counter[str]]:
         async with SqliteStore(store, read_only=True) as opened:
             rollouts = await opened.rollouts(run="calc")
             keys = [AttemptKey(each.id, each.counted_attempt or 0) for each in rollouts]
             calls = Counter(f"{call.rollout}/{call.attempt}/{call.id}" for call in await opened.calls(keys))
-            return await opened.runs(), await opened.uses(keys), calls
+            return await opened.runs(), await opened.training_records(keys), calls
 
     return asyncio.run(read())
 
 
-@pytest.mark.slow
 def test_server_trainer_and_two_workers_apart(agl: Any) -> None:
     config, *settings = slow_run(agl, **{"server.lease": 20.0})
     serving = agl.start("serve", config, *settings)
@@ -66,15 +65,15 @@ def test_server_trainer_and_two_workers_apart(agl: Any) -> None:
     attempts = all_attempts(run / "store.sqlite")
     assert Counter(each.ending for each in attempts) == {Ending.FINISHED: ROLLOUTS}
     assert len({each.worker for each in attempts}) == 2, "both workers had some"
-    runs, uses, calls = recorded(run / "store.sqlite")
-    assert [(each.id, each.incarnation) for each in runs] == [("calc", 0)]
+    runs, training_records, calls = recorded(run / "store.sqlite")
+    assert [(each.id, each.restart) for each in runs] == [("calc", 0)]
     used = agl.summary("calc")["transitions"]
-    assert len(uses) == used["kept"] + sum(used["dropped"].values())
-    assert {use.step for use in uses} == {1, 2, 3}
+    assert len(training_records) == used["kept"] + sum(used["dropped"].values())
+    assert {record.step for record in training_records} == {1, 2, 3}
     assert set(calls.values()) == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_a_server_that_is_killed_and_started_again_only_costs_time(agl: Any) -> None:
     config, *settings = slow_run(agl)
     store = agl.folder / "runs" / "calc" / "store.sqlite"
@@ -82,7 +81,7 @@ def test_a_server_that_is_killed_and_started_again_only_costs_time(agl: Any) -> 
     url = url_of(serving)
     workers = [agl.start("worker", config, f"--server={url}", "--concurrency=6") for _ in range(2)]
     training = agl.start("train", config, f"--server={url}", *settings)
-    training.until(lambda: "step   1/3  rollouts" in training.output())
+    training.until(lambda: "step   1/3  reward" in training.output())
     training.until(lambda: sum(held_by(store, worker.process.pid) for worker in workers) > 4)
     os.kill(serving.process.pid, signal.SIGKILL)
     serving.process.wait(30)
@@ -102,15 +101,15 @@ def test_a_server_that_is_killed_and_started_again_only_costs_time(agl: Any) -> 
     counted = Counter(each.ending for each in attempts)
     assert counted[Ending.FINISHED] == ROLLOUTS, "each rollout ended once, and well"
     assert set(counted) <= {Ending.FINISHED, Ending.LOST}
-    runs, uses, calls = recorded(store)
-    assert [each.incarnation for each in runs] == [0], "the trainer never stopped"
-    assert len({use.key for use in uses}) == len(uses)
-    per_step = Counter(use.step for use in uses)
+    runs, training_records, calls = recorded(store)
+    assert [each.restart for each in runs] == [0], "the trainer never stopped"
+    assert len({record.key for record in training_records}) == len(training_records)
+    per_step = Counter(record.step for record in training_records)
     assert per_step.keys() == {1, 2, 3}
     assert all(found == 1 for found in calls.values())
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_a_trainer_that_is_killed_is_resumed_and_workers_wait_meanwhile(agl: Any) -> None:
     small = {"train.steps": 2, "train.groups_per_step": 1, "eval.tasks": 1, "train.checkpoint_every": 1}
     config, *settings = slow_run(agl, **small)
@@ -119,7 +118,7 @@ def test_a_trainer_that_is_killed_is_resumed_and_workers_wait_meanwhile(agl: Any
     url = url_of(serving)
     worker = agl.start("worker", config, f"--server={url}", "--concurrency=6")
     training = agl.start("train", config, f"--server={url}", *settings)
-    training.until(lambda: "step   1/2  update" in training.output())
+    training.until(lambda: "step   1/2  reward" in training.output())
     training.until(lambda: held_by(run / "store.sqlite", worker.process.pid) > 0)
     training.kill()
     serving.until(lambda: "was not heard of" in serving.output())
@@ -128,9 +127,9 @@ def test_a_trainer_that_is_killed_is_resumed_and_workers_wait_meanwhile(agl: Any
 
     assert agl.summary("calc")["steps"] == 2
     assert worker.wait(60) == 0, worker.output()
-    runs, uses, _ = recorded(run / "store.sqlite")
-    assert [(each.incarnation, each.resumed_step) for each in runs] == [(0, None), (1, 1)]
-    assert {use.step for use in uses} >= {1, 2}
+    runs, training_records, _ = recorded(run / "store.sqlite")
+    assert [(each.restart, each.resumed_step) for each in runs] == [(0, None), (1, 1)]
+    assert {record.step for record in training_records} >= {1, 2}
     refused = agl.start("train", config, f"--server={url}", *settings)
     assert refused.wait(60) == 2
     assert "has been trained already" in refused.output()

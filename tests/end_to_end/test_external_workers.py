@@ -88,7 +88,8 @@ def slow_run(agl: Any, **changes: Any) -> list[str]:
     return ["slow.toml", *(f"--set={key}={json.dumps(value)}" for key, value in {**SETTINGS, **changes}.items())]
 
 
-@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.storm
 def test_workers_that_are_killed_or_sleep_only_cost_time(agl: Any) -> None:
     arguments = slow_run(agl, **{"server.lease": 4.0})
     workers = [agl.start("worker", "slow.toml", "--concurrency=4") for _ in range(2)]
@@ -118,7 +119,7 @@ def test_workers_that_are_killed_or_sleep_only_cost_time(agl: Any) -> None:
         assert "0 running" in worker.output()
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_a_worker_follows_a_run_that_is_killed_and_resumed(agl: Any) -> None:
     arguments = slow_run(agl, **{"train.steps": 2, "train.checkpoint_every": 1})
     worker = agl.start("worker", "slow.toml", "--concurrency=4")

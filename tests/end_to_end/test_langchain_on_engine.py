@@ -26,8 +26,6 @@ from agl_core.types import AttemptKey, Call, Choice, FinishReason
 
 from .engine_stack import CONTEXT, EngineStack, engine_stack
 
-pytestmark = pytest.mark.slow
-
 needs_wit = pytest.mark.xfail(
     reason="needs a model that can follow instructions: this one calls no tool by itself, and gives no arguments",
     raises=AssertionError,
@@ -283,10 +281,11 @@ def assert_spliced(stack: EngineStack, first: Call, second: Call, choice: int = 
 
 def chat_openai_params(stack: EngineStack, key: AttemptKey | None = None) -> dict[str, Any]:
     """What `ChatOpenAI` needs to work on an attempt, by default on a new one."""
+    key = key or stack.lease()
     return {
         "model": "default",
-        "base_url": stack.url(key or stack.lease()),
-        "api_key": stack.server.agent_key,
+        "base_url": stack.url(key),
+        "api_key": stack.server.keys.of_attempt(key),
         "stream_usage": True,
         "max_retries": 0,
         # LangChain shares one async client between models; here each test has an event loop of its own.

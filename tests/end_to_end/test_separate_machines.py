@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agl_core.types import Ending
-from agl_core.wire import OPERATOR_KEY, WORKER_KEY
+from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
 from .conftest import Agl
 from .test_apart import ROLLOUTS, STEPS, recorded
@@ -68,7 +68,7 @@ def machine(tmp_path: Path) -> Iterator[Callable[[str], Agl]]:
         yield make
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_a_run_over_a_network(machine: Callable[[str], Agl], monkeypatch: Any) -> None:
     for each in (WORKER_KEY, OPERATOR_KEY):
         monkeypatch.delenv(each, raising=False)
@@ -87,7 +87,7 @@ def test_a_run_over_a_network(machine: Callable[[str], Agl], monkeypatch: Any) -
     assert "[engine.torch] host" in deaf.output()
     training = trainer.start("train", config, at_server, *settings, "--set=engine.torch.host=10.77.1.2")
 
-    training.until(lambda: "step   1/3  rollouts" in training.output())
+    training.until(lambda: "step   1/3  reward" in training.output())
     workers[0].kill()
     again = others[0].start("worker", config, f"--server=http://10.77.2.1:{PORT}", "--concurrency=6")
     assert training.wait() == 0, training.output()
@@ -102,6 +102,6 @@ def test_a_run_over_a_network(machine: Callable[[str], Agl], monkeypatch: Any) -
     endings = Counter(each.ending for each in all_attempts(store))
     assert endings[Ending.FINISHED] == ROLLOUTS
     assert set(endings) <= {Ending.FINISHED, Ending.LOST}
-    _, uses, calls = recorded(store)
-    assert {use.step for use in uses} == {1, 2, 3}
+    _, training_records, calls = recorded(store)
+    assert {record.step for record in training_records} == {1, 2, 3}
     assert set(calls.values()) == {1}

@@ -13,12 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Call, Mode, Rollout, Use
-from agl_core.wire import HEADER_AGENT
+from agl_core.types import AttemptKey, Call, Mode, Rollout, TrainingRecord
+from agl_core.wire.headers import HEADER_AGENT
 
 from .engine_stack import make_policy
-
-pytestmark = pytest.mark.slow
 
 AGENT = f'''
 import openai
@@ -86,24 +84,33 @@ def configuration(folder: Path, name: str, train: Mapping[str, Any], **policies:
                 },
                 "rewards": {"brevity": {}},
                 "engine": {"name": "torch", "torch": {"cache_mib": 32, "threads": 1}},
-                "trackers": {},
+                "trackers": {"tensorboard": False},
             }
         )
     )
     return file
 
 
-def recorded(run: Path) -> tuple[dict[str, Rollout], list[Call], dict[str, Use], dict[str, float]]:
+def recorded(run: Path) -> tuple[dict[str, Rollout], list[Call], dict[str, TrainingRecord], dict[str, float]]:
     """Training rollouts by id, their calls, what was made of each call, and the terminal rewards."""
 
     async def read() -> Any:
         async with SqliteStore(run / "store.sqlite", read_only=True) as store:
             rollouts = {each.id: each for each in await store.rollouts(mode=Mode.TRAIN)}
             keys = [AttemptKey(each.id, each.counted_attempt or 0) for each in rollouts.values()]
-            calls, uses, rewards = await store.calls(keys), await store.uses(keys), await store.rewards(keys)
-            return rollouts, calls, {use.call: use for use in uses}, {each.rollout: each.value for each in rewards}
+            calls, training_records, rewards = (
+                await store.calls(keys),
+                await store.training_records(keys),
+                await store.rewards(keys),
+            )
+            return (
+                rollouts,
+                calls,
+                {record.call: record for record in training_records},
+                {each.rollout: each.value for each in rewards},
+            )
 
-    found: tuple[dict[str, Rollout], list[Call], dict[str, Use], dict[str, float]] = asyncio.run(read())
+    found: tuple[dict[str, Rollout], list[Call], dict[str, TrainingRecord], dict[str, float]] = asyncio.run(read())
     return found
 
 
@@ -144,16 +151,16 @@ def test_a_frozen_policy_stays_byte_identical_while_another_is_trained(agl: Any,
         )
         assert trainer_state(run, step, "critic")["version"] == 0
         assert trainer_state(run, step, "writer")["version"] == step
-    rollouts, calls, uses, rewards = recorded(run)
+    rollouts, calls, training_records, rewards = recorded(run)
     assert len(calls) == 3 * len(rollouts) == 3 * 8 * STEPS
     for call in calls:
         assert call.policy == POLICY[call.agent or ""]
         assert call.version == (rollouts[call.rollout].step - 1 if call.policy == "writer" else 0)
-        use = uses[call.id]
+        record = training_records[call.id]
         # Untrained, the critic's calls still have their share of the return, as the run's rule gives it.
-        assert use.credit == pytest.approx(rewards[call.rollout])
-        assert (use.dropped == "untrained_agent") == (call.policy == "critic")
-    assert sum(use.weight for use in uses.values()) > 0
+        assert record.credit == pytest.approx(rewards[call.rollout])
+        assert (record.dropped == "untrained_agent") == (call.policy == "critic")
+    assert sum(record.weight for record in training_records.values()) > 0
 
 
 def test_two_adapters_learn_by_their_own_rules_and_one_can_be_frozen_later(agl: Any, folder: Path) -> None:
@@ -178,14 +185,14 @@ def test_two_adapters_learn_by_their_own_rules_and_one_can_be_frozen_later(agl: 
         assert trainer_state(run, STEPS, policy)["version"] == STEPS
         assert moved(weights(run, 1, policy, adapter), weights(run, STEPS, policy, adapter))
         assert not weights(run, STEPS, policy).exists()
-    rollouts, calls, uses, rewards = recorded(run)
+    rollouts, calls, training_records, rewards = recorded(run)
     for call in calls:
         assert (call.policy, call.version) == (POLICY[call.agent or ""], rollouts[call.rollout].step - 1)
         # The critic has the whole return of its episode; the writer what a call earned by itself, which is all
         # that is earned, at the last one.
         last = call.sequence == 2
         earned = rewards[call.rollout] if call.policy == "critic" or last else 0.0
-        assert uses[call.id].credit == pytest.approx(earned)
+        assert training_records[call.id].credit == pytest.approx(earned)
     line = [each for each in agl.metrics("adapters") if each["kind"] == "train"][-1]
     assert "update/writer/value_loss" in line
     assert line["update/critic/kl_reference"] > 0

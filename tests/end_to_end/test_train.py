@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode
@@ -37,7 +41,6 @@ def second_turn_reuse(path: Path) -> float:
     return reused / prefix
 
 
-@pytest.mark.slow
 def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     output = agl.run(*agl.calc("seed=3", "trackers.tensorboard={}"), "--seed", "5")
     folder = agl.folder / "runs" / "calc"
@@ -57,7 +60,9 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2, 4]
     assert second_turn_reuse(folder / "store.sqlite") >= 0.9
-    for promised in ("before", "after", "transitions", "checkpoint", "store.sqlite", "next: agl"):
+    step_line = r"(?m)^step +(\d)/4  reward [\d.]+  \d+ \+ \d+ tokens  rollouts .* s  update .* s$"
+    assert re.findall(step_line, output) == ["1", "2", "3", "4"]
+    for promised in ("before", "after", "transitions", "checkpoint", "runs/calc/model", "store.sqlite", "next: agl"):
         assert promised in output
 
     listed = agl.run("rollouts", folder, "--step=1", "--mode=train", "--limit=100")
@@ -71,8 +76,19 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     for credit, advantage in re.findall(r"credit (\S+)  advantage (\S+)", explained):
         assert float(advantage) == pytest.approx((float(credit) - float(mean)) / float(std), rel=2e-3)
 
-    evaluated = agl.run("eval", folder)
-    assert "eval_templates" in evaluated
+    printed = agl.run("eval", folder, "--step=3", "--json")
+    evaluated = json.loads(printed[printed.index("{\n") :])  # Before it, on the error stream, what is under way.
+    assert {entry["set"] for entry in evaluated["evaluations"]} == {"eval", "eval_templates"}
+    last = agl.metrics("calc")[-1]
+    assert (last["kind"], last["step"], last["restart"]) == ("eval", 3, 1)
+    for entry in evaluated["evaluations"]:
+        assert last[f"{entry['set']}/{entry['mode']}/reward/mean"] == entry["reward"]
+    assert "superseded" not in agl.run("rollouts", folder, "--step=4", "--mode=train")
+
+    saved = load_file(folder / "checkpoints" / "step-000004" / "default" / "model" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    assert saved
+    assert all(torch.equal(weights, loaded[name]) for name, weights in saved.items())
 
 
 def with_an_advantage(path: Path) -> str:
@@ -81,13 +97,13 @@ def with_an_advantage(path: Path) -> str:
     async def read() -> str:
         async with SqliteStore(path, read_only=True) as store:
             rollouts = await store.rollouts(mode=Mode.TRAIN)
-            uses = await store.uses(AttemptKey(r.id, r.counted_attempt or 0) for r in rollouts)
-        return next(use.rollout for use in uses if use.advantage)
+            training_records = await store.training_records(AttemptKey(r.id, r.counted_attempt or 0) for r in rollouts)
+        return next(record.rollout for record in training_records if record.advantage)
 
     return asyncio.run(read())
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_agents_that_crash_hang_or_make_no_call_do_not_stop_training(agl: Any) -> None:
     (agl.folder / "bad_agent.py").write_text(
         """

@@ -89,13 +89,13 @@ def _check_metrics(path: Path, steps: int) -> None:
 
 
 def _effective(recorded: Recorded, steps: int, *, may_wait: bool) -> dict[int, list[Rollout]]:
-    """By step, the training rollouts of the incarnation whose step counts.
+    """By step, the training rollouts of the restart whose step counts.
 
     Where groups may wait for a later step than they were planned for (`may_wait`), those that none has used do not
-    count: the next incarnation begins them again.
+    count: the next restart begins them again.
     """
     of_group = {rollout.id: rollout.group for rollout in recorded.rollouts}
-    used_at = {of_group[use.rollout]: use.step for use in recorded.uses}
+    used_at = {of_group[record.rollout]: record.step for record in recorded.training_records}
     made: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in recorded.rollouts:
         step = used_at.get(rollout.group, 0 if may_wait else rollout.step)
@@ -105,8 +105,8 @@ def _effective(recorded: Recorded, steps: int, *, may_wait: bool) -> dict[int, l
 
 
 def _counts(rollout: Rollout, step: int, runs: Iterable[Run]) -> bool:
-    """Whether no later incarnation went on from before this step of the rollout's."""
-    later = [run for run in runs if run.incarnation > rollout.incarnation]
+    """Whether no later restart went on from before this step of the rollout's."""
+    later = [run for run in runs if run.restart > rollout.restart]
     return all(run.resumed_step is not None and step <= run.resumed_step for run in later)
 
 
@@ -132,9 +132,9 @@ def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger
     calls: dict[AttemptKey, list[Call]] = defaultdict(list)
     for call in _each_once(recorded.calls):
         calls[call.key].append(call)
-    uses: dict[TransitionKey, list[Any]] = defaultdict(list)
-    for use in recorded.uses:
-        uses[use.key].append(use)
+    training_records: dict[TransitionKey, list[Any]] = defaultdict(list)
+    for record in recorded.training_records:
+        training_records[record.key].append(record)
     used: set[TransitionKey] = set()
     trained: list[list[Any]] = []
     for step in sorted(made):
@@ -145,15 +145,15 @@ def _check_samples(recorded: Recorded, made: Mapping[int, list[Rollout]], ledger
                 if call.late:
                     continue
                 key = TransitionKey(*call.key, call.id, 0)
-                assert [use.step for use in uses[key]] == [step], (key, uses[key])
+                assert [record.step for record in training_records[key]] == [step], (key, training_records[key])
                 used.add(key)
-                if uses[key][0].dropped is None:
+                if training_records[key][0].dropped is None:
                     assert call.version is not None
                     assert step - 1 - staleness <= call.version <= step - 1, (step, call.version)
                     batch.append([*key, _checksum(call)])
         trained.append(sorted(batch))
     effective = {rollout.id for rollouts in made.values() for rollout in rollouts}
-    strays = [key for key in uses if key.rollout in effective and key not in used]
+    strays = [key for key in training_records if key.rollout in effective and key not in used]
     assert strays == [], f"used in training, and not of an attempt that counts: {strays}"
     saved = json.loads(ledger.read_text())
     assert [sorted(update) for update in saved["updates"]] == [batch for batch in trained if batch]

@@ -19,10 +19,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 import agl_core
-from agl_core.plugins import NoOptions, Register
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.registering import NoOptions, RegisterAlgorithm, RegisterEngine, RegisterReward, RegisterTaskSource
 from agl_core.types import Batch, Episode, Logprobs, Task, Tokens
-from agl_core.wire import HEADER_POLICY
+from agl_core.wire.headers import HEADER_POLICY
 
 sys.path.append(str(Path(__file__).parents[2] / "core" / "tests" / "server"))
 
@@ -145,12 +145,12 @@ class _Counting:
 
 
 @agl_core.hookimpl
-def register_engines(register: Register) -> None:
+def register_engines(register: RegisterEngine) -> None:
     register("ledger", LedgerEngine, options=LedgerOptions)
 
 
 @agl_core.hookimpl
-def register_algorithms(register: Register) -> None:
+def register_algorithms(register: RegisterAlgorithm) -> None:
     def build(options: NoOptions) -> _NoAlgorithm:
         return _NoAlgorithm()
 
@@ -158,7 +158,7 @@ def register_algorithms(register: Register) -> None:
 
 
 @agl_core.hookimpl
-def register_task_sources(register: Register) -> None:
+def register_task_sources(register: RegisterTaskSource) -> None:
     def build(options: NoOptions, folder: Path, seed: int) -> _Counting:
         return _Counting()
 
@@ -166,7 +166,7 @@ def register_task_sources(register: Register) -> None:
 
 
 @agl_core.hookimpl
-def register_rewards(register: Register) -> None:
+def register_rewards(register: RegisterReward) -> None:
     def parity(episode: Episode) -> float:
         return float(zlib.crc32(episode.rollout.encode()) % 2)
 

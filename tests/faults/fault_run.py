@@ -23,7 +23,7 @@ import tomli_w
 from fault_agent import NOTES
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Attempt, Call, Rollout, Run, Use
+from agl_core.types import Attempt, Call, Rollout, Run, TrainingRecord
 
 HERE = Path(__file__).parent
 AGL = Path(sys.executable).with_name("agl")
@@ -77,7 +77,7 @@ class Recorded:
     rollouts: list[Rollout]
     attempts: list[Attempt]
     calls: list[Call]
-    uses: list[Use]
+    training_records: list[TrainingRecord]
 
 
 def _train(run: TinyRun) -> list[str]:
@@ -263,7 +263,7 @@ class TinyRun:
                 runs, rollouts = await store.runs(), await store.rollouts()
                 attempts = [attempt for each in rollouts for attempt in await store.attempts(each.id)]
                 keys = [attempt.key for attempt in attempts]
-                return Recorded(runs, rollouts, attempts, await store.calls(keys), await store.uses(keys))
+                return Recorded(runs, rollouts, attempts, await store.calls(keys), await store.training_records(keys))
 
         return asyncio.run(read())
 
@@ -308,7 +308,7 @@ def _is_forked(pid: int) -> bool:
     """Whether this is the process of an agent, and lives."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "agl_core.client.forker" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "agl_core.worker.runners.forker" in process.cmdline()
     except psutil.Error:
         return False
 
@@ -340,7 +340,7 @@ def _configuration(place: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         "rewards": {"parity": {}},
         "algorithm": {"name": "none"},
         "engine": {"name": "ledger"},
-        "trackers": {},
+        "trackers": {"tensorboard": False},
     }
     for key, value in changes.items():
         *tables, last = key.split(".")

@@ -1,6 +1,6 @@
 """A Lightning Server in a process that a test may kill: `python killable_server.py STORE SCRIPTED_UPSTREAM_FOLDER`.
 
-Prints one line of JSON (base URL, key and the attempts it leased out) and serves until it is killed.
+Prints one line of JSON (base URL, and path and key of each attempt that it leased out) and serves until it is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Mode, Rollout, Task
-from agl_core.wire import LeaseRequest
+from agl_core.wire.workers import LeaseRequest
 
 ROLLOUTS = 16
 
@@ -35,7 +35,7 @@ async def serve(store_path: Path) -> None:
                 [Rollout(f"{name}-{i}", "run", 0, name, Task("t", "?"), Mode.TRAIN, 1, i) for i in range(ROLLOUTS)]
             )
             reply = await server.queue.lease(LeaseRequest(worker="w", capacity=ROLLOUTS))
-            ready = {"url": server.base_url, "key": server.agent_key, "paths": [lease.path for lease in reply.leases]}
+            ready = {"url": server.base_url, "attempts": [[lease.path, lease.key] for lease in reply.leases]}
             sys.stdout.write(json.dumps(ready) + "\n")
             sys.stdout.flush()
             await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""`make faults`: storms until AGL_FAULT_KILLS kills are done, in every shape of a run, and a table of the outcome.
+"""`make faults`: storms until AGL_FAULT_KILLS kills are done, in every shape of a run, and a table of the results.
 
 Every storm has a folder and a seed of its own, made of AGL_FAULT_SEED. What is done is kept in runs/faults-SEED.jsonl:
 with the same seed, an interrupted series goes on where it was. No storm is begun after AGL_FAULT_MINUTES. The folder of

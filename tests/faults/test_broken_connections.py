@@ -14,12 +14,12 @@ from fault_proxy import Direction, FaultyProxy, How
 from fault_run import TinyRun, free_port
 from scripted_upstream import ScriptedUpstream
 
-from agl_core.wire import WORKER_KEY
+from agl_core.wire.keys import WORKER_KEY
 
 STEPS = 6
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_between_worker_and_server_and_between_agent_and_gateway(
     tiny_run: Callable[..., TinyRun], chance: random.Random
 ) -> None:
@@ -36,7 +36,7 @@ def test_between_worker_and_server_and_between_agent_and_gateway(
     check_ended(run, steps)
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_between_gateway_and_model_server(tiny_run: Callable[..., TinyRun], seed: int) -> None:
     run = tiny_run(**{"train.steps": STEPS, "engine.ledger": {"seed": seed, "breaking": 0.3}})
     run.start()

@@ -21,7 +21,8 @@ SETTLING = 2.0
 YEAR = 365 * 86_400.0
 
 
-@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.storm
 def test_jumps_of_the_wall_clock_cost_nothing(tiny_run: Callable[..., TinyRun], chance: random.Random) -> None:
     run = tiny_run(**{"server.lease": LEASE})
     jump(run, 0.0)

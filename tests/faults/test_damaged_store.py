@@ -71,7 +71,7 @@ def content(folder: Path) -> Mapping[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("store.sqlite*") if path.suffix != ".lock"}
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_and_left_alone(
     stopped: TinyRun, chance: random.Random, damage: Callable[[Path, random.Random], None]
@@ -104,7 +104,7 @@ def until_ended_or_serving(part: Part) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_a_damaged_log_is_read_up_to_the_damage(tiny_run: Callable[..., TinyRun], chance: random.Random) -> None:
     """That is what SQLite does with a log that was cut off: what came later was never there, and training goes on."""
     run = tiny_run(workers=1)

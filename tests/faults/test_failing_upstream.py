@@ -15,7 +15,7 @@ from agl_core.types import Ending
 STEPS = 5
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_agents_get_errors_and_training_goes_on(tiny_run: Callable[..., TinyRun], seed: int) -> None:
     run = tiny_run(
         environment={RETRIES: "0"},

@@ -72,11 +72,11 @@ FAULTS = {
     "a probability is another": sql(f"UPDATE choices SET logprobs = {ANOTHER.format('logprobs')} WHERE {CHOICE}"),
     "a call does not count": sql(f"UPDATE calls SET late = 1 WHERE {FIRST.format('calls')}"),
     "a call was sampled by older weights": sql("UPDATE calls SET version = 0 WHERE version = 1"),
-    "a sample was not used": sql(f"DELETE FROM uses WHERE {FIRST.format('uses')}"),
+    "a sample was not used": sql(f"DELETE FROM training_records WHERE {FIRST.format('training_records')}"),
     "a sample was used twice": sql(
-        "INSERT INTO uses (attempt_key, call, choice, step, credit, advantage, weight, dropped) "
-        "SELECT attempt_key, call, choice, 7, credit, advantage, weight, dropped FROM uses "
-        f"WHERE {FIRST.format('uses')}"
+        "INSERT INTO training_records (attempt_key, call, choice, step, credit, advantage, weight, dropped) "
+        "SELECT attempt_key, call, choice, 7, credit, advantage, weight, dropped FROM training_records "
+        f"WHERE {FIRST.format('training_records')}"
     ),
     "a rollout is open": sql(f"UPDATE rollouts SET state = 'running' WHERE {FIRST.format('rollouts')}"),
     "a rollout was lost": sql(f"UPDATE rollouts SET ending = 'lost' WHERE {FIRST.format('rollouts')}"),
@@ -88,12 +88,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_a_run_that_went_well_passes(ended: TinyRun) -> None:
     check_ended(ended, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_noticed(ended: TinyRun, tmp_path: Path, fault: str) -> None:
     shutil.copytree(ended.place, tmp_path / "copy")

@@ -23,7 +23,7 @@ def may_mount() -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 @pytest.mark.timeout(3 * PATIENCE + 60)
 @pytest.mark.skipif(not may_mount(), reason="this system lets users mount no disk of their own (unshare)")
 def test_a_full_disk_only_costs_time(tmp_path: Path, seed: int) -> None:

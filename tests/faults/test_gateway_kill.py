@@ -25,12 +25,13 @@ END_TOKEN = 256
 
 async def talk(session: aiohttp.ClientSession, ready: dict[str, Any], number: int, log: list[dict[str, Any]]) -> None:
     """Call the gateway until it is gone, noting every reply that came back whole."""
-    url = f"{ready['url']}{ready['paths'][number % len(ready['paths'])]}/v1/chat/completions"
+    path, key = ready["attempts"][number % len(ready["attempts"])]
+    url, headers = f"{ready['url']}{path}/v1/chat/completions", {"Authorization": f"Bearer {key}"}
     turn = 0
     while True:
         messages = [{"role": "user", "content": f"client {number} turn {turn}"}]
         try:
-            async with session.post(url, json={"model": "default", "messages": messages}) as response:
+            async with session.post(url, json={"model": "default", "messages": messages}, headers=headers) as response:
                 reply = await response.json()
         except (aiohttp.ClientError, ConnectionError, json.JSONDecodeError):
             return
@@ -50,7 +51,7 @@ async def acknowledged_before_kill(store: Path, chance: random.Random) -> list[d
     ready = json.loads(await server.stdout.readline())
     log: list[dict[str, Any]] = []
     enough = chance.randint(20, 200)
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {ready['key']}"}) as session:
+    async with aiohttp.ClientSession() as session:
         clients = [asyncio.create_task(talk(session, ready, n, log)) for n in range(CLIENTS)]
         while len(log) < enough:
             for client in clients:
@@ -69,7 +70,7 @@ async def recorded(store: Path) -> dict[str, Call]:
         return {call.id: call for call in await reopened.calls(keys)}
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 async def test_every_acknowledged_call_survives_the_kill_of_the_server(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")

@@ -12,7 +12,7 @@ from fault_storm import drawn_run, storm
 KILLS = 6
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kills_at_random_moments_only_cost_time(

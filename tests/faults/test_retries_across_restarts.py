@@ -14,10 +14,11 @@ from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.retries import HEADER_STAINLESS
+from agl_core.server.gateway.retries import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
-from agl_core.wire import HEADER_RETRY, Lease, LeaseRequest
+from agl_core.wire.headers import HEADER_RETRY
+from agl_core.wire.workers import Lease, LeaseRequest
 
 ROLLOUT = Rollout("r", "run", 0, "g", Task("t", "?"), Mode.TRAIN, 1, 0)
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}

@@ -59,7 +59,8 @@ def lose_what_is_held(run: TinyRun, worker: Part, alone: bool) -> tuple[set[Atte
     return held, ended
 
 
-@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.storm
 def test_what_a_stopped_worker_comes_back_with_does_not_count(
     tiny_run: Callable[..., TinyRun], chance: random.Random
 ) -> None:
@@ -75,13 +76,14 @@ def test_what_a_stopped_worker_comes_back_with_does_not_count(
     recorded = run.recorded()
     counted = {(rollout.id, rollout.counted_attempt) for rollout in recorded.rollouts}
     assert not held & counted
-    assert not {(use.rollout, use.attempt) for use in recorded.uses} & held
+    assert not {(record.rollout, record.attempt) for record in recorded.training_records} & held
     after = [attempt for attempt in recorded.attempts if attempt.key in held]
     assert {attempt.ending for attempt in after} == {Ending.LOST}
     assert all("reported later" in (attempt.error or "") for attempt in after if attempt.key in ended)
 
 
-@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.storm
 def test_a_worker_that_was_away_at_the_last_step_ends(tiny_run: Callable[..., TinyRun]) -> None:
     run = tiny_run(**{"train.steps": 2})
     run.start()

@@ -19,14 +19,14 @@ from agl_algorithms.prepared import samples_of
 from agl_core.config.models import OptimizerSection
 from agl_core.learning import PolicyCredit, ScoringRule, StepBatches, make_batches, score
 from agl_core.learning.rewards import reported
-from agl_core.learning.screening import screen
-from agl_core.plugins import Kind, NoOptions, Plugins
+from agl_core.learning.trainable import screen
+from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import PolicySpec
-from agl_core.store.sqlite import SqliteStore, build
+from agl_core.store.sqlite import SqliteOptions, SqliteStore, build
 from agl_core.training.recorded import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
-from agl_torch.model import LoadedModel, load_model
-from agl_torch.trainer import PolicyTrainer
+from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.training.trainer import PolicyTrainer
 
 PLUGINS = Plugins.load()
 JUDGED = dict.fromkeys(Ending, "score")
@@ -44,7 +44,7 @@ class Way:
 
 WAYS = (
     Way("grpo", "identical"),
-    Way("grpo", "stepwise", (("importance_threshold", 2.0), ("importance_level", "sequence"), ("ratio", "sequence"))),
+    Way("grpo", "stepwise", (("importance_cap", 2.0), ("importance_level", "sequence"), ("ratio", "sequence"))),
     Way("grpo", "air", (("beta", 0.04), ("aggregation", "token-mean"))),
     Way("ppo", "discounted", (("minibatches", 2),)),
     Way("ppo", "immediate", (("across_calls", True),), CreditKind.REWARD),
@@ -54,11 +54,11 @@ WAYS = (
 
 
 def tools(episode: Episode) -> list[Reward]:
-    """A rule that rewards calls: ±0.25 for each outcome."""
+    """A rule that rewards calls: ±0.25 for each tool result."""
     return [
         Reward(episode.rollout, 0, f"{o.tool}.{n}", 0.25 if o.status == "ok" else -0.25, "", t.key.call, t.key.choice)
         for t in episode.transitions
-        for n, o in enumerate(t.outcomes)
+        for n, o in enumerate(t.tool_results)
     ]
 
 
@@ -74,7 +74,7 @@ async def judged(
 ) -> list[list[Episode]]:
     """Through a real store and the reward rules; groups as they were planned. StoreError if a record is refused."""
     folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
-    store: SqliteStore = build(NoOptions(), folder)
+    store: SqliteStore = build(SqliteOptions(), folder)
     async with store:
         await store.put(*data.records)
         known = {r.id: r for r in await store.rollouts()}
@@ -112,7 +112,7 @@ class Line:
         Asserts that every transition is accounted for once, and that nothing that is left of it is not finite.
         """
         prepared = credited(way, groups, min_group_size)
-        found = {use.key: str(use.dropped) for use in prepared.dropped}
+        found = {record.key: str(record.dropped) for record in prepared.dropped}
         assert len(found) == len(prepared.dropped)
         assert set(found.values()) <= set(DropReason)
         for batch in prepared.batches.values():

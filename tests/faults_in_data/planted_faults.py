@@ -17,13 +17,14 @@ from agl_core.types import (
     Ending,
     FinishReason,
     Mode,
-    Outcome,
-    OutcomeStatus,
     Reward,
     Rollout,
     RolloutState,
     Sampling,
+    Source,
     Task,
+    ToolResult,
+    ToolStatus,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -108,6 +109,7 @@ CALL: Mapping[str, Faults] = {
     "reused": ((-1, TRAINED),),
     "late": ((True, GONE),),
     "retry_of": harmless,
+    "pruned": ((True, REFUSED),),
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }
 CHOICE: Mapping[str, Faults] = {
@@ -144,12 +146,12 @@ CHOICE: Mapping[str, Faults] = {
     ),
     "parse_error": harmless,
 }
-OUTCOME: Mapping[str, Faults] = {
+TOOL_RESULT: Mapping[str, Faults] = {
     "id": (("", TRAINED), ("r1-o", TRAINED)),
     "rollout": (("nobody", TRAINED),),
     "attempt": ((7, TRAINED),),
     "tool": (("", TRAINED),),
-    "status": tuple((each, TRAINED) for each in OutcomeStatus),
+    "status": tuple((each, TRAINED) for each in ToolStatus),
     "tool_call_id": ((None, TRAINED), ("", TRAINED), ("nothing", TRAINED)),
     "arguments": ((None, TRAINED), ([NAN, INF], TRAINED), (object(), REFUSED)),
     "result": ((None, TRAINED), (NAN, TRAINED), ({"a": [None]}, TRAINED)),
@@ -159,6 +161,8 @@ OUTCOME: Mapping[str, Faults] = {
     "parent_span": ((None, TRAINED), ("r0-s0", TRAINED), ("nothing", TRAINED)),
     "started": ((None, TRAINED), (NAN, TRAINED), (INF, TRAINED)),
     "ended": ((None, TRAINED), (NAN, TRAINED), (-INF, TRAINED)),
+    "source": tuple((each, TRAINED) for each in Source),
+    "adapter": harmless,
 }
 REWARD: Mapping[str, Faults] = {
     "rollout": (("nobody", TRAINED),),
@@ -185,12 +189,13 @@ ATTEMPT: Mapping[str, Faults] = {
 ROLLOUT: Mapping[str, Faults] = {
     "id": (("nobody", NOT_RUN), ("nul\0", REFUSED)),
     "run": (("", TRAINED),),
-    "incarnation": ((-1, TRAINED), (HUGE, REFUSED)),
+    "restart": ((-1, TRAINED), (HUGE, REFUSED)),
     "group": (("", WholeEpisode(DropReason.GROUP_TOO_SMALL)), ("rg1", TRAINED)),
     "task": ((Task("", None, "", {}), TRAINED), (Task("t", object()), REFUSED)),
     "mode": tuple((each, TRAINED) for each in Mode),
     "step": ((-1, TRAINED),),
     "member": ((-1, TRAINED), (1, TRAINED)),
+    "position": ((-1, TRAINED), (HUGE, REFUSED)),
     "state": tuple((each, TRAINED) for each in RolloutState),
     "counted_attempt": ((None, NOT_RUN), (7, NOT_RUN), (-1, NOT_RUN)),
     "ending": tuple((each, TRAINED) for each in (None, *Ending)),
@@ -198,7 +203,7 @@ ROLLOUT: Mapping[str, Faults] = {
 PLANTED: Mapping[type, Mapping[str, Faults]] = {
     Call: CALL,
     Choice: CHOICE,
-    Outcome: OUTCOME,
+    ToolResult: TOOL_RESULT,
     Reward: REWARD,
     Attempt: ATTEMPT,
     Rollout: ROLLOUT,

@@ -16,13 +16,13 @@ from agl_core.types import (
     FinishReason,
     Json,
     Mode,
-    Outcome,
-    OutcomeStatus,
     Reward,
     Rollout,
     RolloutState,
     Sampling,
     Task,
+    ToolResult,
+    ToolStatus,
 )
 
 GROUPS, MEMBERS = 2, 3
@@ -36,7 +36,7 @@ class Data:
     rollouts: list[Rollout]
     attempts: list[Attempt]
     calls: list[Call]
-    outcomes: list[Outcome]
+    tool_results: list[ToolResult]
     rewards: list[Reward]
     """What the agents reported."""
 
@@ -55,7 +55,7 @@ class Data:
             Rollout(
                 id=name,
                 run="run",
-                incarnation=0,
+                restart=0,
                 group=f"{self.prefix}g{group}",
                 task=task,
                 mode=Mode.TRAIN,
@@ -88,8 +88,8 @@ class Data:
                     effective=Sampling(temperature=1.0, top_p=1.0, max_tokens=8, seed=1),
                 )
             )
-        status = OutcomeStatus.OK if member else OutcomeStatus.ERROR
-        self.outcomes.append(Outcome(f"{name}-o", name, 0, "look", status, f"{name}-t", {"x": 1}, "42"))
+        status = ToolStatus.OK if member else ToolStatus.ERROR
+        self.tool_results.append(ToolResult(f"{name}-o", name, 0, "look", status, f"{name}-t", {"x": 1}, "42"))
         self.rewards.append(Reward(name, 0, "effort", 0.125, "agent"))
 
     @staticmethod
@@ -99,7 +99,7 @@ class Data:
 
     @property
     def records(self) -> list[Record]:
-        return [*self.rollouts, *self.attempts, *self.calls, *self.outcomes, *self.rewards]
+        return [*self.rollouts, *self.attempts, *self.calls, *self.tool_results, *self.rewards]
 
     def change(self, kind: type, field: str, value: Any) -> None:
         """Give the record that gets faults another value in one field."""
@@ -110,7 +110,7 @@ class Data:
             Rollout: (self.rollouts, 0),
             Attempt: (self.attempts, 0),
             Call: (self.calls, 1),
-            Outcome: (self.outcomes, 0),
+            ToolResult: (self.tool_results, 0),
             Reward: (self.rewards, 0),
         }[kind]
         records[place] = replace(records[place], **{field: value})  # type: ignore[type-var]

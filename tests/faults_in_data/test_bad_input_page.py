@@ -26,7 +26,7 @@ def test_every_row_is_whole() -> None:
 
 def test_every_metric_it_names_is_on_the_page_of_metrics() -> None:
     documented = (DOCS / "metrics.md").read_text()
-    keys = {key for row in ROWS for key in re.findall(r"`((?:update|calls|outcomes|length|reward)/[a-z_]+)`", row)}
+    keys = {key for row in ROWS for key in re.findall(r"`((?:update|calls|tool_results|length|reward)/[a-z_]+)`", row)}
 
     assert len(keys) > 5
     assert [key for key in sorted(keys) if f"`{key}`" not in documented] == []

@@ -38,7 +38,9 @@ def cases() -> Iterator[Any]:
     for kind, of_kind in PLANTED.items():
         for field, faults in of_kind.items():
             for value, fate in faults:
-                shown = f"{type(value).__name__}" if len(repr(value)) > 40 else repr(value)
+                shown = repr(value)
+                if len(shown) > 40 or type(value) is object:  # The address of an object differs between processes.
+                    shown = type(value).__name__
                 yield pytest.param(kind, field, value, fate, id=f"{kind.__name__}.{field}={shown}")
 
 
@@ -61,13 +63,13 @@ async def test_sound_data_are_trained_on_to_the_last(line: Line, data: Data, tmp
     assert set(found.values()) == {""}
 
 
-@pytest.mark.parametrize(("kind", "field", "value", "fate"), cases())
+@pytest.mark.parametrize(("kind", "field", "value", "fate"), [*cases()])
 async def test_a_fault(line: Line, tmp_path: Path, kind: type, field: str, value: Any, fate: Fate) -> None:
     data = Data.sound("r")
     data.change(kind, field, value)
 
     if fate == REFUSED:
-        with pytest.raises(StoreError, match=r"cannot be stored|refused"):
+        with pytest.raises(StoreError, match=r"cannot be stored|refused|were pruned"):
             await judged(data, tmp_path)
         return
     groups = await judged(data, tmp_path)
@@ -177,7 +179,7 @@ async def test_doubled_records_count_once(line: Line, data: Data, tmp_path: Path
     first = data.calls[1]
     second = replace(first.choices[0], logprobs=logprobs(-1, -1, -1, -1))
     data.change(Call, "choices", (first.choices[0], second))
-    data.outcomes.append(replace(data.outcomes[0], arguments=None))
+    data.tool_results.append(replace(data.tool_results[0], arguments=None))
     data.rewards.append(data.rewards[0])
 
     groups = await judged(data, tmp_path)
@@ -185,7 +187,7 @@ async def test_doubled_records_count_once(line: Line, data: Data, tmp_path: Path
     episode = groups[0][0]
     assert len(episode.transitions) == 2
     np.testing.assert_array_equal(episode.transitions[1].logprobs, logprobs(-4, -4, -4, -4))
-    assert len(episode.transitions[0].outcomes) == 1
+    assert len(episode.transitions[0].tool_results) == 1
     assert len(line.learn(GRPO, groups)) == 12
 
 
@@ -208,7 +210,7 @@ async def test_a_response_cut_by_length_is_trained_on_and_counted(line: Line, da
     groups = await judged(data, tmp_path)
 
     assert set(line.learn(GRPO, groups).values()) == {""}
-    assert episode_metrics([e for group in groups for e in group])["length/cut"] == pytest.approx(1 / 12)
+    assert episode_metrics([e for group in groups for e in group])["length/truncated"] == pytest.approx(1 / 12)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, 1e200, -1e308])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,16 @@ class Distribution:
     def sources(self) -> list[Path]:
         return sorted((self.folder / self.package).rglob("*.py"))
 
-    def imports(self) -> Iterator[Import]:
+    @functools.cached_property
+    def imports(self) -> Sequence[Import]:
         """Every import in its sources."""
+        found: list[Import] = []
         for file in self.sources:
             parts = file.relative_to(self.folder).with_suffix("").parts
             is_package = parts[-1] == "__init__"
             module = ".".join(parts[:-1] if is_package else parts)
-            yield from _imports_of(file, module, is_package)
+            found += _imports_of(file, module, is_package)
+        return found
 
 
 def _imports_of(file: Path, module: str, is_package: bool) -> Iterator[Import]:

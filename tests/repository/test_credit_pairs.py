@@ -73,4 +73,4 @@ name = "{credit}"
         check(loaded)
     wrong = "a return would be counted twice" if takes == "reward" else "the time axis has no owner"
     assert wrong in str(error.value)
-    assert "Choose a credit rule that provides" in str(error.value)
+    assert "Choose a credit rule that yields" in str(error.value)

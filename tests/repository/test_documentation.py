@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,3 +14,37 @@ def test_the_configuration_page_is_up_to_date() -> None:
     command = [sys.executable, ROOT / "docs" / "make_configuration.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w./-]+(?:\.py|/))`", page)) | set(re.findall(r"`([\w./-]+\.md)`", page))
+    missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "core" / "agl_core"))]
+
+    assert len(named) > 100
+    assert sorted(missing) == []
+
+
+def test_the_architecture_page_has_every_room_of_the_core() -> None:
+    rooms = _table("The rooms of the core")
+    folders = {f"{each.name}/" for each in (ROOT / "core" / "agl_core").iterdir() if (each / "__init__.py").exists()}
+
+    assert sorted(folders - rooms) == []
+
+
+def test_the_architecture_page_follows_one_call_in_at_most_sixty_files() -> None:
+    files = _table("The path of one call")
+
+    assert 30 <= len(files) <= 60
+
+
+def _table(section: str) -> set[str]:
+    """The names in the first column of a section's table."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    text = page.split(f"## {section}\n")[1].split("\n## ")[0]
+    return {
+        name
+        for line in text.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(.+?)`", line.split(" | ")[0])
+    }

@@ -10,15 +10,23 @@ from typing import Any
 import pytest
 
 FLOORS = [
-    {"types"},
-    {"hooks", "plugins", "config", "errors", "protocols", "wire", "rules", "memory"},
+    {"types", "store.interface"},
+    {
+        *("hooks", "run_hooks", "registering", "decorators", "plugins", "protocols", "returns"),
+        *("config", "errors", "wire", "memory", "private"),
+    },
     {"capture"},
     {"store"},
     {"learning"},
+    {"engines"},
     {"server"},
     {"client"},
+    {"worker"},
     {"training"},
-    {"cli", "builtin", ""},  # "" is agl_core itself: what it re-exports
+    {"analysis"},
+    {"builtin"},
+    {"testing"},
+    {"cli", ""},  # "" is agl_core itself: what it re-exports
 ]
 
 NEIGHBOURS = {
@@ -35,8 +43,9 @@ NEVER_IN_THE_CORE = {"torch", "transformers", "peft", "langchain", "langchain_co
 
 def floor_of(module: str) -> int:
     """The floor that a module of the core is on."""
-    room = [*module.split("."), ""][1]
-    [floor] = [number for number, rooms in enumerate(FLOORS) if room in rooms] or [None]
+    room, file = [*module.split("."), "", ""][1:3]
+    floors = {name: number for number, names in enumerate(FLOORS) for name in names}
+    floor = floors.get(f"{room}.{file}", floors.get(room))
     if floor is None:
         pytest.fail(f"{module} is on no floor: add it to FLOORS here, and to DESIGN")
     return floor
@@ -45,7 +54,7 @@ def floor_of(module: str) -> int:
 def test_each_floor_of_the_core_imports_only_what_is_below(distributions: dict[str, Any]) -> None:
     upward = [
         f"{each.place}: {each.importer} imports {each.target}"
-        for each in distributions["agl-core"].imports()
+        for each in distributions["agl-core"].imports
         if each.package == "agl_core" and floor_of(each.importer) < floor_of(each.target)
     ]
 
@@ -57,7 +66,7 @@ def test_distributions_import_no_sibling(distributions: dict[str, Any]) -> None:
     sideways = [
         f"{each.place}: imports {each.target}"
         for name, distribution in distributions.items()
-        for each in distribution.imports()
+        for each in distribution.imports
         if each.package in ours - {distribution.package} - NEIGHBOURS.get(name, {"agl_core"})
         or (name == "agl-core" and each.package in ours - {"agl_core"})
     ]
@@ -65,8 +74,27 @@ def test_distributions_import_no_sibling(distributions: dict[str, Any]) -> None:
     assert sideways == []
 
 
+def test_the_core_names_no_sibling(distributions: dict[str, Any]) -> None:
+    """What else is installed it learns from entry points."""
+    names = {
+        name
+        for distribution in distributions.values()
+        for name in (distribution.project["name"], distribution.package)
+        if name not in ("agl-core", "agl_core")
+    }
+    named = re.compile(rf"\b({'|'.join(sorted(names))})\b")
+    found = [
+        f"{file.name}:{number}: {match[0]}"
+        for file in distributions["agl-core"].sources
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if (match := named.search(line))
+    ]
+
+    assert found == []
+
+
 def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
-    found = [each.place for each in distributions["agl-core"].imports() if each.package in NEVER_IN_THE_CORE]
+    found = [each.place for each in distributions["agl-core"].imports if each.package in NEVER_IN_THE_CORE]
 
     assert found == []
 
@@ -84,7 +112,7 @@ def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
         server = base | _names(project.get("optional-dependencies", {}).get("server", []))
         if "agl-core[server]" in project["dependencies"]:
             server |= _names(distributions["agl-core"].project["optional-dependencies"]["server"])
-        for each in distribution.imports():
+        for each in distribution.imports:
             if not each.always or each.package in sys.stdlib_module_names or each.package == distribution.package:
                 continue
             allowed = base if _is_light(each.importer) else server
@@ -96,7 +124,9 @@ def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
 
 def _is_light(module: str) -> bool:
     """Whether a module belongs to the core that an agent's environment has."""
-    return module.startswith("agl_core") and not module.startswith(("agl_core.server", "agl_core.training"))
+    return module.startswith("agl_core") and not module.startswith(
+        ("agl_core.server", "agl_core.training", "agl_core.analysis")
+    )
 
 
 def _names(requirements: list[str]) -> set[str]:

@@ -25,7 +25,6 @@ from agl_core.training.session import engine_context
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
-from agl_torch.wire import Settings
 
 TORCH: Given = {"engine.name": "torch"}
 CUSTOM_CODE = """
@@ -38,26 +37,16 @@ class OwnForCausalLM(Qwen2ForCausalLM):
 
 def policies(loaded: LoadedConfig) -> Policies:
     """The policies as the engine's process loads them."""
-    context = engine_context(loaded, loaded.config.runs)
-    settings = Settings(
-        options=loaded.engine.options,
-        policies=dict(context.policies),
-        seed=context.seed,
-        deterministic=context.deterministic,
-        updates=context.updates,
-        plugin_files=context.plugin_files,
-        api_key="a",
-        control_key="c",
-    )
-    return Policies.load(settings)
+    return Policies.load(loaded.engine.options, engine_context(loaded, loaded.config.runs))
 
 
 def trained(bench: Bench, given: Given) -> str:
     """The weights after two updates."""
     loaded = bench.load({**TORCH, **given})
     made, algorithm = policies(loaded), loaded.policies["default"].algorithm
-    for seed in (1, 2):
-        request = UpdateRequest("default", algorithm.component.name, algorithm.options.model_dump(), make_batch(seed))
+    for step in (1, 2):
+        batch = replace(make_batch(step), step=step)
+        request = UpdateRequest("default", algorithm.component.name, algorithm.options.model_dump(), batch)
         made.update(request, lambda _: None)
     digest = hashlib.sha256()
     for name, tensor in made.policies["default"].loaded.model.state_dict().items():

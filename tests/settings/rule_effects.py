@@ -21,10 +21,10 @@ from agl_core.types import (
     Episode,
     FinishReason,
     Mode,
-    Outcome,
-    OutcomeStatus,
     Reward,
     Task,
+    ToolResult,
+    ToolStatus,
     Transition,
     TransitionKey,
 )
@@ -40,9 +40,9 @@ def episode(
 ) -> Episode:
     """Three calls; the tools of the first two answered, once well. Rollouts share the first prompt."""
 
-    def outcome(turn: int) -> Outcome:
-        status = OutcomeStatus.OK if turn else OutcomeStatus.ERROR
-        return Outcome(f"o{turn}", rollout, 0, "search", status, result=rollout)
+    def tool_result(turn: int) -> ToolResult:
+        status = ToolStatus.OK if turn else ToolStatus.ERROR
+        return ToolResult(f"o{turn}", rollout, 0, "search", status, result=rollout)
 
     transitions = tuple(
         Transition(
@@ -57,7 +57,7 @@ def episode(
             finish_reason=FinishReason.STOP,
             temperature=1.0,
             prompt_ids=np.array([1, turn if rollout == "r" else 2 * turn], np.int32),
-            outcomes=(outcome(turn),) if turn < 2 else (),
+            tool_results=(tool_result(turn),) if turn < 2 else (),
             rewards=(Reward(rollout, 0, "step", 0.5, "test", f"c{turn}"),),
         )
         for turn in range(3)
@@ -193,12 +193,12 @@ def values(run: Ran) -> list[list[float]]:
     return [update["values"] for update in run.updates]
 
 
-def lenient(outcome: Outcome) -> float:
+def lenient(tool_result: ToolResult) -> float:
     """A rule of the user's for one tool."""
     return 0.125
 
 
-OUTCOMES = _table("tool_outcomes")
+TOOL_RESULTS = _table("tool_results")
 SQL = _table("sql_match", database="{folder}/pets3.sqlite")
 TASKS: Given = {"tasks.train": {"source": "jsonl", "path": "tasks.jsonl"}}
 RENAMED: Given = {"tasks.train": {"source": "jsonl", "path": "renamed.jsonl"}}
@@ -241,14 +241,14 @@ EFFECTS: Mapping[str, Effect] = {
     "reward.sql_match.max_bytes": Effect(
         queried, _table("sql_match", database="{folder}/pets3.sqlite", max_bytes=2), SQL
     ),
-    "reward.tool_outcomes.default_weight": Effect(
-        reward("tool_outcomes"), _table("tool_outcomes", default_weight=0.3), OUTCOMES
+    "reward.tool_results.default_weight": Effect(
+        reward("tool_results"), _table("tool_results", default_weight=0.3), TOOL_RESULTS
     ),
-    "reward.tool_outcomes.weights": Effect(
-        reward("tool_outcomes"), _table("tool_outcomes", weights={"search": 0.5}), OUTCOMES
+    "reward.tool_results.weights": Effect(
+        reward("tool_results"), _table("tool_results", weights={"search": 0.5}), TOOL_RESULTS
     ),
-    "reward.tool_outcomes.rules": Effect(
-        reward("tool_outcomes"), _table("tool_outcomes", rules={"search": "rule_effects:lenient"}), OUTCOMES
+    "reward.tool_results.rules": Effect(
+        reward("tool_results"), _table("tool_results", rules={"search": "rule_effects:lenient"}), TOOL_RESULTS
     ),
     **{
         f"reward.judge.{name}": Effect(judged, {f"rewards.judge.{name}": value})
@@ -270,6 +270,7 @@ EFFECTS: Mapping[str, Effect] = {
     "credit.name": Effect(ran(values), {"credit.name": "discounted", "credit.discounted.gamma": 0.0}),
     "credit.discounted.gamma": Effect(credit, {"credit.discounted.gamma": 0.5}, {"credit.name": "discounted"}),
     "credit.stepwise.gamma": Effect(credit, {"credit.stepwise.gamma": 0.5}, {"credit.name": "stepwise"}),
+    "credit.air.reward": Effect(credit, {"credit.air.reward": "return"}, {"credit.name": "air"}),
     "credit.air.alpha": Effect(credit, {"credit.air.alpha": 0.7}, {"credit.name": "air"}),
     "task_source.jsonl.path": Effect(train_tasks, {"tasks.train.path": "other.jsonl"}, TASKS),
     "task_source.jsonl.id_field": Effect(train_tasks, {"tasks.train.id_field": "name"}, RENAMED),

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from agl_core.client import AgentContext
-from agl_core.wire import HEADER_AGENT
+from agl_core.wire.headers import HEADER_AGENT
+from agl_core.worker import AgentContext
 
 
 async def solve(task_input: Any, context: AgentContext) -> Any:

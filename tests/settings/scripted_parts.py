@@ -13,15 +13,17 @@ import numpy as np
 from scripted_upstream import ScriptedUpstream
 
 import agl_core
-from agl_core import Need
-from agl_core.plugins import NoOptions, Register
+from agl_core import Capability
+from agl_core.builtin.fifo import Fifo
 from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, UpdateResult, Upstream
+from agl_core.registering import NoOptions, RegisterBuffer, RegisterEngine, RegisterStore, RegisterTaskSource
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.buffers import Fifo
-from agl_core.types import Batch, Task
+from agl_core.types import Batch, Episode, Task
 
 SEEN = "seen.json"
 """What the engine writes into the run's folder when it is stopped."""
+WEIGHTS = "weights.json"
+"""What it writes into a checkpoint."""
 
 
 class ScriptedEngine:
@@ -35,6 +37,7 @@ class ScriptedEngine:
             "policies": {name: asdict(spec) for name, spec in context.policies.items()},
             "updates": [],
             "saved": [],
+            "loaded": [],
         }
 
     async def start(self) -> Upstream:
@@ -55,8 +58,11 @@ class ScriptedEngine:
 
     async def save(self, folder: Path) -> None:
         self._seen["saved"].append(folder.name)
+        (folder / WEIGHTS).write_text(json.dumps(self._versions))
 
-    async def load(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None:
+        self._seen["loaded"].append(folder.name)
+        self._versions = json.loads((folder / WEIGHTS).read_text())
 
     async def versions(self) -> Mapping[str, int]:
         return self._versions
@@ -71,9 +77,19 @@ class ScriptedEngine:
 
 
 @agl_core.hookimpl
-def register_engines(register: Register) -> None:
+def register_engines(register: RegisterEngine) -> None:
     for name in ("scripted", "scripted-too"):
-        register(name, functools.partial(ScriptedEngine, name), provides={Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC})
+        register(
+            name,
+            functools.partial(ScriptedEngine, name),
+            provides={Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC},
+        )
+
+
+@agl_core.reward_rule
+def fading(episode: Episode) -> float:
+    """The later the step, the less."""
+    return 1 / (1 + episode.step)
 
 
 class Half(Fifo):
@@ -85,7 +101,7 @@ class Half(Fifo):
 
 
 @agl_core.hookimpl
-def register_buffers(register: Register) -> None:
+def register_buffers(register: RegisterBuffer) -> None:
     def build(options: NoOptions) -> Half:
         return Half()
 
@@ -93,7 +109,7 @@ def register_buffers(register: Register) -> None:
 
 
 @agl_core.hookimpl
-def register_stores(register: Register) -> None:
+def register_stores(register: RegisterStore) -> None:
     def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:
         return SqliteStore(folder / "another.sqlite", read_only=read_only)
 
@@ -110,7 +126,7 @@ class Counting:
 
 
 @agl_core.hookimpl
-def register_task_sources(register: Register) -> None:
+def register_task_sources(register: RegisterTaskSource) -> None:
     def build(options: NoOptions, folder: Path, seed: int) -> Counting:
         return Counting()
 

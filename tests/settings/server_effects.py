@@ -17,9 +17,10 @@ from stack import make_rollout
 from agl_core.server import LightningServer
 from agl_core.training.progress import Silent
 from agl_core.training.run import new_run_dir
-from agl_core.training.serving import near_server
+from agl_core.training.serving import local_server
 from agl_core.training.session import open_session
-from agl_core.wire import SERVER_FILE, LeaseRequest
+from agl_core.wire.keys import SERVER_FILE
+from agl_core.wire.workers import LeaseRequest
 
 
 def _free_port() -> int:
@@ -40,7 +41,7 @@ def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[
         loaded = bench.load(given)
         run_dir = new_run_dir(loaded)
         async with (
-            near_server(loaded, run_dir) as server,
+            local_server(loaded, run_dir) as server,
             open_session(loaded, run_dir, server, Silent()),
         ):
             told = json.loads((run_dir / SERVER_FILE).read_text())

@@ -94,13 +94,13 @@ class Bench:
             },
             "policies": {"default": {"model": {"path": str(weights)}, "optimizer": {"learning_rate": 0.01}}},
             "sampling": {"max_tokens": 64},
-            "train": {"steps": 2, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 100},
+            "train": {"steps": 2, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 100, "patience": 0},
             "eval": {"tasks": 2, "modes": ["eval-greedy"], "every": 100},
             "workers": {"concurrency": 8, "timeout": 30.0, "attempts": 1},
             "rewards": {"exact_match": {}},
             "algorithm": {"name": "grpo"},
             "engine": {"name": "scripted", "torch": {"cache_mib": 16, "threads": 1}},
-            "trackers": {},
+            "trackers": {"tensorboard": False},
         }
         for name, rows in TASKS.items():
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -108,8 +108,8 @@ class Bench:
         (folder / "below" / "tasks.jsonl").write_bytes((folder / "other.jsonl").read_bytes())
         self._runs: dict[str, Ran] = {}
 
-    def load(self, given: Given = {}) -> LoadedConfig:  # noqa: B006
-        """The configuration with these changes, read from a file as any is."""
+    def written(self, given: Given = {}) -> dict[str, Any]:  # noqa: B006
+        """The configuration with these changes, as a file would have it."""
         data = copy.deepcopy(self._base)
         for key, value in given.items():
             *tables, last = key.split(".")
@@ -117,8 +117,12 @@ class Bench:
             for name in tables:
                 table = table.setdefault(name, {})
             table[last] = value
+        return data
+
+    def load(self, given: Given = {}) -> LoadedConfig:  # noqa: B006
+        """The configuration with these changes, read from a file as any is."""
         file = self.folder / "train.toml"
-        file.write_text(tomli_w.dumps(data))
+        file.write_text(tomli_w.dumps(self.written(given)))
         return load(file)
 
     async def run(self, given: Given) -> Ran:

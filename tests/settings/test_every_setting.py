@@ -37,7 +37,13 @@ async def seen(effect: Effect, bench: Bench, given: Given) -> Any:
     return await found if inspect.isawaitable(found) else found
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+PROCESSES = ("agent.command", "engine.torch.host", "workers.isolation", "workers.memory_mib")
+"""To see these, an engine or a process for each attempt is started: a third of the time of all."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.storm if name in PROCESSES else ()) for name in SETTINGS]
+)
 async def test_it_has_an_effect(name: str, benches: tuple[Bench, Bench]) -> None:
     if name not in EFFECTS:
         pytest.fail(f"The setting '{name}' has no entry in a table of effects: say how changing it is seen.")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 import stat
 from pathlib import Path
 
+import httpx
 import pytest
 from settings_bench import Bench
 
 from agl_core.errors import ConfigError, ServerError
 from agl_core.training.progress import Silent
 from agl_core.training.run import new_run_dir, train
-from agl_core.training.serving import near_server, server_apart
+from agl_core.training.serving import local_server, standalone_server
 from agl_core.training.session import open_session
-from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
+from agl_core.types import Mode, Rollout, Task
+from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
+
+OF_THE_ENGINE = {"seen.json"}
 
 
 @pytest.fixture
@@ -32,10 +39,10 @@ def files(folder: Path) -> list[Path]:
 async def keys_of_a_session(bench: Bench, run_dir: Path) -> tuple[str, str]:
     loaded = bench.load({"workers.embedded": False})
     async with (
-        near_server(loaded, run_dir) as server,
+        local_server(loaded, run_dir) as server,
         open_session(loaded, run_dir, server, Silent()),
     ):
-        return server.worker_key, server.agent_key
+        return server.worker_key, server.keys.secret
 
 
 async def test_workers_of_the_same_user_find_it(benches: tuple[Bench, Bench], run_dir: Path) -> None:
@@ -47,6 +54,31 @@ async def test_workers_of_the_same_user_find_it(benches: tuple[Bench, Bench], ru
     others = {each.name: each.read_bytes() for each in files(run_dir) if each != file}
     assert {"config.toml", "store.sqlite"} <= others.keys()
     assert [name for name, content in others.items() if any(key.encode() in content for key in first)] == []
+
+
+async def test_what_a_run_writes_is_for_its_owner_alone(benches: tuple[Bench, Bench]) -> None:
+    before = os.umask(0)
+    try:
+        loaded = benches[0].load({"seed": 4, "train.checkpoint_every": 1, "workers.embedded": False})
+        folder = new_run_dir(loaded)
+        async with local_server(loaded, folder) as server, open_session(loaded, folder, server, Silent()):
+            serving = modes(folder)
+        ran = await benches[0].run({"seed": 5})
+        ran.summary.write()
+        after = modes(ran.folder)
+        mine = benches[0].folder / "mine"
+        mine.touch()
+    finally:
+        os.umask(before)
+    assert {"store.sqlite", "store.sqlite-wal", SERVER_FILE, "config.toml"} <= serving.keys()
+    assert {"metrics.jsonl", "summary.json", "state.json"} <= after.keys()
+    assert {mode for name, mode in {**serving, **after}.items() if name not in OF_THE_ENGINE} == {0o600}
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, ran.folder)} == {0o700}
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o666, "the umask is that of the agents too"
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {each.name: stat.S_IMODE(each.stat().st_mode) for each in files(folder)}
 
 
 async def test_it_does_not_listen_elsewhere_without_a_key_and_says_so_before_anything_starts(
@@ -61,16 +93,38 @@ async def test_it_does_not_listen_elsewhere_without_a_key_and_says_so_before_any
 
 async def test_with_a_key_it_does(benches: tuple[Bench, Bench], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKER_KEY, "chosen-by-me")
+    monkeypatch.setenv(OPERATOR_KEY, "chosen-too")
     loaded = benches[0].load({"server.host": "0.0.0.0", "workers.embedded": False})
     async with (
-        near_server(loaded, run_dir) as server,
+        local_server(loaded, run_dir) as server,
         open_session(loaded, run_dir, server, Silent()),
     ):
-        assert server.worker_key == "chosen-by-me"
+        assert (server.worker_key, server.keys.operator) == ("chosen-by-me", "chosen-too")
+        assert not {WORKER_KEY, OPERATOR_KEY} & os.environ.keys(), "what agents start inherits the environment"
         told = json.loads((run_dir / SERVER_FILE).read_text())
     assert told["worker_key"] is None
     assert told["base_url"] == server.base_url
     assert "chosen-by-me" not in json.dumps(told)
+
+
+async def test_what_clients_find_as_their_key_is_good_for_no_attempt(
+    benches: tuple[Bench, Bench], run_dir: Path
+) -> None:
+    """In the trainer's process, whose environment agents share: a request gets its attempt's key by its stamp."""
+    loaded = benches[0].load()
+    async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Silent()):
+        rollout = Rollout("s1-g0-m1", run_dir.name, 0, "g", Task("t", {"answer": 1, "wait": 60}), Mode.TRAIN, 1, 1)
+        await server.queue.enqueue([rollout])
+        while not server.counters.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        root, key = os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), os.environ["OPENAI_API_KEY"]
+        forged = {"model": "default", "messages": [{"role": "user", "content": "forged"}]}
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, trust_env=False) as client:
+            for path in ("", "/rollout/s1-g0-m1/attempt/0"):
+                for headers in ({}, {HEADER_ROLLOUT: "s1-g0-m1/0"}):
+                    sent = await client.post(f"{root}{path}/v1/chat/completions", json=forged, headers=headers)
+                    assert sent.status_code == 401, (path, headers)
+        await server.queue.cancel(["s1-g0-m1"])
 
 
 def test_a_lease_outlives_a_heartbeat(benches: tuple[Bench, Bench]) -> None:
@@ -82,12 +136,12 @@ def test_a_lease_outlives_a_heartbeat(benches: tuple[Bench, Bench]) -> None:
 
 async def test_a_server_apart_listens_where_the_one_before_did(benches: tuple[Bench, Bench], run_dir: Path) -> None:
     loaded = benches[0].load()
-    async with server_apart(loaded, run_dir) as first:
+    async with standalone_server(loaded, run_dir) as first:
         keys, url = first.keys, first.base_url
-    async with server_apart(loaded, run_dir) as second:
+    async with standalone_server(loaded, run_dir) as second:
         assert (second.keys, second.base_url, second.run.name) == (keys, url, run_dir.name)
     with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))):
-        async with server_apart(loaded, run_dir) as third:
+        async with standalone_server(loaded, run_dir) as third:
             assert third.base_url != url, "another program has the port"
             assert json.loads((run_dir / SERVER_FILE).read_text())["base_url"] == third.base_url
 
@@ -98,5 +152,5 @@ async def test_a_server_apart_needs_both_keys_to_listen_elsewhere(
     monkeypatch.setenv(WORKER_KEY, "chosen-by-me")
     loaded = benches[0].load({"server.host": "0.0.0.0"})
     with pytest.raises(ServerError, match="AGL_OPERATOR_KEY"):
-        async with server_apart(loaded, run_dir):
+        async with standalone_server(loaded, run_dir):
             pass

@@ -10,13 +10,14 @@ from memory_store import MemoryStore
 from policy_effects import rows_computed_together
 from settings_bench import Bench, Effect, Given, Ran, ran
 
+from agl_core.errors import TrainingError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.training.collect import Collector
 from agl_core.training.plan import plan_train_group
 from agl_core.training.progress import Silent
 from agl_core.training.run import new_run_dir
-from agl_core.training.serving import near_server
+from agl_core.training.serving import local_server
 from agl_core.training.session import open_session
 from agl_core.types import Attempt, Ending, Rollout, RolloutState
 
@@ -46,7 +47,7 @@ def episodes_that_ended(ending: Ending) -> Callable[[Bench, Given], Awaitable[An
     async def observe(bench: Bench, given: Given) -> Any:
         loaded = bench.load(given)
         tasks = loaded.tasks["train"].build(loaded.folder, 0)
-        groups = [plan_train_group(tasks, 0, groups_per_step=1, size=1, seed=0, run="r", incarnation=0)]
+        groups = [plan_train_group(tasks, 0, groups_per_step=1, size=1, seed=0, run="r", restart=0)]
         store = MemoryStore()
         collector = Collector(
             store,
@@ -90,6 +91,14 @@ def kept(run: Ran) -> int:
     return run.summary.state.kept
 
 
+async def steps_made(bench: Bench, given: Given) -> int | str:
+    """How many, or why a run was stopped."""
+    try:
+        return len((await bench.run(given)).summary.state.train_rewards)
+    except TrainingError as error:
+        return str(error).partition(":")[0]
+
+
 def checkpoints(run: Ran) -> tuple[list[str], list[str]]:
     """Those that were written, and those that are there at the end."""
     return run.seen["saved"], sorted(path.name for path in (run.folder / "checkpoints").iterdir())
@@ -120,7 +129,7 @@ async def has_a_worker(bench: Bench, given: Given) -> bool:
     loaded = bench.load(given)
     run_dir = new_run_dir(loaded)
     async with (
-        near_server(loaded, run_dir) as server,
+        local_server(loaded, run_dir) as server,
         open_session(loaded, run_dir, server, Silent()) as session,
     ):
         return session.worker is not None
@@ -146,7 +155,7 @@ REPLAY: Given = {
     "train.endings.crashed": 0.25,
     "async.max_staleness": 4,
     "async.in_flight": 2,  # As many as a step takes: the time that rollouts take does not matter.
-    "algorithm.grpo.importance_threshold": 2.0,
+    "algorithm.grpo.importance_cap": 2.0,
     "buffer.name": "prioritised",
 }
 """Three tasks, whose groups' rewards lie 3/4, 1/4 and 0 apart, are trained on four times each, and again."""
@@ -161,7 +170,13 @@ EFFECTS: Mapping[str, Effect] = {
         {**_tasks("fragile"), "train.group_size": 3, "train.endings.crashed": "drop"},
     ),
     "train.agents": Effect(ran(kept), {"train.agents": ["planner"]}),
+    "train.patience": Effect(steps_made, {"train.patience": 2}, {"train.agents": ["planner"]}),
     "train.checkpoint_every": Effect(ran(checkpoints), {"train.checkpoint_every": 1}),
+    "train.keep_best_checkpoint": Effect(
+        ran(checkpoints),
+        {"train.keep_best_checkpoint": False},
+        {"train.checkpoint_every": 1, "train.keep_checkpoints": 1, "eval.every": 1, "rewards": {"fading": {}}},
+    ),
     "train.keep_checkpoints": Effect(ran(checkpoints), {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
     "train.deterministic": Effect(rows_computed_together, {"train.deterministic": True}),
     **dict(_of_endings()),

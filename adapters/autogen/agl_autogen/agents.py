@@ -12,8 +12,8 @@ from autogen_core import AgentId, BaseAgent, SingleThreadedAgentRuntime
 
 from agl_autogen import tools
 from agl_core.capture import Identity, IdentityScope, guarded
+from agl_core.capture.attach.methods import Arguments, Watch, argument, watch
 from agl_core.capture.context import Carried
-from agl_core.capture.watching import Arguments, Watch, argument, watch
 
 
 class _Turn(Watch):

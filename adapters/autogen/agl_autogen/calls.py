@@ -26,8 +26,8 @@ from agl_core.capture import (
     guarded,
     jsonable,
 )
-from agl_core.capture.spans import loads
-from agl_core.capture.watching import Arguments, Watch, argument, watch
+from agl_core.capture.attach.methods import Arguments, Watch, argument, watch
+from agl_core.capture.spans.spans import loads
 from agl_core.types import Call
 
 _MAX_REQUEST = 1 << 24
@@ -77,7 +77,9 @@ class _ModelCall(Watch):
         for asked in item.content:
             if isinstance(asked, FunctionCall):
                 arguments = loads(asked.arguments)
-                self._recording.asked(ToolRequest(asked.id, asked.name, arguments, self._who.agent))
+                who = self._who
+                spans = frozenset([who.parent_span] if who.parent_span else [])
+                self._recording.asked(ToolRequest(asked.id, asked.name, arguments, who.agent, who.parent_span, spans))
         if self._captured and not self._captured.is_finished and not item.cached:
             self._captured.call(self._call(self._captured.id, item))
 
@@ -85,7 +87,7 @@ class _ModelCall(Watch):
         sampling = words.requested_sampling(self._request)
         return Call(
             # Not the reply's own id: there are servers that give the same one to every reply.
-            id=f"autogen:{self._span}",
+            id=self._span,
             rollout=rollout,
             attempt=0,
             sequence=self._sequence,

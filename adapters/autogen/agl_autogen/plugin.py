@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import agl_core
 from agl_core import hookimpl
-from agl_core.plugins import Register
+from agl_core.registering import RegisterAdapter
 
 
 class AutoGenCoreAdapter:
@@ -43,6 +43,6 @@ def attach() -> None:
 
 
 @hookimpl
-def register_adapters(register: Register) -> None:
+def register_adapters(register: RegisterAdapter) -> None:
     register("autogen-core", lambda options: AutoGenCoreAdapter(), doc=AutoGenCoreAdapter.__doc__)
     register("autogen-agentchat", lambda options: AgentChatAdapter(), doc=AgentChatAdapter.__doc__)

@@ -13,10 +13,17 @@ from typing import Any
 from autogen_core.models import FunctionExecutionResult
 from autogen_core.tools import BaseTool, ToolResult, Workbench
 
-from agl_core.capture import Identity, Recording, current_attempt, current_identity, guarded, outcome_report
-from agl_core.capture.watching import Arguments, Watch, argument, watch
-from agl_core.learning.outcomes import message_status
-from agl_core.types import OutcomeStatus
+from agl_core.capture import (
+    Identity,
+    Recording,
+    current_attempt,
+    current_identity,
+    guarded,
+    message_status,
+    tool_result_report,
+)
+from agl_core.capture.attach.methods import Arguments, Watch, argument, watch
+from agl_core.types import ToolStatus
 
 
 class _ToolRun(Watch):
@@ -54,21 +61,22 @@ class _ToolRun(Watch):
             self._report(error)
         elif isinstance(self._runner, BaseTool):
             text = self._runner.return_value_as_string(self._result)
-            self._report(text, message_status(text, "success"))
+            self._report(text, message_status(text))
         elif isinstance(self._result, ToolResult):
             text = self._result.to_text(replace_image="[image]")
-            self._report(text, message_status(text, "error" if self._result.is_error else "success"))
+            self._report(text, message_status(text, "error" if self._result.is_error else None))
 
     def _runs(self, inner: _ToolRun) -> bool:
         """Whether `inner` is this very run: a workbench's tool, or the base class of a tool that overrides it."""
         return inner._id == self._id and (inner._runner is self._runner or isinstance(self._runner, Workbench))
 
-    def _report(self, result: Any, status: OutcomeStatus | None = None) -> None:
+    def _report(self, result: Any, status: ToolStatus | None = None) -> None:
         caller = self._caller or Identity()
-        request = self._recording.request(self._id) if self._id else None
-        self._recording.outcome(
-            outcome_report(
-                f"autogen:{self._span}",
+        request = self._recording.request(self._id, {caller.parent_span or ""}) if self._id else None
+        around = self._outer._span if self._outer else caller.parent_span
+        self._recording.tool_result(
+            tool_result_report(
+                self._span,
                 self._tool,
                 result,
                 status=status,
@@ -77,9 +85,10 @@ class _ToolRun(Watch):
                 # Another agent may run the tools; whose they are is who asked for them.
                 agent=request.agent if request else caller.agent,
                 span=self._span,
-                parent_span=self._outer._span if self._outer else caller.parent_span,
+                parent_span=request.parent_span if request else around,
                 started=self._started,
                 ended=time.time(),
+                adapter="autogen",
             )
         )
 
@@ -99,15 +108,17 @@ def answered(recording: Recording, results: Sequence[FunctionExecutionResult]) -
     for result in results:
         request = recording.unanswered(result.call_id)
         if request:
-            recording.outcome(
-                outcome_report(
-                    f"autogen:{request.tool_call_id}",
+            recording.tool_result(
+                tool_result_report(
+                    uuid.uuid4().hex,
                     request.tool,
                     result.content,
-                    status=message_status(result.content, "error" if result.is_error else "success"),
+                    status=message_status(result.content, "error" if result.is_error else None),
                     tool_call_id=request.tool_call_id,
                     arguments=request.arguments,
                     agent=request.agent,
+                    parent_span=request.parent_span,
+                    adapter="autogen",
                 )
             )
 

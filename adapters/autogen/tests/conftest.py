@@ -25,7 +25,8 @@ import agl_core
 from agl_autogen.plugin import AgentChatAdapter, AutoGenCoreAdapter
 from agl_core.capture import ActiveAttempt, Recording, reports, running
 from agl_core.learning import build_episode
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Episode, Outcome
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Episode, ToolResult
+from agl_core.worker.environment import PLACEHOLDER_KEY
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
 
@@ -56,8 +57,8 @@ class Trial:
         return running(self.active)
 
     @property
-    def outcomes(self) -> list[Any]:
-        return list(self.active.recording.outcomes)
+    def tool_results(self) -> list[Any]:
+        return list(self.active.recording.tool_results)
 
     async def calls(self) -> list[Call]:
         return sorted(await self.stack.calls(self.key), key=lambda call: call.sequence)
@@ -69,8 +70,8 @@ class Trial:
         """What agl makes of what the gateway and the adapter recorded."""
         [rollout] = [r for r in await self.stack.store.rollouts() if r.id == self.key.rollout]
         attempt = Attempt(*self.key, worker="w", started=0, ending=Ending.FINISHED)
-        outcomes = [Outcome(rollout=self.key.rollout, attempt=0, **o.model_dump()) for o in self.outcomes]
-        return build_episode(rollout, attempt, await self.calls(), outcomes)
+        tool_results = [ToolResult(rollout=self.key.rollout, attempt=0, **o.model_dump()) for o in self.tool_results]
+        return build_episode(rollout, attempt, await self.calls(), tool_results)
 
 
 @dataclass
@@ -85,12 +86,12 @@ class World:
 
     def client(self, **options: Any) -> OpenAIChatCompletionClient:
         """A client with the server's URL alone: which attempt calls, its headers must tell."""
-        return model_client(self.stack.url(), self.stack.server.agent_key, **options)
+        return model_client(self.stack.url(), PLACEHOLDER_KEY, **options)
 
     async def trial(self) -> Trial:
         key = await self.stack.lease()
         server = self.stack.server
-        active = ActiveAttempt(key.rollout, key.attempt, server.base_url, server.agent_key, Recording())
+        active = ActiveAttempt(key.rollout, key.attempt, server.base_url, self.stack.key(key), Recording())
         return Trial(self.stack, key, active)
 
 
@@ -110,7 +111,7 @@ async def trial(world: World) -> Trial:
 
 @pytest.fixture(params=["alone", "streaming in a team"])
 def run(request: pytest.FixtureRequest, world: Any, trial: Any) -> Callable[..., Any]:
-    """Runs an agent whose model asks for the given tools; gives the outcomes, all joined with its first call."""
+    """Runs an agent whose model asks for the given tools; gives the tool results, all joined with its first call."""
 
     async def run(*calls: tuple[str, Mapping[str, Any]], tools: Any = None, **options: Any) -> Sequence[Any]:
         world.upstream.script(CallTools(calls), Say("done"))
@@ -120,8 +121,8 @@ def run(request: pytest.FixtureRequest, world: Any, trial: Any) -> Callable[...,
             await (RoundRobinGroupChat([agent], max_turns=1) if in_team else agent).run(task="hello")
         episode = await trial.episode()
         assert episode.unjoined == ()
-        assert len(trial.outcomes) == len(episode.transitions[0].outcomes)
-        return episode.transitions[0].outcomes
+        assert len(trial.tool_results) == len(episode.transitions[0].tool_results)
+        return episode.transitions[0].tool_results
 
     return run
 

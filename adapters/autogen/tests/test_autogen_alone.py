@@ -65,7 +65,7 @@ async def test_an_agent_with_a_tool_and_an_endpoint_that_returns_ids(endpoint: A
     assert first.messages == ({"role": "system", "content": "solve"}, {"role": "user", "content": "1 + 2?"})
     assert first.response["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
     assert (first.finish_reason, second.finish_reason) == (FinishReason.TOOL_CALLS, FinishReason.STOP)
-    assert [(o.tool, o.result, str(o.status)) for o in first.outcomes] == [("add", "3", "ok")]
+    assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
     assert [m["role"] for m in second.messages] == ["system", "user", "assistant", "tool"]
     assert second.messages[3]["tool_call_id"] == first.response["tool_calls"][0]["id"]
     assert second.response == {"role": "assistant", "content": "3"}
@@ -89,7 +89,7 @@ async def test_without_ids_the_text_is_kept_and_said_to_have_none(endpoint: Any,
 
 
 async def test_streaming_teams_are_text(world: Any, trial: Any, model_client: Any) -> None:
-    client = model_client(trial.stack.url(trial.key), world.stack.server.agent_key)
+    client = model_client(trial.stack.url(trial.key), world.stack.key(trial.key))
     agents = [AssistantAgent(name, client, model_client_stream=True) for name in ("alice", "bob")]
     with record() as recorded:
         await RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(3)).run(task="hello")
@@ -170,7 +170,7 @@ async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(world: Any, 
     assert recorded.episode() is None
     assert recorded.transitions() == []
     assert await trial.agents() == ["solver"]
-    assert [o.tool for o in trial.outcomes] == ["add"]
+    assert [o.tool for o in trial.tool_results] == ["add"]
 
 
 async def test_the_users_logging_is_left_alone(endpoint: Any, model_client: Any) -> None:

@@ -36,7 +36,7 @@ AGENT = """
 
 
 async def run(trial: Any, *parts: str) -> list[Any]:
-    """Run a program with the server's URL and key; the outcomes that it prints."""
+    """Run a program with the server's URL and key; the tool results that it prints."""
     program = "\n".join(textwrap.dedent(part) for part in parts)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program, trial.active.base_url, trial.active.api_key, *trial.key[:1]),
@@ -60,7 +60,7 @@ END = """
     with running(active):
         asyncio.run(main())
     assert not active.recording.problems, active.recording.problems
-    print(*(f"{outcome.agent}:{outcome.tool}:{outcome.status}" for outcome in active.recording.outcomes))
+    print(*(f"{r.agent}:{r.tool}:{r.status}" for r in active.recording.tool_results))
 """
 CHECK = "assert not attachment.failed, attachment.failed"
 ATTACHED = """

@@ -17,7 +17,7 @@ async def test_the_snippets(
     world: Any, trial: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", world.stack.url(trial.key))
-    monkeypatch.setenv("OPENAI_API_KEY", world.stack.server.agent_key)
+    monkeypatch.setenv("OPENAI_API_KEY", world.stack.key(trial.key))
     world.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     snippets = [text for language, text in blocks if language == "python"]

@@ -18,7 +18,7 @@ from autogen_core.tools import (
 )
 from autogen_ext.tools.mcp import McpWorkbench, StdioServerParams
 
-from agl_core.types import OutcomeStatus
+from agl_core.types import ToolStatus
 
 
 def add(a: int, b: int) -> int:
@@ -29,8 +29,8 @@ def add(a: int, b: int) -> int:
 async def test_an_override_goes_by_the_name_that_the_model_knows(run: Any) -> None:
     tool = FunctionTool(add, "Add.")
     workbench = StaticWorkbench([tool], tool_overrides={"add": ToolOverride(name="plus")})
-    (outcome,) = await run(("plus", {"a": 1, "b": 2}), workbench=workbench)
-    assert (outcome.tool, outcome.result) == ("plus", "3")
+    (tool_result,) = await run(("plus", {"a": 1, "b": 2}), workbench=workbench)
+    assert (tool_result.tool, tool_result.result) == ("plus", "3")
 
 
 class Remote(Workbench):
@@ -79,29 +79,31 @@ async def test_the_tools_of_an_mcp_server(run: Any) -> None:
     parameters = StdioServerParams(command=sys.executable, args=["-c", MCP_SERVER], read_timeout_seconds=60)
     async with McpWorkbench(parameters) as workbench:
         told = await run(("double", {"number": 21}), ("refuse", {}), workbench=workbench)
-    doubled, refused = sorted(told, key=lambda outcome: outcome.tool)
-    assert (doubled.tool, doubled.status, doubled.result) == ("double", OutcomeStatus.OK, "42")
-    assert (refused.tool, refused.status) == ("refuse", OutcomeStatus.ERROR)
+    doubled, refused = sorted(told, key=lambda tool_result: tool_result.tool)
+    assert (doubled.tool, doubled.status, doubled.result) == ("double", ToolStatus.OK, "42")
+    assert (refused.tool, refused.status) == ("refuse", ToolStatus.ERROR)
     assert "refused" in refused.result
 
 
 @pytest.mark.parametrize(
     ("text", "is_error", "status"),
     [
-        ("a page", False, OutcomeStatus.OK),
-        ("Error: said the page", False, OutcomeStatus.OK),
-        ("[]", False, OutcomeStatus.EMPTY),
-        ("no such page", True, OutcomeStatus.ERROR),
-        ("Timed out while waiting for a response", True, OutcomeStatus.TIMEOUT),
+        ("a page", False, ToolStatus.OK),
+        ("Error: said the page", False, ToolStatus.ERROR),
+        ("[]", False, ToolStatus.EMPTY),
+        ("no such page", True, ToolStatus.ERROR),
+        ("Timed out while waiting for a response", True, ToolStatus.TIMEOUT),
     ],
 )
-async def test_a_workbench_of_the_users_own(text: str, is_error: bool, status: OutcomeStatus, run: Any) -> None:
-    (outcome,) = await run(("fetch", {"url": "x"}), workbench=Remote(text, is_error))
-    assert (outcome.tool, outcome.status, outcome.result) == ("fetch", status, text)
+async def test_a_workbench_of_the_users_own(text: str, is_error: bool, status: ToolStatus, run: Any) -> None:
+    (tool_result,) = await run(("fetch", {"url": "x"}), workbench=Remote(text, is_error))
+    assert (tool_result.tool, tool_result.status, tool_result.result) == ("fetch", status, text)
 
 
 async def test_a_workbench_that_raises_is_recorded_and_still_raises(trial: Any) -> None:
     with trial.running(), pytest.raises(ConnectionError, match="gone"):
         # Not in an AssistantAgent: AutoGen 0.7.5 waits forever for a workbench that raises.
         await Remote(ConnectionError("gone")).call_tool("fetch", {}, call_id="c1")
-    assert [(o.tool, str(o.status), o.error) for o in trial.outcomes] == [("fetch", "error", "ConnectionError: gone")]
+    assert [(o.tool, str(o.status), o.error) for o in trial.tool_results] == [
+        ("fetch", "error", "ConnectionError: gone")
+    ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
@@ -29,9 +29,9 @@ from agl_core.capture import (
     enter_identity,
     guarded,
     jsonable,
-    outcome_report,
+    tool_result_report,
 )
-from agl_core.types import Call, Episode, Json, OutcomeStatus, Transition
+from agl_core.types import Call, Episode, Json, ToolStatus, Transition
 from agl_langchain import messages as words
 
 _MAX_OPEN_RUNS = 20_000
@@ -113,7 +113,11 @@ class _Handler(BaseCallbackHandler):
         for tool_call in words.tool_calls(response):
             if tool_call["id"]:
                 arguments = jsonable(tool_call["args"])
-                run.recording.asked(ToolRequest(tool_call["id"], tool_call["name"], arguments, run.agent))
+                run.recording.asked(
+                    ToolRequest(
+                        tool_call["id"], tool_call["name"], arguments, run.agent, run.parent_span, self._around(run)
+                    )
+                )
         if run.rollout:
             run.rollout.call(_call(run, run.rollout.id, response))
             self._finish(run, result=[choice.message for choice in words.choices(response)])
@@ -137,7 +141,7 @@ class _Handler(BaseCallbackHandler):
         run = self._end(event)
         if run:
             result = words.tool_result(output, run.tool_call_id)
-            self._outcome(run, result.content, result.status)
+            self._tool_result(run, result.content, result.status)
             self._finish(run, result=result.content)
 
     @guarded
@@ -145,7 +149,7 @@ class _Handler(BaseCallbackHandler):
         run = self._end(event)
         if run:
             if not _is_control_flow(error):
-                self._outcome(run, error)
+                self._tool_result(run, error)
             self._finish(run, error=error)
 
     def _start(self, event: Mapping[str, Any], inputs: Any) -> _Run | None:
@@ -184,15 +188,25 @@ class _Handler(BaseCallbackHandler):
             run.scope.close()
         return run
 
+    def _around(self, run: _Run) -> frozenset[str]:
+        """This run and those around it."""
+        found, place = {run.span}, run.parent
+        with self._lock:
+            while place is not None and str(place) not in found:
+                found.add(str(place))
+                outer = self._runs.get(place)
+                place = outer.parent if outer else None
+        return frozenset(found)
+
     def _finish(self, run: _Run, result: Any = None, error: BaseException | None = None) -> None:
         if run.rollout and run.rollout.id == run.span:
             run.rollout.finish(result, describe_error(error) if error else None)
 
-    def _outcome(self, run: _Run, result: Any, status: OutcomeStatus | None = None) -> None:
-        request = run.recording.request(run.tool_call_id) if run.tool_call_id else None
-        run.recording.outcome(
-            outcome_report(
-                f"langchain:{run.span}",
+    def _tool_result(self, run: _Run, result: Any, status: ToolStatus | None = None) -> None:
+        request = run.recording.request(run.tool_call_id, self._around(run)) if run.tool_call_id else None
+        run.recording.tool_result(
+            tool_result_report(
+                run.span,
                 run.tool,
                 result,
                 status=status,
@@ -201,28 +215,30 @@ class _Handler(BaseCallbackHandler):
                 # The node that runs the tools has a name too, but who asked for them is the agent.
                 agent=request.agent if request else run.agent,
                 span=run.span,
-                parent_span=run.parent_span,
+                parent_span=request.parent_span if request else run.parent_span,
                 started=run.started,
                 ended=time.time(),
+                adapter="langchain",
             )
         )
 
     def _answered_by_node(self, run: _Run, outputs: Any) -> None:
         """A node may answer a tool call without running a tool: LangGraph does where the tool does not exist."""
         for message in words.tool_messages(outputs):
-            request = run.recording.unanswered(message.tool_call_id)
+            request = run.recording.unanswered(message.tool_call_id, self._around(run))
             if request:
                 result = words.tool_result(message, request.tool_call_id)
-                run.recording.outcome(
-                    outcome_report(
-                        f"langchain:{request.tool_call_id}",
+                run.recording.tool_result(
+                    tool_result_report(
+                        uuid4().hex,
                         request.tool,
                         result.content,
                         status=result.status,
                         tool_call_id=request.tool_call_id,
                         arguments=request.arguments,
                         agent=request.agent,
-                        parent_span=run.span,
+                        parent_span=request.parent_span,
+                        adapter="langchain",
                     )
                 )
 
@@ -272,7 +288,8 @@ def attach() -> None:
 def _call(run: _Run, rollout: str, response: LLMResult) -> Call:
     sampling = words.requested_sampling(run.request)
     return Call(
-        id=words.reply_id(response) or f"langchain:{run.span}",
+        # Not the reply's own id: there are servers that give the same one to every reply.
+        id=run.span,
         rollout=rollout,
         attempt=0,
         sequence=run.sequence,

@@ -10,13 +10,10 @@ import numpy as np
 from langchain_core.messages import BaseMessage, ToolMessage, convert_to_openai_messages
 from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 
-from agl_core.capture import status_of
-from agl_core.types import Choice, FinishReason, Json, OutcomeStatus, Sampling
+from agl_core.capture import message_status, status_of
+from agl_core.types import Choice, FinishReason, Json, Sampling, ToolStatus
 
 _NO_TOKENS = ("messages", "prompt", "stream", "stream_options")
-_EMPTY_JSON = ("null", "None", '""', "[]", "{}")
-"""What LangChain makes of a tool's None, "", [] and {} when it writes them into a ToolMessage."""
-
 
 _FINISH_REASONS = frozenset(FinishReason)
 
@@ -26,7 +23,7 @@ class ToolResult:
     """What a tool gave back."""
 
     content: Any
-    status: OutcomeStatus
+    status: ToolStatus
 
 
 def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:
@@ -51,15 +48,6 @@ def requested_sampling(invocation: Mapping[str, Any]) -> Sampling:
     )
 
 
-def reply_id(result: LLMResult) -> str | None:
-    """The id of the endpoint's reply; LangChain loses it when streaming."""
-    for generation in _generations(result):
-        if isinstance(generation, ChatGeneration):
-            found = generation.message.response_metadata.get("id")
-            return found if isinstance(found, str) else None
-    return None
-
-
 def choices(result: LLMResult) -> tuple[Choice, ...]:
     """The responses of one call: text, and log-probabilities where the agent asked for them."""
     return tuple(_choice(index, generation) for index, generation in enumerate(_generations(result)))
@@ -77,10 +65,14 @@ def tool_result(output: Any, tool_call_id: str | None) -> ToolResult:
     message = next((m for m in tool_messages(output) if m.tool_call_id == tool_call_id), None)
     if message is None:
         return ToolResult(output, status_of(output))
-    if message.status == "error":
-        return ToolResult(message.content, OutcomeStatus.ERROR)
-    is_empty = isinstance(message.content, str) and message.content in _EMPTY_JSON
-    return ToolResult(message.content, OutcomeStatus.EMPTY if is_empty else status_of(message.content))
+    return ToolResult(message.content, message_status(message.content, _told(message)))
+
+
+def _told(message: ToolMessage) -> str | None:
+    """A failure; a success only if the tool's author said so: LangChain says it of whatever a tool returned."""
+    # LangChain sets the artifact too in each message that it makes of what a tool returned.
+    by_author = "status" in message.model_fields_set and "artifact" not in message.model_fields_set
+    return message.status if message.status == "error" or by_author else None
 
 
 def tool_messages(output: Any) -> Iterator[ToolMessage]:

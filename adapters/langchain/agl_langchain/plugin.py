@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import agl_core
 from agl_core import hookimpl
-from agl_core.plugins import Register
+from agl_core.registering import RegisterAdapter
 
 
 class LangChainAdapter:
-    """LangChain and LangGraph: agent and node names, and tool outcomes."""
+    """LangChain and LangGraph: agent and node names, and tool results."""
 
     framework = "langchain_core"
 
@@ -27,5 +27,5 @@ def attach() -> None:
 
 
 @hookimpl
-def register_adapters(register: Register) -> None:
+def register_adapters(register: RegisterAdapter) -> None:
     register("langchain", lambda options: LangChainAdapter(), doc=LangChainAdapter.__doc__)

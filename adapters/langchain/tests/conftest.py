@@ -69,6 +69,8 @@ class ScriptedServer:
     root: str
     script: Script = lambda body: answer("done")
     seen: list[Seen] = field(default_factory=list)
+    reply_id: str | None = None
+    """The id of every reply; None: each has its own."""
 
     @property
     def url(self) -> str:
@@ -91,7 +93,7 @@ def _serve() -> tuple[ThreadingHTTPServer, ScriptedServer]:
             except Exception as error:
                 return self._send(500, "application/json", json.dumps({"error": {"message": repr(error)}}))
             reason = "tool_calls" if message.get("tool_calls") else "stop"
-            head = {"id": f"chatcmpl-{number}", "created": 1, "model": body["model"]}
+            head = {"id": server.reply_id or f"chatcmpl-{number}", "created": 1, "model": body["model"]}
             if self.path.endswith("/v1/completions"):
                 choice = {"index": 0, "text": message["content"], "finish_reason": reason}
                 return self._send(200, "application/json", json.dumps({**head, "choices": [choice], "usage": {}}))

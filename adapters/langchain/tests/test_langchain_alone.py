@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -44,7 +45,7 @@ def test_an_agent_with_a_tool(
     assert first.messages == ({"role": "user", "content": "1 + 2?"},)
     assert first.response["tool_calls"][0]["function"]["name"] == "add"
     assert first.finish_reason is FinishReason.TOOL_CALLS
-    assert [(o.tool, o.result, str(o.status)) for o in first.outcomes] == [("add", "3", "ok")]
+    assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
     assert [m["role"] for m in second.messages] == ["user", "assistant", "tool"]
     assert (second.response["content"], second.finish_reason) == ("3", FinishReason.STOP)
     assert (second.policy, second.temperature) == ("m", 0.5)
@@ -121,3 +122,12 @@ def test_a_run_that_has_not_ended_is_no_episode_yet(server: Any, answer: Any) ->
     go_on.set()
     thread.join()
     assert len(callback.episodes()) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_endpoint_that_gives_every_reply_the_same_id(streaming: bool, server: Any) -> None:
+    server.reply_id = "chatcmpl-same"
+    callback = AglCallback()
+    llm = ChatOpenAI(model="m", streaming=streaming)
+    RunnableLambda(lambda _: [llm.invoke(question) for question in "abc"]).invoke("", {"callbacks": [callback]})
+    assert [t.messages[0]["content"] for t in callback.transitions()] == ["a", "b", "c"]

@@ -167,7 +167,7 @@ def test_a_handoff_is_followed_and_is_no_failure(config: Any, server: Any, attem
     with running(active):
         graph.compile().invoke(QUESTION, config)
     assert server.agents() == ["alice", "bob"]
-    assert [(o.tool, o.status, o.tool_call_id) for o in active.recording.outcomes] == [("to_bob", "ok", "c1")]
+    assert [(o.tool, o.status, o.tool_call_id) for o in active.recording.tool_results] == [("to_bob", "ok", "c1")]
 
 
 def test_an_agent_called_inside_a_tool(config: Any, server: Any, attempt: Any, ask: Any, answer: Any) -> None:
@@ -357,7 +357,7 @@ def test_text_completions(config: Any, server: Any, attempt: Any) -> None:
     assert server.agents() == ["complete"]
 
 
-def test_concurrent_attempts_record_their_own_outcomes(
+def test_concurrent_attempts_record_their_own_tool_results(
     config: Any, server: Any, attempt: Callable[..., ActiveAttempt], ask: Any, answer: Any
 ) -> None:
     @tool
@@ -382,7 +382,7 @@ def test_concurrent_attempts_record_their_own_outcomes(
         await asyncio.gather(*(asyncio.create_task(one(name)) for name in attempts))
 
     asyncio.run(together())
-    assert {name: [o.result for o in a.recording.outcomes] for name, a in attempts.items()} == {
+    assert {name: [o.result for o in a.recording.tool_results] for name, a in attempts.items()} == {
         name: [name] for name in attempts
     }
 

@@ -63,7 +63,7 @@ def test_one_line_is_enough(line: str, server: Any, ask: Any, answer: Any, in_tu
         active = ActiveAttempt("r1", 0, sys.argv[1], "key", Recording())
         with running(active):
             agent.invoke({"messages": [("user", "hello")]}, {"callbacks": callbacks})
-        assert [str(outcome.status) for outcome in active.recording.outcomes] == ["empty"]
+        assert [str(tool_result.status) for tool_result in active.recording.tool_results] == ["empty"]
     """
     server.script = in_turn(ask(("c1", "find", {"what": "x"})), answer("3"))
     run(program.replace("LINE", line), server)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import agl_core
 from agl_core import hookimpl
 from agl_core.capture import Identity
-from agl_core.plugins import Register
+from agl_core.registering import RegisterAdapter
 
 
 class OpenAIAgentsAdapter:
-    """OpenAI Agents SDK: agent and guardrail names, and tool outcomes."""
+    """OpenAI Agents SDK: agent and guardrail names, and tool results."""
 
     framework = "agents"
 
@@ -36,5 +36,5 @@ def attach() -> None:
 
 
 @hookimpl
-def register_adapters(register: Register) -> None:
+def register_adapters(register: RegisterAdapter) -> None:
     register("openai-agents", lambda options: OpenAIAgentsAdapter(), doc=OpenAIAgentsAdapter.__doc__)

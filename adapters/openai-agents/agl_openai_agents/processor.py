@@ -11,7 +11,7 @@ from agl_core.capture import Capture, CapturedRollout, current_attempt, describe
 from agl_core.types import Episode, Transition
 from agl_openai_agents.plugin import attach
 from agl_openai_agents.records import call_of
-from agl_openai_agents.tools import keep_outcomes
+from agl_openai_agents.tools import keep_tool_results
 
 _MAX_OPEN_TRACES = 20_000
 """A trace that is abandoned is never said to have ended; the oldest are forgotten beyond this many."""
@@ -56,7 +56,7 @@ class AglProcessor(TracingProcessor):
         rollout = self._alone.start(trace.trace_id, trace.export())
         # An agent may be run where another error is being handled; that one is no crash of it.
         self._open[trace.trace_id] = rollout, sys.exc_info()[1]
-        keep_outcomes(rollout)
+        keep_tool_results(rollout)
         if len(self._open) > _MAX_OPEN_TRACES:
             del self._open[next(iter(self._open))]
 

@@ -34,7 +34,8 @@ def call_of(span: Span[Any], rollout: str, sequence: int) -> Call | None:
     request = _responses_request(data, reply) if is_responses else _chat_request(data)
     sampling = Sampling(request.get("temperature"), request.get("top_p"), request.get("max_tokens"))
     return Call(
-        id=reply["id"] if is_responses else f"openai-agents:{span.span_id}",
+        # Not the reply's own id: there are servers that give the same one to every reply.
+        id=span.span_id,
         rollout=rollout,
         attempt=0,
         sequence=sequence,

@@ -22,9 +22,9 @@ from agents.exceptions import ModelBehaviorError, ToolTimeoutError
 from agents.tool import default_tool_timeout_error_message
 from agents.tracing import get_current_trace
 
-from agl_core.capture import CapturedRollout, Recording, current_attempt, guarded, outcome_report, report_problem
-from agl_core.capture.spans import loads
-from agl_core.types import Identity, OutcomeStatus
+from agl_core.capture import CapturedRollout, Recording, current_attempt, guarded, report_problem, tool_result_report
+from agl_core.capture.spans.spans import loads
+from agl_core.types import Identity, ToolStatus
 from agl_openai_agents import state
 from agl_openai_agents.identity import who_calls
 
@@ -39,7 +39,7 @@ class _ToolRun:
     started: float = field(default_factory=time.time)
     error: BaseException | None = None
     """What it raised, or the timeout that cut it off."""
-    status: OutcomeStatus | None = None
+    status: ToolStatus | None = None
     """What its MCP server says, where it says more than the result does."""
 
 
@@ -47,7 +47,7 @@ _running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", def
 _kept: ContextVar[tuple[CapturedRollout, ...]] = ContextVar("agl_openai_agents_kept", default=())
 
 
-def keep_outcomes(rollout: CapturedRollout) -> None:
+def keep_tool_results(rollout: CapturedRollout) -> None:
     """Outside any rollout of agl, tell this one what the tools of its trace do, in this context and its copies."""
     _kept.set((*(each for each in _kept.get() if not each.is_finished), rollout))
 
@@ -136,7 +136,7 @@ def _sees_mcp_results(read: _Function) -> _Function:
     def read_seen(result: Any) -> Any:
         run = _running.get()
         if run is not None and (getattr(result, "isError", False) or getattr(result, "is_error", False)):
-            run.status = OutcomeStatus.ERROR
+            run.status = ToolStatus.ERROR
         return read(result)
 
     return read_seen
@@ -148,7 +148,7 @@ def _sees_refusals(guard: _Function) -> _Function:
     async def guard_seen(*args: Any, **kwargs: Any) -> Any:
         refusal = await guard(*args, **kwargs)
         if refusal is not None:
-            _report(kwargs.get("tool_context"), refusal, OutcomeStatus.ERROR)
+            _report(kwargs.get("tool_context"), refusal, ToolStatus.ERROR)
         return refusal
 
     return guard_seen
@@ -195,11 +195,11 @@ def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
 
 
 @guarded
-def _report(source: Any, result: Any, status: OutcomeStatus | None = None, started: float | None = None) -> None:
+def _report(source: Any, result: Any, status: ToolStatus | None = None, started: float | None = None) -> None:
     """Tell what a tool did; `source` is the tool's context, or the model's call of it."""
     call, who = getattr(source, "tool_call", source), who_calls() or Identity()
-    report = outcome_report(
-        f"openai-agents:{uuid.uuid4().hex}",
+    report = tool_result_report(
+        uuid.uuid4().hex,
         call.name,
         result,
         status=status,
@@ -210,9 +210,10 @@ def _report(source: Any, result: Any, status: OutcomeStatus | None = None, start
         parent_span=who.parent_span,
         started=started,
         ended=time.time(),
+        adapter="openai-agents",
     )
     for recording in _recordings():
-        recording.outcome(report)
+        recording.tool_result(report)
 
 
 _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (

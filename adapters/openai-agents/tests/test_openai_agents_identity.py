@@ -72,7 +72,7 @@ def test_a_handoff(run: Any, attached: None, server: Any, attempt: Any, two_agen
     with running(active):
         assert run(two_agents, "hello").last_agent.name == "bob"
     assert server.agents() == ["alice", "bob"]
-    assert active.recording.outcomes == ()  # it is no tool, and did not fail
+    assert active.recording.tool_results == ()  # it is no tool, and did not fail
 
 
 @pytest.mark.parametrize("options", LITTLE_TRACING.values(), ids=LITTLE_TRACING.keys())
@@ -119,7 +119,7 @@ def test_an_agent_used_as_a_tool(
     with running(active):
         run(boss, "hello", run_config=RunConfig(tracing_disabled=disabled))
     assert server.agents() == ["boss", "expert", "boss"]
-    assert [(o.tool, o.agent, o.result, o.tool_call_id) for o in active.recording.outcomes] == [
+    assert [(o.tool, o.agent, o.result, o.tool_call_id) for o in active.recording.tool_results] == [
         ("consult", "boss", "so", "c1")
     ]
 
@@ -142,7 +142,7 @@ def test_experts_asked_at_once(
         run_briefly(boss, "hello")
     assert Counter(server.agents()) == {"boss": 2, "left": 1, "right": 1, "middle": 1}
     assert [r.agent for r in server.seen] == [r.instructions for r in server.seen]
-    assert {o.tool_call_id: (o.agent, o.result) for o in active.recording.outcomes} == {
+    assert {o.tool_call_id: (o.agent, o.result) for o in active.recording.tool_results} == {
         f"c-{name}": ("boss", f"I am {name}") for name in experts
     }
 

@@ -8,8 +8,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import agl_core
 from agl_core.capture import installed_adapters
 
@@ -24,7 +22,6 @@ def run(program: str, *arguments: str, folder: Path | None = None) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_an_unmodified_agent_is_seen_after_agl_attaches(server: Any) -> None:
     program = """
         import sys
@@ -78,5 +75,5 @@ def test_attaching_again_changes_nothing(
     active = attempt()
     with agl_core.capture.running(active):
         run_briefly(Agent(name="solver", model="m", tools=[add]), "hello")
-    assert [o.result for o in active.recording.outcomes] == [3]
+    assert [o.result for o in active.recording.tool_results] == [3]
     assert server.agents() == ["solver", "solver"]

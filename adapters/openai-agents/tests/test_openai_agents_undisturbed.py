@@ -14,7 +14,7 @@ from agl_core.capture import running
 from agl_openai_agents import tools
 
 
-def test_concurrent_rollouts_keep_their_outcomes_apart(
+def test_concurrent_rollouts_keep_their_tool_results_apart(
     attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, loop: Any
 ) -> None:
     server.script = lambda seen: answer("done") if seen.turns else ask(("c1", "add", {"a": int(seen.said), "b": 0}))
@@ -29,7 +29,7 @@ def test_concurrent_rollouts_keep_their_outcomes_apart(
         await asyncio.gather(*map(one, attempts))
 
     loop.run_until_complete(all_of_them())
-    assert {name: [o.result for o in a.recording.outcomes] for name, a in attempts.items()} == {
+    assert {name: [o.result for o in a.recording.tool_results] for name, a in attempts.items()} == {
         name: [int(name)] for name in attempts
     }
 
@@ -77,7 +77,7 @@ def test_a_run_that_is_cancelled_in_a_tool_is_cancelled(
 
     with running(active):
         loop.run_until_complete(cancel())
-    assert active.recording.outcomes == ()
+    assert active.recording.tool_results == ()
 
 
 @pytest.mark.expects_problems
@@ -94,7 +94,7 @@ def test_an_adapter_that_fails_does_not_break_the_agent(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(tools, "outcome_report", fail)
+    monkeypatch.setattr(tools, "tool_result_report", fail)
     server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "broken", {})), answer("3"))
     active = attempt()
     with running(active):
@@ -125,5 +125,5 @@ def test_a_version_of_the_sdk_without_one_of_the_functions(
     active = attempt()
     with running(active):
         run_briefly(solver(add), "hello")
-    assert [o.result for o in active.recording.outcomes] == [3]
+    assert [o.result for o in active.recording.tool_results] == [3]
     assert server.agents() == ["solver", "solver"]

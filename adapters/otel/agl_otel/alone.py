@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from opentelemetry.sdk.trace import ReadableSpan
 
 from agl_core.capture import CapturedRollout
-from agl_core.capture import span_messages as messages
-from agl_core.capture.span_tree import SpanTree
-from agl_core.capture.spans import ModelCall, Span, see
+from agl_core.capture.spans import messages
+from agl_core.capture.spans.spans import ModelCall, Span, see
+from agl_core.capture.spans.tree import SpanTree
 from agl_core.learning import build_episode
 from agl_core.types import Call, Episode, Identity, Transition
 from agl_otel.sdk import plain
@@ -56,8 +56,8 @@ def episode_of(spans: Sequence[Span]) -> Episode:
         seen = [by_key[span.key] for span in call.spans]
         id = call.response_id if ids[call.response_id] == 1 else None
         rollout.call(_call(id, call.identity, seen, rollout.id, rollout.next_sequence()))
-    for report in tree.outcomes():
-        rollout.recording.outcome(report)
+    for report in tree.tool_results():
+        rollout.recording.tool_result(report)
     rollout.finish(messages.output_of(root), (root.description or "error") if root.failed else None)
     return build_episode(*rollout.records())
 

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import agl_core
 from agl_core import hookimpl
-from agl_core.plugins import Register
+from agl_core.registering import RegisterAdapter
 from agl_core.types import Identity
 
 
 class OtelAdapter:
-    """Any agent that makes OpenTelemetry spans in this process: agent names, and tool outcomes."""
+    """Any agent that makes OpenTelemetry spans in this process: agent names, and tool results."""
 
     framework = "opentelemetry.sdk.trace"
 
     def attach(self) -> Callable[[], Identity | None]:
-        from agl_otel.processor import attach
+        from agl_otel.watching import watch
 
-        return attach()
+        return watch()
 
 
 def attach() -> None:
@@ -31,5 +31,5 @@ def attach() -> None:
 
 
 @hookimpl
-def register_adapters(register: Register) -> None:
+def register_adapters(register: RegisterAdapter) -> None:
     register("otel", lambda options: OtelAdapter(), doc=OtelAdapter.__doc__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
-from agl_core.capture.spans import Span
+from agl_core.capture.spans.spans import Span
 
 _NANO = 1e-9
 

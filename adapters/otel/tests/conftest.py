@@ -15,8 +15,8 @@ import agl_core
 from agl_core.capture import ActiveAttempt, Recording, reports
 from agl_core.learning import build_episode
 from agl_core.types import AttemptKey, Ending, Episode
-from agl_core.wire import CloseRequest
-from agl_otel import processor
+from agl_core.wire.workers import CloseRequest
+from agl_otel import watching
 from agl_otel.plugin import OtelAdapter
 
 sys.path.append(str(Path(__file__).parents[3] / "core" / "tests" / "server"))
@@ -33,17 +33,17 @@ class Attempts:
 
     async def start(self) -> ActiveAttempt:
         key = await self.stack.lease()
-        return ActiveAttempt(*key, self.stack.server.base_url, self.stack.server.agent_key, Recording())
+        return ActiveAttempt(*key, self.stack.server.base_url, self.stack.key(key), Recording())
 
     async def end(self, active: ActiveAttempt) -> Episode:
         """Close it with what was reported, and build its episode from what is in the store."""
         key, store = AttemptKey(active.rollout, active.attempt), self.stack.store
         active.recording.close()
-        report = CloseRequest(ending=Ending.FINISHED, outcomes=list(active.recording.outcomes))
+        report = CloseRequest(ending=Ending.FINISHED, tool_results=list(active.recording.tool_results))
         await self.stack.server.queue.close_attempt(key, report)
         (attempt,) = await store.attempts(key.rollout)
         return build_episode(
-            await store.rollout(key.rollout), attempt, await store.calls([key]), await store.outcomes([key])
+            await store.rollout(key.rollout), attempt, await store.calls([key]), await store.tool_results([key])
         )
 
 
@@ -59,7 +59,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(TracerProvider, "__init__", TracerProvider.__init__)
     yield
     agl_core.attach([]).detach()
-    processor.attach.cache_clear()
+    watching.watch.cache_clear()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_upstream import END_TOKEN, CallTools, Say, ScriptedUpstream, logprob
 
-from agl_core.types import Ending, FinishReason, OutcomeStatus
+from agl_core.types import Ending, FinishReason, ToolStatus
 from agl_otel import AglSpanProcessor, episodes, transitions
 
 AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "solver"}
@@ -92,7 +92,7 @@ async def test_an_agent_with_a_tool(
     (asked,) = first.response["tool_calls"]
     assert (asked["function"]["name"], json.loads(asked["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
     assert (first.response["content"], first.finish_reason) == (None, FinishReason.TOOL_CALLS)
-    assert [(o.tool, o.result, o.status) for o in first.outcomes] == [("add", "3", OutcomeStatus.OK)]
+    assert [(o.tool, o.result, o.status) for o in first.tool_results] == [("add", "3", ToolStatus.OK)]
     assert [m["role"] for m in second.messages] == ["user", "assistant", "tool"]
     assert second.messages[1]["tool_calls"][0]["id"] == second.messages[2]["tool_call_id"] == asked["id"]
     assert second.messages[2]["content"] == "3"
@@ -100,8 +100,8 @@ async def test_an_agent_with_a_tool(
     assert (second.policy, second.temperature) == ("m", 0.5)
     assert not first.has_ids
     told = transitions(exporter.get_finished_spans())
-    assert [(t.key, t.response, t.outcomes) for t in told] == [
-        (t.key, t.response, t.outcomes) for t in episode.transitions
+    assert [(t.key, t.response, t.tool_results) for t in told] == [
+        (t.key, t.response, t.tool_results) for t in episode.transitions
     ]
 
 

@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from scripted_upstream import CallTools, Say
 
 from agl_core.capture import running
-from agl_core.types import OutcomeStatus
-from agl_core.wire import OutcomeReport
-from agl_otel import AglSpanProcessor, processor
+from agl_core.types import ToolStatus
+from agl_core.wire.workers import ToolResultReport
+from agl_otel import AglSpanProcessor, watching
 
 USER = {"role": "user", "content": "1 + 2?"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -41,7 +41,7 @@ async def ask(client: Any, *messages: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kinds", [[], [OpenLLMetry], [GenAI], [OpenInference], [OpenLLMetry, OpenInference]])
-async def test_agents_and_outcomes(
+async def test_agents_and_tool_results(
     kinds: list[Any], stream: bool, attached: None, attempts: Any, instrument: Any, provider: TracerProvider
 ) -> None:
     for kind in kinds:
@@ -66,13 +66,13 @@ async def test_agents_and_outcomes(
     assert [(t.agent, t.parent_span) for t in episode.transitions] == [
         ("Übersetzer", f"{span.get_span_context().span_id:016x}")
     ] * 2
-    outcomes = episode.transitions[0].outcomes
-    assert [(o.tool_call_id, str(o.status), o.result, o.error, o.agent) for o in outcomes] == [
+    tool_results = episode.transitions[0].tool_results
+    assert [(o.tool_call_id, str(o.status), o.result, o.error, o.agent) for o in tool_results] == [
         (ok, "ok", "3", None, "Übersetzer"),
         (empty, "empty", "null", None, "Übersetzer"),
         (broken, "error", None, "ValueError: boom", "Übersetzer"),
     ]
-    assert outcomes[0].arguments == {"a": 1}
+    assert tool_results[0].arguments == {"a": 1}
     assert episode.unjoined == ()
 
 
@@ -115,10 +115,10 @@ async def test_an_agent_inside_a_tool_of_another(attached: None, attempts: Any, 
             await ask(client)
     with running(active), tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
         await ask(client)
-    (outcome,) = active.recording.outcomes
+    (tool_result,) = active.recording.tool_results
     episode = await attempts.end(active)
     assert [t.agent for t in episode.transitions] == ["solver", "expert", "plan"]
-    assert outcome.agent == "solver"
+    assert tool_result.agent == "solver"
 
 
 async def test_a_text_agent_from_scratch(
@@ -137,13 +137,13 @@ async def test_a_text_agent_from_scratch(
                 with tracer.start_as_current_span("look_up", attributes=attributes):
                     pass
     episode = await attempts.end(active)
-    assert [(t.agent, [(o.tool, o.result) for o in t.outcomes]) for t in episode.transitions] == [
+    assert [(t.agent, [(o.tool, o.result) for o in t.tool_results]) for t in episode.transitions] == [
         ("react", [("look_up", "of a")]),
         ("react", [("look_up", "of b")]),
     ]
 
 
-async def test_one_run_of_a_tool_seen_twice_is_one_outcome(
+async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
     attached: None, attempts: Any, provider: TracerProvider
 ) -> None:
     provider.add_span_processor(AglSpanProcessor())  # beside the attached one
@@ -153,12 +153,12 @@ async def test_one_run_of_a_tool_seen_twice_is_one_outcome(
             inner = tracer.start_span("add", attributes={"openinference.span.kind": "TOOL", "tool.name": "add"})
             inner.set_attribute("output.value", "3")
             inner.end()
-            assert active.recording.outcomes == ()
+            assert active.recording.tool_results == ()
         with tracer.start_as_current_span("add", attributes=tool("c2")):
             with tracer.start_as_current_span("invoke_agent", attributes=agent("adder")):
                 tracer.start_span("add", attributes=tool()).end()
             tracer.start_span("add", attributes=tool("c3")).end()
-    found = active.recording.outcomes
+    found = active.recording.tool_results
     assert [(o.tool_call_id, o.result) for o in found] == [("c1", "3"), (None, None), ("c3", None), ("c2", None)]
     assert found[0].span == f"{outer.get_span_context().span_id:016x}"
 
@@ -166,20 +166,20 @@ async def test_one_run_of_a_tool_seen_twice_is_one_outcome(
 @pytest.mark.parametrize(
     ("attributes", "error", "status"),
     [
-        ({}, None, OutcomeStatus.OK),
-        ({"gen_ai.tool.call.result": ""}, None, OutcomeStatus.EMPTY),
-        ({"output.value": "{}"}, None, OutcomeStatus.EMPTY),
-        ({"output.value": "None"}, None, OutcomeStatus.EMPTY),
-        ({"output.value": "0"}, None, OutcomeStatus.OK),
-        ({"error.type": "timeout"}, None, OutcomeStatus.TIMEOUT),
-        ({"error.type": "httpx.ReadTimeout"}, None, OutcomeStatus.TIMEOUT),
-        ({"error.type": "500"}, None, OutcomeStatus.ERROR),
-        ({}, TimeoutError("5 s"), OutcomeStatus.TIMEOUT),
-        ({}, KeyError("timeout"), OutcomeStatus.ERROR),
+        ({}, None, ToolStatus.OK),
+        ({"gen_ai.tool.call.result": ""}, None, ToolStatus.EMPTY),
+        ({"output.value": "{}"}, None, ToolStatus.EMPTY),
+        ({"output.value": "None"}, None, ToolStatus.EMPTY),
+        ({"output.value": "0"}, None, ToolStatus.OK),
+        ({"error.type": "timeout"}, None, ToolStatus.TIMEOUT),
+        ({"error.type": "httpx.ReadTimeout"}, None, ToolStatus.TIMEOUT),
+        ({"error.type": "500"}, None, ToolStatus.ERROR),
+        ({}, TimeoutError("5 s"), ToolStatus.TIMEOUT),
+        ({}, KeyError("timeout"), ToolStatus.ERROR),
     ],
 )
 async def test_error_timeout_and_empty_are_told_apart(
-    attributes: Any, error: Any, status: OutcomeStatus, attached: None, attempts: Any, provider: TracerProvider
+    attributes: Any, error: Any, status: ToolStatus, attached: None, attempts: Any, provider: TracerProvider
 ) -> None:
     active = await attempts.start()
     with running(active):
@@ -189,9 +189,9 @@ async def test_error_timeout_and_empty_are_told_apart(
                     raise error
         except type(error):
             pass
-    (outcome,) = active.recording.outcomes
-    assert outcome.status is status
-    assert (outcome.error is not None) == (status in (OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT))
+    (tool_result,) = active.recording.tool_results
+    assert tool_result.status is status
+    assert (tool_result.error is not None) == (status in (ToolStatus.ERROR, ToolStatus.TIMEOUT))
 
 
 @pytest.mark.parametrize("adapter_first", [True, False])
@@ -202,15 +202,15 @@ async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
     attempts.stack.upstream.script(CallTools([("add", {}), ("add", {})]))
     with running(active):
         one, other = (each.id for each in (await ask(attempts.stack.client(), tools=[ADD])).tool_calls)
-        told = OutcomeReport(id="langchain:1", tool="add", status=OutcomeStatus.ERROR, tool_call_id=one)
+        told = ToolResultReport(id="langchain:1", tool="add", status=ToolStatus.ERROR, tool_call_id=one)
         if adapter_first:
-            active.recording.outcome(told)
+            active.recording.tool_result(told)
         for id in (one, other, other):
             tracer.start_span("add", attributes=tool(id)).end()
         if not adapter_first:
-            active.recording.outcome(told)
+            active.recording.tool_result(told)
     (transition,) = (await attempts.end(active)).transitions
-    assert [(o.tool_call_id, str(o.status)) for o in transition.outcomes] == [
+    assert [(o.tool_call_id, str(o.status)) for o in transition.tool_results] == [
         (one, "error"),
         (other, "ok"),
         (other, "ok"),
@@ -230,7 +230,7 @@ async def test_the_processor_alone_names_agents(attempts: Any) -> None:
         await ask(attempts.stack.client())
     episode = await attempts.end(active)
     assert [t.agent for t in episode.transitions] == ["solver", "solver"]
-    assert [[str(o.status) for o in t.outcomes] for t in episode.transitions] == [["ok"], []]
+    assert [[str(o.status) for o in t.tool_results] for t in episode.transitions] == [["ok"], []]
 
 
 async def test_work_that_goes_on_after_its_span_and_in_a_thread(
@@ -268,7 +268,7 @@ async def test_a_global_provider_that_was_there_before(
     active = await attempts.start()
     with running(active):
         provider.get_tracer("agent").start_span("add", attributes=tool("c1")).end()
-    assert [o.tool_call_id for o in active.recording.outcomes] == ["c1"]
+    assert [o.tool_call_id for o in active.recording.tool_results] == ["c1"]
 
 
 @pytest.mark.expects_problems
@@ -278,7 +278,7 @@ async def test_an_adapter_that_fails_does_not_break_the_agent(
     def fail(*_: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(processor, "see", fail)
+    monkeypatch.setattr(watching, "see", fail)
     tracer, active = provider.get_tracer("agent"), await attempts.start()
     with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
         await ask(attempts.stack.client())

@@ -30,7 +30,7 @@ def test_an_unmodified_agent_is_seen_after_agl_attaches() -> None:
         with running(ActiveAttempt("r1", 0, "http://127.0.0.1:9", "key", recording)):
             attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add"}
             trace.get_tracer("agent").start_span("add", attributes=attributes).end()
-        assert [outcome.tool for outcome in recording.outcomes] == ["add"]
+        assert [tool_result.tool for tool_result in recording.tool_results] == ["add"]
         assert not attachment.failed
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
@@ -43,12 +43,12 @@ def test_reading_spans_needs_no_sdk_and_no_server() -> None:
 
         for absent in ("opentelemetry", "google", "grpc", "starlette", "openai", "torch"):
             sys.modules[absent] = None
-        from agl_core.capture.span_tree import SpanTree
-        from agl_core.capture.spans import Span, see
+        from agl_core.capture.spans.tree import SpanTree
+        from agl_core.capture.spans.spans import Span, see
 
         span = Span("1" * 32, "1" * 16, None, "execute_tool add", {"gen_ai.operation.name": "execute_tool"})
-        (outcome,) = SpanTree([see(span)]).outcomes()
-        assert outcome.tool == "add"
+        (tool_result,) = SpanTree([see(span)]).tool_results()
+        assert tool_result.tool == "add"
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

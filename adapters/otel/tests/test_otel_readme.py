@@ -28,8 +28,8 @@ async def test_the_snippets(
             exec(compile(snippet, README.name, "exec"), names)
 
     async with running_stack() as stack:
-        monkeypatch.setenv("OPENAI_BASE_URL", stack.url(await stack.lease()))
-        monkeypatch.setenv("OPENAI_API_KEY", stack.server.agent_key)
+        monkeypatch.setenv("OPENAI_BASE_URL", stack.url(key := await stack.lease()))
+        monkeypatch.setenv("OPENAI_API_KEY", stack.key(key))
         stack.upstream.script(Say("look up 1 + 2"), Say("3"))
         try:
             await asyncio.to_thread(run)

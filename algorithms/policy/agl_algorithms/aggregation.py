@@ -1,7 +1,8 @@
-"""Token weights of a loss: what one token counts beside the others. Each rule's weights sum to 1, before corrections.
+"""Token weights of a loss: each token's share. The weights of each rule sum to 1.
 
-A correction (`Samples.weight_N`, of replayed experience say) is multiplied in afterwards, so that what it takes from
-one transition goes to no other.
+They do not include corrections (`Batch.weight_N`, for instance of replayed experience).
+`agl_algorithms.prepared.Prepared` multiplies these in afterwards, so that the share that a correction takes from one
+transition goes to no other.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ def token_weights(samples: Samples, aggregation: Aggregation, taking_part_N: Ten
     some, G_g the rollouts of group g that have some:
 
     - "rollout": 1 / (groups · G_g · T_i · |a_t|), so that groups, rollouts and transitions each share equally;
-    - "sequence-mean": 1 / (transitions · |a_t|) (GRPO, arXiv 2402.03300, equation 3, where a rollout is one
-      transition);
-    - "token-mean": 1 / (all unmasked tokens) (DAPO, arXiv 2503.14476, equation 8).
+    - "sequence-mean": 1 / (transitions · |a_t|);
+    - "token-mean": 1 / (all unmasked tokens of the batch).
+
+    If a rollout is one transition, "rollout" is GRPO's objective (arXiv 2402.03300, equation 3): the mean over
+    questions of the mean over each question's answers. "sequence-mean" is the same if all groups have one size. DAPO
+    (arXiv 2503.14476, equation 8) divides by the tokens of each question's answers and takes the mean over questions;
+    "token-mean" divides by the tokens of the whole batch, as veRL and TRL do, so a group of long answers weighs more.
     """
     transitions = samples.values_N.numel()
     mask_R = samples.mask_R
@@ -41,6 +46,4 @@ def token_weights(samples: Samples, aggregation: Aggregation, taking_part_N: Ten
         rollout_N, rollouts = dense(samples.rollout_N)
         turns_N = segment_count(rollout_N[trained_N], rollouts)[rollout_N]
         per_token_N = 1.0 / (groups * rollouts_N * turns_N * tokens_N).clamp(min=1)
-    if samples.weight_N is not None:
-        per_token_N = per_token_N * samples.weight_N
     return (per_token_N[samples.transition_R] * mask_R).to(samples.behaviour_R.dtype)

@@ -1,8 +1,8 @@
 """Generalized advantage estimation (arXiv 1506.02438, equation 16): inside responses, or across an episode's calls.
 
-Inside a response a step is one unmasked token. Across calls a step is one call: the choices of a call (`n` > 1)
-share its turn and stand side by side, none is in another's future, and what comes after the call, which is the
-mean over the next call's choices, comes after each of them.
+Inside a response a step is one unmasked token. Across calls a step is one call. The choices of a call (`n` > 1) share
+its turn and are parallel: no choice is in another's future, and each is followed by the mean over the next call's
+choices.
 """
 
 from __future__ import annotations
@@ -40,15 +40,13 @@ def gae_in_responses(samples: Samples, values_R: Tensor, *, gamma: float, lam: f
     return advantages_R
 
 
-def gae_across_calls(
-    samples: Samples, values_N: Tensor, *, gamma: float, lam: float, count_untrained: bool = False
-) -> Tensor:
+def gae_across_calls(samples: Samples, values_N: Tensor, *, gamma: float, lam: float) -> Tensor:
     """[N] float64 advantages of calls; `values_N` [N] are those of their prompts, the credited values are rewards.
 
-        δ_t = r_t + γ^k · V_{t+1} − V_t        A_t = δ_t + γ^k · λ · A_{t+1}
+        δ_t = r_t + γ · V_{t+1} − V_t        A_t = δ_t + γ · λ · A_{t+1}
 
-    t+1 is the rollout's next call in the batch; after the last one V and A are 0. k = 1, or with `count_untrained`
-    the number of turns to the next call.
+    t+1 is the rollout's next call in the batch; after the last one V and A are 0. Calls that are not in the batch
+    belong to the environment of this step: their rewards are in r_t (`agl_core.learning.propagation`).
     """
     rewards, values = samples.values_N.tolist(), values_N.tolist()
     choices_of: dict[tuple[int, int], list[int]] = {}
@@ -57,21 +55,19 @@ def gae_across_calls(
     advantages = [0.0] * len(rewards)
     later: tuple[int, int] | None = None
     for call in sorted(choices_of, reverse=True):
-        rollout, turn = call
         choices = choices_of[call]
         ahead, trace = 0.0, 0.0
-        if later is not None and later[0] == rollout:
-            discount = gamma ** (later[1] - turn if count_untrained else 1)
+        if later is not None and later[0] == call[0]:
             after = choices_of[later]
-            ahead = discount * sum(values[i] for i in after) / len(after)
-            trace = discount * lam * sum(advantages[i] for i in after) / len(after)
+            ahead = gamma * sum(values[i] for i in after) / len(after)
+            trace = gamma * lam * sum(advantages[i] for i in after) / len(after)
         for i in choices:
             advantages[i] = rewards[i] + ahead - values[i] + trace
         later = call
     return torch.tensor(advantages, dtype=torch.float64, device=samples.values_N.device)
 
 
-def discounted_sums(samples: Samples, *, gamma: float, count_untrained: bool = False) -> Tensor:
-    """[N] float64 the discounted sum of rewards from each call on: G_t = r_t + γ^k · G_{t+1}, k as above."""
+def discounted_sums(samples: Samples, *, gamma: float) -> Tensor:
+    """[N] float64 the discounted sum of rewards from each call on: G_t = r_t + γ · G_{t+1}."""
     nothing_N = torch.zeros_like(samples.values_N)
-    return gae_across_calls(samples, nothing_N, gamma=gamma, lam=1.0, count_untrained=count_untrained)
+    return gae_across_calls(samples, nothing_N, gamma=gamma, lam=1.0)

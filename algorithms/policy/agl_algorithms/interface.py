@@ -1,8 +1,7 @@
-"""What an algorithm is: LightningRL's second level, as pure functions over tensors.
+"""The interface of an algorithm: LightningRL's second level, as pure functions over tensors.
 
-Tensors are flat (ragged data without pads). Axis suffixes: _N transitions, _R response tokens of all
-transitions, one after the other. An engine that keeps padded rows selects them by mask first, so that both
-engines run these very functions.
+Tensors are flat (ragged data without pads). Axis suffixes: _N transitions, _R response tokens of all transitions, one
+after the other. An engine with padded rows first selects tokens by mask, so both engines run the same functions.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ class Samples:
     """[N] int64: 0 … rollouts-1, unique over groups."""
     turn_N: Tensor
     """[N] int64: the transition's place in its episode."""
-    weight_N: Tensor | None = None
-    """[N] what each transition's token weights are multiplied by; None: 1."""
+
+    def at_tokens(self, values_N: Tensor) -> Tensor:
+        """[R] each transition's value at its unmasked tokens, 0 at masked ones."""
+        return (values_N[self.transition_R] * self.mask_R).to(self.behaviour_R.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,16 @@ class Algorithm(Protocol):
     """Optimizer steps in one pass."""
     needs_reference: bool
     needs_critic: bool
-    """Then it is a `CriticAlgorithm`."""
+    """True: the algorithm is a `CriticAlgorithm`."""
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] advantages; `values_R` are the critic's, if it has one."""
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
-        """[N] bool: False for transitions that need not be computed at all (zero advantage, no KL)."""
+        """[N] bool: False for transitions that need not be computed (zero advantage, no KL)."""
 
     def weights(self, samples: Samples) -> Tensor:
-        """[R] token weights of the loss over the whole batch, `weight_N` multiplied in; 0 where masked."""
+        """[R] token weights of the loss over the whole batch, before corrections (`Batch.weight_N`); 0 where masked."""
 
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
@@ -83,10 +84,10 @@ class Algorithm(Protocol):
 
 
 class CriticAlgorithm(Algorithm, Protocol):
-    """An algorithm whose advantages come from a critic, which the engine keeps and trains for it.
+    """An algorithm whose advantages come from a critic, which the engine holds and trains.
 
-    Values are aligned with response tokens: a token's is that of the state before it, so a response's first one is
-    the value of its prompt.
+    Values are aligned with response tokens: a token has the value of the state before it, so the first value of a
+    response is that of its prompt.
     """
 
     critic_learning_rate: float
@@ -94,10 +95,10 @@ class CriticAlgorithm(Algorithm, Protocol):
     """The critic's passes over the batch in one update, each of `minibatches` optimizer steps."""
 
     def value_targets(self, samples: Samples, values_R: Tensor) -> Tensor:
-        """[R] what the values should become where they have a weight; `values_R` are those before the update."""
+        """[R] targets of the values that have a weight; `values_R` are the values before the update."""
 
     def value_weights(self, samples: Samples) -> Tensor:
-        """[R] weights of the value loss over the whole batch, `weight_N` multiplied in."""
+        """[R] weights of the value loss over the whole batch, also before corrections."""
 
     def value_loss(
         self, current_R: Tensor, old_R: Tensor, targets_R: Tensor, weights_R: Tensor

@@ -6,25 +6,28 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agl_core import Capability, CreditKind
+
 Aggregation = Literal["rollout", "token-mean", "sequence-mean"]
 RatioLevel = Literal["token", "sequence"]
 WhiteningUnit = Literal["tokens", "transitions"]
 
 
-class SurrogateOptions(BaseModel):
-    """Settings of the clipped surrogate, which every algorithm here has; one that another switches off is refused."""
+class PolicyGradientOptions(BaseModel):
+    """Settings of `agl_algorithms.PolicyGradient`; a setting without effect is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     clip: float = Field(0.2, gt=0, lt=1, description="The token ratio is clipped to [1 - clip, 1 + clip_high].")
     clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range (DAPO); by default the lower one.")
+    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
     aggregation: Aggregation = Field(
         "rollout",
         description="'rollout': every group weighs the same, in it every rollout, in it every transition, in it every "
         "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
     )
-    importance_threshold: float | None = Field(
-        None, gt=0, le=1000, description="Truncate importance weights old/behaviour here; absent: no such weights."
+    importance_cap: float | None = Field(
+        None, gt=0, le=1000, description="Truncate importance weights old/behaviour here; absent: no weights."
     )
     importance_level: RatioLevel = Field(
         "token", description="One importance weight per token, or one per transition: the product over its tokens."
@@ -32,10 +35,19 @@ class SurrogateOptions(BaseModel):
     epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
     minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
 
+    def needs(self) -> frozenset[Capability]:
+        """What an algorithm with these settings needs of a run: ids; with a KL term a reference model."""
+        reference = {Capability.REFERENCE} if self.beta > 0 else set()
+        return frozenset({Capability.TOKEN_IDS} | reference)
+
+    def takes(self) -> CreditKind:
+        """Which credited values it takes: returns."""
+        return CreditKind.RETURN
+
     @model_validator(mode="after")
     def _no_level_without_importance(self) -> Self:
-        if self.importance_threshold is None:
-            self._refuse_changed(("importance_level",), "set importance_threshold (2 is usual).")
+        if self.importance_cap is None:
+            self._refuse_changed(("importance_level",), "set importance_cap (2 is usual).")
         return self
 
     def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
@@ -44,8 +56,8 @@ class SurrogateOptions(BaseModel):
                 raise ValueError(f"'{name}' has no effect here: {remedy}")
 
 
-class GrpoOptions(SurrogateOptions):
-    """Settings of GRPO; a setting that another one would switch off is refused."""
+class GrpoOptions(PolicyGradientOptions):
+    """Settings of GRPO; a setting without effect is refused."""
 
     beta: float = Field(
         0.04, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model."
@@ -58,6 +70,10 @@ class GrpoOptions(SurrogateOptions):
     drop_equal_groups: bool = Field(
         False, description="Leave groups whose credited values are all equal out of the loss and its weights (DAPO)."
     )
+
+    def needs(self) -> frozenset[Capability]:
+        """Groups besides."""
+        return super().needs() | {Capability.GROUPS}
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> Self:
@@ -74,40 +90,37 @@ class GrpoOptions(SurrogateOptions):
         return self
 
 
-class TimeOptions(SurrogateOptions):
-    """Settings of an algorithm that can own the time axis: then it takes rewards, and credit must yield those."""
+class TimeOptions(PolicyGradientOptions):
+    """Settings of an algorithm that can own the time axis; if it does, credit must yield rewards."""
 
-    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
     across_calls: bool = Field(
         False,
-        description="Add up what came after a call inside the algorithm: credit must then yield rewards, not returns.",
+        description="Add up what came after a call inside the algorithm: credit must then yield rewards, not returns. "
+        "One trained call to the next is one step; what was earned between them belongs to the first.",
     )
-    count_untrained: bool = Field(
-        False,
-        description="With across_calls: discount also by the calls in between that are not trained (other agents, "
-        "other policies); otherwise one trained call to the next is one step. Their rewards count either way.",
-    )
+
+    def takes(self) -> CreditKind:
+        """Across calls rewards instead of returns."""
+        return CreditKind.REWARD if self.across_calls else CreditKind.RETURN
 
 
 class ReinforceOptions(TimeOptions):
-    """Settings of REINFORCE++; a setting that another one would switch off is refused."""
+    """Settings of REINFORCE++; a setting without effect is refused."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="With across_calls: what a reward is worth one call earlier.")
     whitening: WhiteningUnit = Field(
-        "tokens", description="What counts once in the batch's mean and deviation of the returns."
+        "tokens", description="The unit that counts once in the batch's mean and deviation of the returns."
     )
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> Self:
         if not self.across_calls:
-            self._refuse_changed(("gamma", "count_untrained"), "set across_calls = true, or leave time to credit.")
-        elif self.gamma == 1:
-            self._refuse_changed(("count_untrained",), "gamma is 1, so nothing is discounted.")
+            self._refuse_changed(("gamma",), "set across_calls = true, or leave time to credit.")
         return self
 
 
 class PpoOptions(TimeOptions):
-    """Settings of PPO; a setting that another one would switch off is refused."""
+    """Settings of PPO; a setting without effect is refused."""
 
     gamma: float = Field(
         1.0, ge=0, le=1, description="What a value is worth one step earlier: a token, or with across_calls a call."
@@ -126,10 +139,6 @@ class PpoOptions(TimeOptions):
     )
     critic_epochs: int = Field(1, ge=1, le=100, description="The critic's passes over the batch in one update.")
 
-    @model_validator(mode="after")
-    def _no_setting_without_effect(self) -> Self:
-        if not self.across_calls:
-            self._refuse_changed(("count_untrained",), "set across_calls = true, or leave time to credit.")
-        elif self.gamma == 1:
-            self._refuse_changed(("count_untrained",), "gamma is 1, so nothing is discounted.")
-        return self
+    def needs(self) -> frozenset[Capability]:
+        """A critic besides."""
+        return super().needs() | {Capability.CRITIC}

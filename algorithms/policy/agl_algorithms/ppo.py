@@ -1,16 +1,16 @@
 """PPO: Proximal Policy Optimization with a learned critic (arXiv 1707.06347; advantages by GAE, arXiv 1506.02438).
 
-By default each transition stands on its own: GAE runs over the tokens of its response, and its credited return is the
-reward of the last one. With `across_calls` GAE runs over the calls of an episode, on credited rewards: a call is one
-action, its value is the critic's at the end of its prompt, and all its tokens share its advantage. Both are in
+By default each transition is separate: GAE runs over the tokens of its response, and its credited return is the reward
+of the last token. With `across_calls` GAE runs over the calls of an episode, on credited rewards: a call is one action,
+its value is the critic's at the end of its prompt, and all its tokens share its advantage. Both are in
 `agl_algorithms.gae`. With values V before the update and GAE's A:
 
     target       = A + V
-    policy loss  = the clipped surrogate over A, whitened over the batch (`agl_algorithms.objective`, `whitened`)
+    policy loss  = the clipped surrogate over A, whitened over the batch (`agl_algorithms.policy_gradient`, `whitened`)
     value loss   = Σ w · ½ · max( (V_new − target)², (V + clip(V_new − V, ±value_clip) − target)² )
 
-The value loss weighs every token as the policy loss does; with `across_calls` a transition's whole weight is at the end
-of its prompt. No KL unless `beta` asks for it.
+The value loss weighs every token like the policy loss; with `across_calls` a transition's whole weight is at the end of
+its prompt. There is no KL term unless `beta` is above 0.
 """
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from agl_algorithms.aggregation import token_weights
 from agl_algorithms.gae import gae_across_calls, gae_in_responses
-from agl_algorithms.interface import Logprobs, Samples
-from agl_algorithms.objective import PolicyObjective, transitions_of
+from agl_algorithms.interface import Samples
 from agl_algorithms.options import PpoOptions
+from agl_algorithms.policy_gradient import PolicyGradient, transitions_of
 from agl_algorithms.statistics import segment_sum, whitened
 
 
-class Ppo:
+class Ppo(PolicyGradient):
     """PPO with its options; see the module for the formulas."""
 
+    options: PpoOptions
     needs_critic = True
 
     def __init__(self, options: PpoOptions) -> None:
-        self.options = options
-        self.epochs = options.epochs
-        self.minibatches = options.minibatches
+        super().__init__(options)
         self.critic_learning_rate = options.critic_learning_rate
         self.critic_epochs = options.critic_epochs
-        self.needs_reference = options.beta > 0
-        self._objective = PolicyObjective.per_token(options, options.beta)
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] advantages of unmasked tokens, 0 at masked ones; `values_R` are the critic's before each token."""
@@ -52,21 +48,11 @@ class Ppo:
         return advantage_R.to(samples.behaviour_R.dtype)
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
-        """[N] bool: whatever has a weight, for the critic learns from it."""
+        """[N] bool: every transition with a weight, because the critic learns from it."""
         return transitions_of(samples, self.weights(samples) > 0)
 
-    def weights(self, samples: Samples) -> Tensor:
-        """[R] token weights by `aggregation`."""
-        return token_weights(samples, self.options.aggregation)
-
-    def loss(
-        self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The policy's: weighted sum over tokens and metrics; see `agl_algorithms.objective.PolicyObjective`."""
-        return self._objective(samples, logprobs, advantages_R, weights_R)
-
     def value_targets(self, samples: Samples, values_R: Tensor) -> Tensor:
-        """[R] what the critic should have said where `value_weights` are: its value plus GAE's plain advantage."""
+        """[R] the critic's targets where `value_weights` are above 0: its value plus GAE's plain advantage."""
         return (self._gae(samples, values_R) + values_R).to(values_R.dtype)
 
     def value_weights(self, samples: Samples) -> Tensor:
@@ -88,13 +74,7 @@ class Ppo:
         gamma, lam = self.options.gamma, self.options.lam
         if not self.options.across_calls:
             return gae_in_responses(samples, values_R, gamma=gamma, lam=lam)
-        advantage_N = gae_across_calls(
-            samples,
-            values_R[_first_token_N(samples)],
-            gamma=gamma,
-            lam=lam,
-            count_untrained=self.options.count_untrained,
-        )
+        advantage_N = gae_across_calls(samples, values_R[_first_token_N(samples)], gamma=gamma, lam=lam)
         return advantage_N[samples.transition_R]
 
 

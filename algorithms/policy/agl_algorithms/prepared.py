@@ -1,7 +1,7 @@
-"""What one update works on: the usable part of a batch, its advantages and weights, and what was left out.
+"""The data of one update: the usable part of a batch, its advantages and weights, and what was dropped.
 
-An algorithm sees the whole of it here, once, so that statistics over rollouts and groups are right however an engine
-cuts the batch up afterwards.
+Here an algorithm sees the whole batch, once, so that statistics over rollouts and groups are right however an engine
+splits the batch afterwards.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Samples
-from agl_core.learning.screening import Usable
+from agl_core.learning.trainable import Usable
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, DropReason
 
 
 @dataclass(frozen=True, slots=True)
 class ValueTraining:
-    """What a critic learns from, each [R]."""
+    """The training data of a critic, each [R]."""
 
     values_R: Tensor
-    """Its own, before the update."""
+    """The critic's values before the update."""
     targets_R: Tensor
     weights_R: Tensor
-    """0 at every token of a transition that is not trained on."""
+    """Before corrections; 0 at every token of a transition that is not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """N transitions came, M of them are usable; batch, samples and tensors are over these M."""
+    """The M usable of N transitions; batch, samples and tensors are over these M."""
 
     batch: Batch
     samples: Samples
     advantages_R: Tensor
     weights_R: Tensor
-    """0 at every token that is not trained on."""
+    """The algorithm's token weights, before corrections; 0 at every token that is not trained on."""
     usable: NDArray[np.int64]
     """[M] their places among the N."""
     trained: NDArray[np.int64]
-    """Those of the M that the loss is computed on."""
+    """The places among the M of the transitions in the loss."""
     dropped: tuple[DropReason | None, ...]
     """[N] why each is not trained on."""
     value: ValueTraining | None = None
@@ -56,20 +56,36 @@ class Prepared:
         nothing = torch.zeros_like(samples.behaviour_R)
         return cls(usable.batch, samples, nothing, nothing, usable.places, np.zeros(0, dtype=np.int64), usable.dropped)
 
-    def share(self, weights_R: Tensor, chosen: NDArray[np.int64]) -> float:
-        """How much of all the weight the chosen transitions have; 0 if there is none at all."""
+    def corrected(self, weights_R: Tensor) -> Tensor:
+        """[R] weights of the policy's or the value loss, each transition's multiplied by its correction."""
+        return _scaled(weights_R, _corrections(self.batch, weights_R), self.samples)
+
+    def step_weights(self, weights_R: Tensor, steps: Sequence[NDArray[np.int64]]) -> Tensor:
+        """[R] the weights with which each of the optimizer steps `steps` (its transitions) trains; 0 elsewhere.
+
+        Before corrections a step weighs as much as the whole batch. The corrections come after that, so a transition
+        with correction 0.1 counts a tenth of its part of a step, whatever else is in the step.
+        """
         weight_M = sum_by_transition(weights_R, self.samples)
-        return float(weight_M[chosen].sum()) / (float(weight_M.sum()) or 1.0)
+        factor_M = torch.zeros_like(weight_M)
+        for chosen in map(torch.from_numpy, steps):
+            share = weight_M[chosen].sum() / weight_M.sum()
+            factor_M[chosen] = torch.where(share > 0, 1 / share, 0.0)
+        return _scaled(weights_R, factor_M * _corrections(self.batch, weights_R), self.samples)
+
+    def mean_step_weight(self, weights_R: Tensor, steps: Sequence[NDArray[np.int64]]) -> float:
+        """The weight of all tokens of a step together, over `steps`; 1 if nothing has a weight."""
+        return float(self.step_weights(weights_R, steps).sum()) / len(steps) or 1.0
 
     def result(self, version: int, metrics: Mapping[str, float]) -> UpdateResult:
-        """What became of all N transitions."""
+        """The result for all N transitions."""
         advantage_N, weight_N = np.zeros(len(self.dropped)), np.zeros(len(self.dropped))
         advantage_N[self.usable] = self._advantage_M()
-        weight_N[self.usable] = sum_by_transition(self.weights_R, self.samples).cpu().numpy()
+        weight_N[self.usable] = sum_by_transition(self.corrected(self.weights_R), self.samples).cpu().numpy()
         return UpdateResult(version, metrics, advantage_N, weight_N, self.dropped)
 
     def metrics(self) -> dict[str, float]:
-        """Those that do not come from optimizer steps."""
+        """The metrics that do not come from optimizer steps."""
         advantage = self._advantage_M()[self.trained]
         return {
             "advantage_mean": float(advantage.mean()) if len(advantage) else 0.0,
@@ -96,21 +112,21 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
     return Samples(
         transition_R=tensor(np.repeat(np.arange(len(batch)), batch.response_lengths_N), torch.int64),
         mask_R=tensor(batch.mask_R, torch.bool),
-        # What was recorded for a forced token means nothing, and may not be finite.
+        # The log-probability of a forced token has no meaning, and may not be finite.
         behaviour_R=tensor(np.where(batch.mask_R, batch.behaviour_logprobs_R, 0.0), dtype),
         values_N=tensor(batch.values_N, torch.float64),
         scores_N=tensor(batch.scores_N, torch.float64),
         group_N=tensor(batch.group_N, torch.int64),
         rollout_N=tensor(batch.rollout_N, torch.int64),
         turn_N=tensor(batch.turn_N, torch.int64),
-        weight_N=tensor(batch.weight_N, torch.float64),
     )
 
 
 def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
     """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
 
-    What an algorithm makes of a transition that is not finite, and what it has no use for, is left out and told.
+    Transitions whose advantage or weight is not finite, and those that the algorithm does not need, are dropped with
+    the reason.
     """
     if not len(usable.places):
         return Prepared.of_nothing(usable, samples)
@@ -124,6 +140,7 @@ def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Te
     broken_R = broken_M[samples.transition_R]
     advantages_R, weights_R = advantages_R.masked_fill(broken_R, 0.0), weights_R.masked_fill(broken_R, 0.0)
     kept_M = algorithm.keep(samples, advantages_R) & (sum_by_transition(weights_R, samples) > 0)
+    kept_M &= _corrections(usable.batch, weights_R) > 0
     left_out_R = ~kept_M[samples.transition_R]
     weights_R = weights_R.masked_fill(left_out_R, 0.0)
     if value is not None:
@@ -161,6 +178,15 @@ def sum_by_transition(values_R: Tensor, samples: Samples) -> Tensor:
     """[N] in float64."""
     totals = torch.zeros(samples.values_N.numel(), dtype=torch.float64, device=values_R.device)
     return totals.index_add(0, samples.transition_R, values_R.to(torch.float64))
+
+
+def _corrections(batch: Batch, beside: Tensor) -> Tensor:
+    """[M] float64, on the device of `beside`."""
+    return torch.from_numpy(batch.weight_N).to(beside.device)
+
+
+def _scaled(weights_R: Tensor, factor_M: Tensor, samples: Samples) -> Tensor:
+    return (weights_R * factor_M[samples.transition_R]).to(weights_R.dtype)
 
 
 def _value_training(samples: Samples, algorithm: CriticAlgorithm, values_R: Tensor) -> ValueTraining:

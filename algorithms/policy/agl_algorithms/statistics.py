@@ -38,26 +38,33 @@ def dense(labels: Tensor) -> tuple[Tensor, int]:
 class GroupStatistics:
     """The credited values of each transition's group, spread over its transitions. All float64."""
 
+    mean_N: Tensor
+    """[N] the group's mean."""
     deviation_N: Tensor
     """[N] credited value minus the group's mean."""
     std_N: Tensor
     """[N] the group's standard deviation (unbiased); 0 where all values of the group are equal."""
-    comparable_N: Tensor
-    """[N] bool: the group has at least two rollouts."""
+    rollouts_N: Tensor
+    """[N] how many rollouts the group has."""
+
+    @property
+    def comparable_N(self) -> Tensor:
+        """[N] bool: the group has at least two rollouts."""
+        return self.rollouts_N >= 2
 
 
 def group_statistics(samples: Samples) -> GroupStatistics:
     """Mean and standard deviation of the credited values of each group, over rollouts, not transitions.
 
-    A rollout counts once however many transitions it has: its transitions share its weight. With v_it the
-    value of transition t of rollout i (T_i transitions, G rollouts):
+    A rollout counts once, whatever its number of transitions: they share its weight. With v_it the value of transition
+    t of rollout i (T_i transitions, G rollouts):
 
         μ  = 1/G · Σ_i 1/T_i · Σ_t v_it
         σ² = 1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − μ)²
 
-    Where credit is identical within rollouts (v_it = R_i) these are the textbook's mean and unbiased standard
-    deviation of R. Where it is not, σ also holds the spread inside rollouts; the standard deviation of the
-    rollouts' means alone could vanish while the deviations do not.
+    If credit is identical within rollouts (v_it = R_i), these are the usual mean and unbiased standard deviation of R.
+    If it is not, σ also contains the spread inside rollouts: the standard deviation of the rollouts' means alone could
+    vanish while the deviations do not.
     """
     values_N = samples.values_N.to(torch.float64)
     group_N, groups = dense(samples.group_N)
@@ -65,7 +72,7 @@ def group_statistics(samples: Samples) -> GroupStatistics:
     rollouts_of_group = segment_count(_group_of_rollout(group_N, rollout_N, rollouts), groups)
     share_N = 1.0 / segment_count(rollout_N, rollouts)[rollout_N]  # 1/T_i
 
-    # Values are shifted by the group's smallest first, so that equal ones deviate by exactly zero.
+    # Values are first shifted by the group's smallest, so that equal values deviate by exactly zero.
     smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=values_N.device)
     smallest = smallest.scatter_reduce(0, group_N, values_N, "amin")
     shifted_N = values_N - smallest[group_N]
@@ -73,9 +80,10 @@ def group_statistics(samples: Samples) -> GroupStatistics:
     deviation_N = shifted_N - mean[group_N]
     variance = segment_sum(deviation_N.square() * share_N, group_N, groups) / (rollouts_of_group - 1).clamp(min=1)
     return GroupStatistics(
+        mean_N=(smallest + mean)[group_N],
         deviation_N=deviation_N,
         std_N=variance.sqrt()[group_N],
-        comparable_N=rollouts_of_group[group_N] >= 2,
+        rollouts_N=rollouts_of_group[group_N],
     )
 
 
@@ -101,7 +109,7 @@ def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
         σ² = 1/(K−1) · Σ_r s_r · (v_r − μ)²
         (v_r − μ) / √(σ² + 1e-8)
 
-    Equal values, and those of one single unit, become exactly zero.
+    Equal values, and the values of a single unit, become exactly zero.
     """
     mask_R = samples.mask_R
     transitions = samples.values_N.numel()
@@ -122,7 +130,7 @@ def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
 def explained_variance(values_R: Tensor, targets_R: Tensor, weights_R: Tensor) -> float:
     """1 − Var(target − value) / Var(target), variances by weight; NaN if the targets are all equal.
 
-    1: the critic knows every target; 0: no better than a constant; below 0: worse than that.
+    1: the critic predicts every target; 0: no better than a constant; below 0: worse than a constant.
     """
 
     def variance(of_R: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class Surrogate(NamedTuple):
 
     loss_R: Tensor
     clipped_R: Tensor
-    """bool: the clipped term is the one that counts, so the token has no gradient."""
+    """bool: the clipped term counts, so the token has no gradient."""
 
 
 def policy_ratio(samples: Samples, logprobs: Logprobs, level: RatioLevel) -> Tensor:

@@ -12,27 +12,38 @@ from agl_algorithms import plugin
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
-from agl_core import Need
+from agl_core import Capability, CreditKind
 from agl_core.plugins import Kind, Plugins
 
-ALWAYS = {Need.TOKEN_IDS}
+ALWAYS = {Capability.TOKEN_IDS}
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "options", "needs"),
+    ("name", "made", "options", "takes", "needs"),
     [
-        ("grpo", Grpo, {}, {Need.GROUPS, Need.RETURNS, Need.REFERENCE}),
-        ("grpo", Grpo, {"beta": 0}, {Need.GROUPS, Need.RETURNS}),
-        ("reinforce++", Reinforce, {}, {Need.RETURNS}),
-        ("reinforce++", Reinforce, {"across_calls": True}, {Need.REWARDS}),
-        ("reinforce++", Reinforce, {"beta": 0.1}, {Need.RETURNS, Need.REFERENCE}),
-        ("ppo", Ppo, {}, {Need.RETURNS, Need.CRITIC}),
-        ("ppo", Ppo, {"across_calls": True}, {Need.REWARDS, Need.CRITIC}),
-        ("ppo", Ppo, {"beta": 0.1}, {Need.RETURNS, Need.CRITIC, Need.REFERENCE}),
+        ("grpo", Grpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
+        ("grpo", Grpo, {"beta": 0}, CreditKind.RETURN, {Capability.GROUPS}),
+        ("reinforce++", Reinforce, {}, CreditKind.RETURN, set()),
+        ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
+        ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
+        ("ppo", Ppo, {}, CreditKind.RETURN, {Capability.CRITIC}),
+        ("ppo", Ppo, {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
+        ("ppo", Ppo, {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),
     ],
-    ids=str,
+    ids=[
+        "grpo",
+        "grpo, no KL",
+        "reinforce++",
+        "reinforce++ across calls",
+        "reinforce++, KL",
+        "ppo",
+        "ppo across calls",
+        "ppo, KL",
+    ],
 )
-def test_each_is_registered_with_its_needs(name: str, made: type, options: dict[str, Any], needs: set[Need]) -> None:
+def test_each_is_registered_with_what_it_takes_and_needs(
+    name: str, made: type, options: dict[str, Any], takes: CreditKind, needs: set[Capability]
+) -> None:
     plugins = Plugins()
     plugins.register(plugin, "test")
     component = plugins.components(Kind.ALGORITHM)[name]
@@ -40,9 +51,10 @@ def test_each_is_registered_with_its_needs(name: str, made: type, options: dict[
     algorithm = component.build(chosen)
     assert isinstance(algorithm, made)
     assert component.needs(chosen) == ALWAYS | needs
-    # What it tells the engine is what the check was told.
-    assert algorithm.needs_critic == (Need.CRITIC in needs)
-    assert algorithm.needs_reference == (Need.REFERENCE in needs)
+    assert component.takes(chosen) is takes
+    # What it tells the engine is what the check goes by.
+    assert algorithm.needs_critic == (Capability.CRITIC in needs)
+    assert algorithm.needs_reference == (Capability.REFERENCE in needs)
     assert all(field.description for field in component.options.model_fields.values())
     assert component.options(**chosen.model_dump()) == chosen
 

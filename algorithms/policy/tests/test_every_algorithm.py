@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from agl_algorithms.grpo import Grpo
-from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
+from agl_algorithms.interface import Algorithm, Logprobs, Samples
 from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
@@ -23,16 +23,12 @@ EVERY_KIND: list[Algorithm] = [
     Grpo(GrpoOptions()),
     Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
     Grpo(GrpoOptions(clip_high=0.28, drop_equal_groups=True, aggregation="sequence-mean")),
-    Grpo(GrpoOptions(ratio="sequence", sequence_clip=0.1, sequence_clip_high=0.2, importance_threshold=1.1)),
+    Grpo(GrpoOptions(ratio="sequence", sequence_clip=0.1, sequence_clip_high=0.2, importance_cap=1.1)),
     Reinforce(ReinforceOptions()),
-    Reinforce(
-        ReinforceOptions(
-            across_calls=True, gamma=0.7, count_untrained=True, whitening="transitions", beta=0.1, clip_high=0.3
-        )
-    ),
-    Ppo(PpoOptions(importance_threshold=2, importance_level="sequence")),
-    Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_threshold=1.1, aggregation="token-mean")),
-    Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, count_untrained=True, beta=0.2)),
+    Reinforce(ReinforceOptions(across_calls=True, gamma=0.7, whitening="transitions", beta=0.1, clip_high=0.3)),
+    Ppo(PpoOptions(importance_cap=2, importance_level="sequence")),
+    Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_cap=1.1, aggregation="token-mean")),
+    Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, beta=0.2)),
 ]
 each_kind = pytest.mark.parametrize(
     "algorithm", EVERY_KIND, ids=[f"{type(a).__name__}{i}" for i, a in enumerate(EVERY_KIND)]
@@ -56,7 +52,7 @@ def test_importance_weights_worked_by_hand(level: str, expected: list[float]) ->
     ratio = torch.tensor([1.5, 0.5, 20.0, 0.25], dtype=torch.float64)
     zeros = torch.zeros(4, dtype=torch.float64)
     current = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    algorithm = Reinforce(ReinforceOptions(importance_threshold=2.0, importance_level=level))
+    algorithm = Reinforce(ReinforceOptions(importance_cap=2.0, importance_level=level))
     advantages, weights = torch.ones(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
     loss, metrics = algorithm.loss(samples, Logprobs(current, zeros, -ratio.log()), advantages, weights)
     (gradient,) = torch.autograd.grad(loss, current)
@@ -81,7 +77,6 @@ def test_gradient_equals_finite_differences(ragged: Samples, algorithm: Algorith
 
 
 @given(batches(), st.sampled_from(EVERY_KIND))
-@settings(max_examples=60, deadline=None)
 def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
     batch: tuple[list[Row], int], algorithm: Algorithm
 ) -> None:
@@ -92,32 +87,7 @@ def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
     assert (weights[~samples.mask_R] == 0).all()
 
 
-@given(batches(), st.sampled_from(EVERY_KIND), st.floats(0, 10))
-@settings(max_examples=60, deadline=None)
-def test_a_transitions_weight_multiplies_its_share_of_the_loss_and_moves_no_other(
-    batch: tuple[list[Row], int], algorithm: Algorithm, weight: float
-) -> None:
-    samples, logprobs = build(*batch)
-    weight_N = torch.ones_like(samples.values_N)
-    weight_N[0] = weight
-    weighted = dataclasses.replace(samples, weight_N=weight_N)
-    torch.testing.assert_close(advantages_of(algorithm, weighted), advantages_of(algorithm, samples))
-    before, after = ([algorithm.weights(each)] for each in (samples, weighted))
-    if algorithm.needs_critic:
-        critic = cast(CriticAlgorithm, algorithm)
-        before, after = ([*found, critic.value_weights(of)] for found, of in ((before, samples), (after, weighted)))
-    first_R = samples.transition_R == 0
-    for plain_R, weighted_R in zip(before, after, strict=True):
-        torch.testing.assert_close(weighted_R, torch.where(first_R, weight * plain_R, plain_R))
-    parts = [
-        torch.autograd.grad(whole_loss(algorithm, each, logprobs), logprobs.current_R)[0]
-        for each in (samples, weighted)
-    ]
-    torch.testing.assert_close(parts[1], torch.where(first_R, weight * parts[0], parts[0]))
-
-
 @given(batches(), st.sampled_from(EVERY_KIND), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
 def test_order_of_transitions_does_not_matter(batch: tuple[list[Row], int], algorithm: Algorithm, rng: Any) -> None:
     samples, logprobs = build(*batch)
     order = list(range(samples.values_N.numel()))
@@ -130,7 +100,6 @@ def test_order_of_transitions_does_not_matter(batch: tuple[list[Row], int], algo
 
 
 @given(batches(), st.sampled_from(EVERY_KIND), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
 def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorithm: Algorithm, size: int) -> None:
     samples, logprobs = build(*batch)
     advantages, weights = advantages_of(algorithm, samples), algorithm.weights(samples)

@@ -16,6 +16,19 @@ from agl_algorithms.options import GrpoOptions
 from .conftest import Row, make_logprobs, make_samples
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "short", "long"),
+    [("token-mean", 1 / 8, 1 / 8), ("rollout", 1 / 4, 1 / 12), ("sequence-mean", 1 / 4, 1 / 12)],
+)
+def test_a_group_of_long_answers_weighs_more_by_tokens_of_the_batch(
+    aggregation: str, short: float, long: float
+) -> None:
+    # Two groups: two answers of one token, and two of three. DAPO's own mean over questions would be 1/4 and 1/12.
+    rows = [Row(g, 2 * g + i, float(i), (True,) * length) for g, length in enumerate((1, 3)) for i in range(2)]
+    weights = Grpo(GrpoOptions.model_validate({"aggregation": aggregation})).weights(make_samples(rows))
+    assert weights.tolist() == pytest.approx([short] * 2 + [long] * 6)
+
+
 def test_hand_worked_example() -> None:
     # One group, two rollouts with rewards 1 and 0: mean 0.5, unbiased deviation sqrt(0.5), advantages ±0.7071.
     samples = make_samples([Row(0, 0, 1.0, (True, True)), Row(0, 1, 0.0, (True,))])

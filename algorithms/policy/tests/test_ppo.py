@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -66,7 +66,6 @@ def exponential_average(rewards: list[float], values: list[float], gamma: float,
 
 
 @given(batches(), st.sampled_from([(1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.3, 1.0)]))
-@settings(max_examples=60, deadline=None)
 def test_gae_equals_its_definition(batch: tuple[list[Row], int], constants: tuple[float, float]) -> None:
     samples, _ = build(*batch)
     values = critic_values(samples)
@@ -89,7 +88,6 @@ def test_gae_equals_its_definition(batch: tuple[list[Row], int], constants: tupl
 
 
 @given(batches())
-@settings(max_examples=40, deadline=None)
 def test_with_lambda_one_targets_are_the_returns(batch: tuple[list[Row], int]) -> None:
     samples, _ = build(*batch)
     values = critic_values(samples)
@@ -99,7 +97,6 @@ def test_with_lambda_one_targets_are_the_returns(batch: tuple[list[Row], int]) -
 
 
 @given(batches(), st.sampled_from(["tokens", "transitions"]))
-@settings(max_examples=40, deadline=None)
 def test_whitened_advantages_have_mean_zero_and_variance_one(batch: tuple[list[Row], int], unit: str) -> None:
     samples, _ = build(*batch)
     found = ppo(whitening=unit).advantages(samples, critic_values(samples))
@@ -176,24 +173,22 @@ def test_explained_variance_worked_by_hand() -> None:
         ({}, {"across_calls": True}),
         ({"across_calls": True}, {"gamma": 0.5}),
         ({"across_calls": True}, {"lam": 0.5}),
-        ({"across_calls": True, "gamma": 0.5}, {"count_untrained": True}),
         ({}, {"whitening": "transitions"}),
         ({}, {"whitening": "off"}),
         ({}, {"aggregation": "token-mean"}),
         ({}, {"aggregation": "sequence-mean"}),
-        ({}, {"importance_threshold": 1.05}),
-        ({"importance_threshold": 1.05}, {"importance_level": "sequence"}),
+        ({}, {"importance_cap": 1.05}),
+        ({"importance_cap": 1.05}, {"importance_level": "sequence"}),
     ],
     ids=str,
 )
 def test_every_loss_option_changes_the_gradient(ragged: Samples, base: dict[str, Any], change: dict[str, Any]) -> None:
     logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
-    gappy = dataclasses.replace(ragged, turn_N=ragged.turn_N * 2)
 
     def gradient(options: dict[str, Any]) -> Tensor:
         algorithm = ppo(**options)
-        advantages = algorithm.advantages(gappy, critic_values(gappy))
-        loss, _ = algorithm.loss(gappy, logprobs, advantages, algorithm.weights(gappy))
+        advantages = algorithm.advantages(ragged, critic_values(ragged))
+        loss, _ = algorithm.loss(ragged, logprobs, advantages, algorithm.weights(ragged))
         return torch.autograd.grad(loss, logprobs.current_R)[0]
 
     assert not torch.allclose(gradient(base), gradient(base | change), rtol=1e-3, atol=1e-6)
@@ -223,15 +218,6 @@ def test_the_critic_keeps_what_has_no_advantage(ragged: Samples) -> None:
 def test_values_are_needed(ragged: Samples) -> None:
     with pytest.raises(ValueError, match="needs_critic"):
         ppo().advantages(ragged)
-
-
-@pytest.mark.parametrize(
-    "settings_without_effect",
-    [{"count_untrained": True, "gamma": 0.9}, {"across_calls": True, "count_untrained": True}],
-)
-def test_settings_without_effect_are_refused(settings_without_effect: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="has no effect"):
-        PpoOptions(**settings_without_effect)
 
 
 @pytest.mark.parametrize("bad", [{"gamma": 1.1}, {"lam": -0.1}, {"value_clip": 0}, {"critic_learning_rate": 0}])

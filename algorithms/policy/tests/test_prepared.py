@@ -11,8 +11,8 @@ from torch import Tensor
 
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.interface import Samples
-from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.learning.screening import screen
+from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of, sum_by_transition
+from agl_core.learning.trainable import screen
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
 
 GRPO = Grpo(GrpoOptions(beta=0.0))
@@ -97,9 +97,35 @@ def test_optimizer_steps_are_split_between_rollouts() -> None:
     assert list(minibatches(batch, chosen[:0], 1, [5, 1])) == []
 
 
-def test_shares_of_the_weight_add_up() -> None:
-    prepared = prepared_of(batch_of([0.0, 1.0, 1.0]))
-    shares = [prepared.share(prepared.weights_R, np.array(places)) for places in ([0, 2], [1])]
-    assert sum(shares) == pytest.approx(1.0)
-    assert shares[0] > shares[1] > 0
-    assert prepared.share(torch.zeros_like(prepared.weights_R), np.array([0])) == 0.0
+def by_transition(weights_R: Tensor) -> list[float]:
+    return sum_by_transition(weights_R, samples_of(batch_of([0.0] * (len(weights_R) // 2)))).tolist()
+
+
+def test_each_step_weighs_as_much_as_the_whole() -> None:
+    prepared = prepared_of(batch_of([0.0, 1.0, 1.0], rollouts=[0, 0, 1]))
+    steps = [np.array([0, 2]), np.array([1])]
+    weights_R = prepared.step_weights(prepared.weights_R, steps)
+    assert by_transition(weights_R) == pytest.approx([1 / 3, 1.0, 2 / 3]), "the first two share a rollout's half"
+    assert prepared.mean_step_weight(prepared.weights_R, steps) == pytest.approx(1.0)
+    assert by_transition(prepared.step_weights(prepared.weights_R, steps[1:])) == [0.0, 1.0, 0.0]
+    nothing_R = torch.zeros_like(prepared.weights_R)
+    assert not prepared.step_weights(nothing_R, steps).any()
+
+
+def test_a_correction_multiplies_what_a_transition_counts_in_its_step_and_nothing_else() -> None:
+    plain = batch_of([0.0, 1.0, 0.0, 1.0])
+    corrections = np.array([1.0, 0.02, 3.0, 0.5])
+    corrected = replace(plain, weight_N=corrections)
+    for steps in ([np.arange(4)], [np.array([0, 1]), np.array([2, 3])], [np.array([i]) for i in range(4)]):
+        before, after = (
+            np.array(by_transition(prepared.step_weights(prepared.weights_R, steps)))
+            for prepared in (prepared_of(plain), prepared_of(corrected))
+        )
+        assert after == pytest.approx(corrections * before)
+    assert prepared_of(corrected).result(1, {}).weight_N == pytest.approx(corrections / 4)
+
+
+def test_what_is_corrected_to_nothing_is_not_trained_on() -> None:
+    prepared = prepared_of(replace(batch_of([0.0, 1.0, 0.0]), weight_N=np.array([1.0, 0.0, 1.0])))
+    assert prepared.dropped == (None, DropReason.NO_ADVANTAGE, None)
+    assert prepared.trained.tolist() == [0, 2]

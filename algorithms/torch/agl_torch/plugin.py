@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core import Need, hookimpl
-from agl_core.plugins import NoOptions, Register
+from agl_core import Capability, hookimpl
+from agl_core.registering import NoOptions, RegisterEngine, RegisterTracker
 from agl_torch.options import TorchOptions
 
 if TYPE_CHECKING:
@@ -28,10 +28,15 @@ def build_tensorboard(options: NoOptions, run_dir: Path) -> Tracker:
 
 
 @hookimpl
-def register_engines(register: Register) -> None:
-    register("torch", build_engine, options=TorchOptions, provides={Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC})
+def register_engines(register: RegisterEngine) -> None:
+    register(
+        "torch",
+        build_engine,
+        options=TorchOptions,
+        provides={Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC},
+    )
 
 
 @hookimpl
-def register_trackers(register: Register) -> None:
+def register_trackers(register: RegisterTracker) -> None:
     register("tensorboard", build_tensorboard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,16 +10,16 @@ import torch
 
 from agl_algorithms.interface import Algorithm
 from agl_core.config.models import OptimizerSection
-from agl_core.errors import ConfigError, EngineError, nearest
-from agl_core.memory import peak_rss_bytes
-from agl_core.plugins import Kind, Plugins
-from agl_core.protocols import PolicySpec, Progress, UpdateResult
+from agl_core.engines.algorithms import find_algorithm
+from agl_core.errors import EngineError, nearest
+from agl_core.plugins import Plugins
+from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest
-from agl_torch.checkpoint import load_policy, save_policy
-from agl_torch.model import Bases, LoadedModel, load_model
+from agl_torch.models.loading import Bases, LoadedModel, load_model
+from agl_torch.options import TorchOptions
 from agl_torch.sampling import Sampler
-from agl_torch.trainer import PolicyTrainer
-from agl_torch.wire import Settings
+from agl_torch.training.checkpoint import load_policy, save_policy
+from agl_torch.training.trainer import PolicyTrainer
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,21 @@ class Policies:
         self._plugins = plugins
 
     @classmethod
-    def load(cls, settings: Settings) -> Policies:
+    def load(cls, options: TorchOptions, context: EngineContext) -> Policies:
         """Load every policy; each has its own share of the cache and its own seed, adapters share their bases."""
-        options = settings.options
         device = choose_device(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        if settings.deterministic:
+        if context.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.manual_seed(settings.seed)
-        share = options.cache_mib * 2**20 // len(settings.policies)
+        torch.manual_seed(context.seed)
+        share = options.cache_mib * 2**20 // len(context.policies)
         bases = Bases()
         made = {
-            name: _make_policy(spec, settings, device, settings.seed + place, share, bases)
-            for place, (name, spec) in enumerate(settings.policies.items())
+            name: _make_policy(spec, options, context, device, context.seed + place, share, bases)
+            for place, (name, spec) in enumerate(context.policies.items())
         }
-        return cls(made, Plugins.load(settings.plugin_files))
+        return cls(made, Plugins.load(context.plugin_files))
 
     @property
     def context_length(self) -> int:
@@ -71,7 +70,8 @@ class Policies:
         if request.policy not in self.policies:
             raise EngineError(f"There is no policy '{request.policy}'. {nearest(request.policy, self.policies)}")
         policy = self.policies[request.policy]
-        algorithm = self._algorithm(request)
+        component, options = find_algorithm(self._plugins, request.algorithm, request.options)
+        algorithm: Algorithm = component.build(options)
         steps = policy.trainer.optimizer.steps
         try:
             return policy.trainer.update(request.batch, algorithm, progress)
@@ -93,15 +93,6 @@ class Policies:
             load_policy(folder / name, policy.loaded, policy.trainer)
             policy.sampler.new_version(policy.trainer.version)
 
-    def _algorithm(self, request: UpdateRequest) -> Algorithm:
-        component = self._plugins.component(Kind.ALGORITHM, request.algorithm, "algorithm.name")
-        try:
-            options = component.options.model_validate(dict(request.options))
-        except ValueError as error:
-            raise ConfigError(f"algorithm.{request.algorithm}: {error}") from error
-        algorithm: Algorithm = component.build(options)
-        return algorithm
-
 
 def choose_device(wanted: str) -> torch.device:
     """The device of `TorchOptions.device`."""
@@ -114,25 +105,22 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", 0) if available and wanted != "cpu" else torch.device("cpu")
 
 
-def memory(cached: Iterable[Policy]) -> dict[str, float]:
-    """Peak resident bytes of this process, and bytes held for keys and values."""
-    return {
-        "peak_rss_bytes": float(peak_rss_bytes()),
-        "cache_bytes": float(sum(policy.sampler.cache_nbytes for policy in cached)),
-    }
-
-
 def _make_policy(
-    spec: PolicySpec, settings: Settings, device: torch.device, seed: int, cache_bytes: int, bases: Bases
+    spec: PolicySpec,
+    options: TorchOptions,
+    context: EngineContext,
+    device: torch.device,
+    seed: int,
+    cache_bytes: int,
+    bases: Bases,
 ) -> Policy:
-    options = settings.options
     loaded = load_model(spec, device, seed, bases)
     if options.max_context is not None:
         loaded = replace(loaded, context_length=min(loaded.context_length, options.max_context))
     trainer = PolicyTrainer(
         loaded,
         OptimizerSection.model_validate(dict(spec.optimizer)),
-        updates=settings.updates,
+        steps=context.steps,
         tokens_per_micro_batch=options.tokens_per_micro_batch,
         gradient_checkpointing=options.gradient_checkpointing,
         seed=seed,
@@ -140,7 +128,7 @@ def _make_policy(
     )
     try:
         sampler = Sampler(
-            loaded, cache_bytes=cache_bytes, max_rows=options.max_rows, deterministic=settings.deterministic
+            loaded, cache_bytes=cache_bytes, max_rows=options.max_rows, deterministic=context.deterministic
         )
     except EngineError as error:
         raise EngineError(f"{error} Set engine.torch.cache_mib or engine.torch.max_context.") from error

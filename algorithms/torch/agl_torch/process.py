@@ -1,8 +1,4 @@
-"""The engine process: `python -m agl_torch.process`, started by `agl_torch.engine.TorchEngine`.
-
-It reads its settings as one line of JSON from standard input, answers with one line of JSON on standard output,
-writes its log to standard error, and ends when standard input ends: it cannot outlive whoever started it.
-"""
+"""The engine process: `python -m agl_torch.process`, started by `agl_torch.engine.TorchEngine`."""
 
 from __future__ import annotations
 
@@ -10,79 +6,86 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import threading
-from typing import TextIO
+from collections.abc import Mapping
+from pathlib import Path
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.routing import Mount
 from transformers.utils import logging as transformers_logging
 
-from agl_core.errors import AglError
-from agl_torch.control import control_routes
+from agl_core.engines.child import Host
+from agl_core.memory import peak_rss_bytes
+from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.wire.updates import UpdateRequest
+from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
-from agl_torch.serve import EngineLoop, ServedModel, create_app
-from agl_torch.wire import Ready, Settings
+from agl_torch.serve import EngineLoop, ModelServer, create_app
 
 _log = logging.getLogger(__name__)
 
 
-def main() -> int:
-    """Load, announce, serve. Returns the exit code if it cannot."""
-    announcements = _keep_standard_output()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+def main() -> None:
+    """Load, announce, serve."""
+    host = Host.connect(TorchOptions)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    settings = Settings.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_end_with_standard_input, name="agl-parent", daemon=True).start()
+    with host.starting():
+        engine = ServedPolicies(host.options, host.context)
+    host.serve(engine)
+
+
+class ServedPolicies:
+    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.engines.child.Served`."""
+
+    def __init__(self, options: TorchOptions, context: EngineContext) -> None:
+        self._policies = Policies.load(options, context)
+        policies = self._policies.policies
+        self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()})
+        served = {name: ModelServer(name, policy.loaded) for name, policy in policies.items()}
+        app = create_app(served, self._loop, api_key=context.api_key)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.create_server((options.host, 0), family=family, backlog=2048)
+        self.urls = (f"http://{options.url_host}:{listener.getsockname()[1]}/v1",)
+        self.context_length = self._policies.context_length
+        self._loop.start()
+        threading.Thread(target=_serve, args=(server, listener), name="agl-http", daemon=True).start()
+        _log.info("Serving %s at %s.", ", ".join(served), *self.urls)
+
+    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
+        """Train one policy, between two replies."""
+        return self._loop.run_exclusive(lambda: self._policies.update(request, progress)).result()
+
+    def save(self, folder: Path) -> None:
+        """Write each policy below `folder`."""
+        self._loop.run_exclusive(lambda: self._policies.save(folder)).result()
+
+    def load(self, folder: Path) -> None:
+        """Read each policy from below `folder`."""
+        self._loop.run_exclusive(lambda: self._policies.restore(folder)).result()
+
+    def versions(self) -> Mapping[str, int]:
+        """The version being served of each policy."""
+        return self._policies.versions
+
+    def stats(self) -> Mapping[str, float]:
+        """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; peak_rss_bytes, cache_bytes."""
+        counted = self._loop.counters()
+        return {
+            **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counted.items()},
+            "peak_rss_bytes": float(peak_rss_bytes()),
+            "cache_bytes": float(sum(each.sampler.cache_nbytes for each in self._policies.policies.values())),
+        }
+
+
+def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Until the process ends; without its server the engine is of no use."""
     try:
-        policies = Policies.load(settings)
-    except Exception as error:
-        _log.exception("The engine cannot start.")
-        reason = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
-        _announce(announcements, Ready(error=reason))
-        return 1
-    asyncio.run(_serve(settings, policies, announcements))
-    return 0
-
-
-async def _serve(settings: Settings, policies: Policies, announcements: TextIO) -> None:
-    loop = EngineLoop({name: policy.sampler for name, policy in policies.policies.items()})
-    served = {name: ServedModel(name, policy.loaded) for name, policy in policies.policies.items()}
-    openai = create_app(served, loop, api_key=settings.api_key)
-    app = Starlette(
-        routes=[*control_routes(policies, loop, key=settings.control_key), Mount("/", app=openai)],
-    )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-    host = settings.options.host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=2048)
-    loop.start()
-    port = listener.getsockname()[1]
-    _announce(announcements, Ready(port=port, context_length=policies.context_length))
-    _log.info("Serving %s on port %d.", ", ".join(served), port)
-    await server.serve(sockets=[listener])
-    await loop.stop()
-
-
-def _keep_standard_output() -> TextIO:
-    """Standard output for our line alone; whatever a library prints goes to the log."""
-    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return kept
-
-
-def _announce(announcements: TextIO, ready: Ready) -> None:
-    with announcements:
-        announcements.write(ready.model_dump_json() + "\n")
-
-
-def _end_with_standard_input() -> None:
-    while sys.stdin.read(4096):
-        pass
-    os._exit(0)
+        asyncio.run(server.serve(sockets=[listener]))
+    finally:
+        _log.error("The HTTP server ended.")
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agl_core import Need, hookimpl
-from agl_core.plugins import Register
-from agl_verl.native import NAMES, build_native, needs, options_of
+from agl_core import Capability, CreditKind, hookimpl
+from agl_core.registering import RegisterAlgorithm, RegisterEngine
+from agl_verl.config.native import NAMES, build_native, needs, options_of
 from agl_verl.options import VerlOptions
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
 
 
 @hookimpl
-def register_engines(register: Register) -> None:
-    provides = {Need.TOKEN_IDS, Need.REFERENCE, Need.CRITIC, Need.OWN_ALGORITHMS}
+def register_engines(register: RegisterEngine) -> None:
+    provides = {Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC, Capability.OWN_ALGORITHMS}
     register("verl", build_engine, options=VerlOptions, provides=provides)
 
 
 @hookimpl
-def register_algorithms(register: Register) -> None:
+def register_algorithms(register: RegisterAlgorithm) -> None:
     for name in NAMES:
-        register(name, build_native, options=options_of(name), needs=needs)
+        register(name, build_native, options=options_of(name), needs=needs, takes=CreditKind.RETURN)

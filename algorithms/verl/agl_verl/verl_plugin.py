@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import os
 
-from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
+from agl_verl.cluster.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.registries import register_algorithms
 
 if os.environ.get(CPU_VARIABLE) == "1":
-    from agl_verl import cpu
+    from agl_verl.cpu.mending import mend
 
-    cpu.mend()
+    mend()
 if os.environ.get(ENGINE_VARIABLE) == "1":
-    from agl_verl import value_head
+    from agl_verl.workers import schedule, value_head
 
     value_head.start_at_zero()
+    schedule.follow_training_steps()
 register_algorithms()

@@ -34,9 +34,9 @@ import verl_bench
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
-from agl_torch.trainer import PolicyTrainer
+from agl_torch.training.trainer import PolicyTrainer
+from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
-from agl_verl.losses import ChosenAlgorithm
 from agl_verl.options import VerlOptions
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
@@ -239,4 +239,4 @@ def test_a_run_that_loses_a_node_between_updates_goes_on_when_it_is_back(cluster
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     steps = live_runs.steps_of(run)
     assert [line["step"] for line in steps] == list(range(1, live_runs.STEPS + 1))
-    assert [line["incarnation"] for line in steps] == [0, 0, 2, 2, 2], "from the checkpoint of step 2"
+    assert [line["restart"] for line in steps] == [0, 0, 2, 2, 2], "from the checkpoint of step 2"

@@ -24,12 +24,12 @@ import verl_bench
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
-from agl_core.wire import HEADER_POLICY
-from agl_torch.checkpoint import save_policy
-from agl_torch.model import LoadedModel, load_model
-from agl_torch.trainer import PolicyTrainer
+from agl_core.wire.headers import HEADER_POLICY
+from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.training.checkpoint import save_policy
+from agl_torch.training.trainer import PolicyTrainer
+from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
-from agl_verl.losses import ChosenAlgorithm
 from agl_verl.options import VerlOptions
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
@@ -237,35 +237,6 @@ async def test_a_checkpoint_restores_weights_optimizer_and_version(
         assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
 
 
-async def test_a_batch_with_nothing_to_train_on_makes_a_version_all_the_same(
-    engine: tuple[VerlEngine, Upstream],
-) -> None:
-    made, upstream = engine
-    before = (await made.versions())["default"]
-    batch = verl_bench.recorded_batch(parity.VOCABULARY)
-    equal = verl_bench.replace(batch, values_N=np.ones(len(batch)))
-    result = await made.update("default", equal, "grpo", OPTIONS)
-    assert result.version == before + 1
-    assert result.metrics["transitions_trained"] == 0
-    assert not result.weight_N.any()
-    assert (await ask(upstream)).headers[HEADER_POLICY] == str(before + 1), "otherwise what follows would be stale"
-
-
-async def test_counters(engine: tuple[VerlEngine, Upstream]) -> None:
-    made, upstream = engine
-    before = await made.stats()
-    await ask(upstream, max_tokens=5, ignore_eos=True)
-    after = await made.stats()
-    assert after["tokens_decoded"] - before["tokens_decoded"] == 5
-    assert after["tokens_prefilled"] > before["tokens_prefilled"]
-
-
-async def test_another_algorithm_is_refused(engine: tuple[VerlEngine, Upstream]) -> None:
-    made, _ = engine
-    with pytest.raises(EngineError, match="started for the algorithm 'grpo'"):
-        await made.update("default", verl_bench.recorded_batch(parity.VOCABULARY), "reinforce++", {})
-
-
 async def test_a_server_that_dies_ends_the_run_with_the_remedy(
     engine: tuple[VerlEngine, Upstream], run_dir: Path
 ) -> None:
@@ -281,8 +252,7 @@ async def test_a_server_that_dies_ends_the_run_with_the_remedy(
 
 def kill_a_server(engine: VerlEngine) -> None:
     """End a vLLM server's process, as a lack of memory would."""
-    assert engine._process is not None
-    family = psutil.Process(engine._process.pid).children(recursive=True)
+    family = psutil.Process(engine.pid).children(recursive=True)
     server = next(each for each in family if "VersionedServer" in " ".join(each.cmdline()))
     server.kill()
     server.wait(30)

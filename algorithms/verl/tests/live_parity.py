@@ -14,7 +14,7 @@ import verl_bench
 from parity import VOCABULARY
 from recorded import Kind
 
-from agl_core.learning.screening import screen
+from agl_core.learning.trainable import screen
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 LEFT_OUT = tuple(kind for kind in Kind if kind is not Kind.KEPT)
@@ -50,7 +50,8 @@ def test_it_would_be_noticed_if_they_weighed(forgotten: dict[str, Any]) -> None:
 def test_pad_rows_weigh_nothing(name: str) -> None:
     """Of veRL's pad rows the tokens are replaced; one that is given a weight shows what that would do."""
     plain = padded(name)
-    pads = range(plain.rows - 3, plain.rows)
+    pads = plain.pads
+    assert pads
     assert same(padded(name, others=pads), plain)
     weighing = padded(name, weights={pads[0]: 0.05})
     if parity.CASES[name].options.get("ratio") == "sequence":  # One of the unmasked tokens, of which a pad has none.
@@ -74,7 +75,7 @@ def test_rows_without_weight_have_no_gradient() -> None:
     bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0})
     batch = verl_bench.recorded_batch(VOCABULARY)
     whole = screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
-    data = bench.rows(whole, np.arange(len(whole)), pads=3)
+    data = bench.rows(whole, np.arange(len(whole)), range(len(whole) + 3))
     data["old_log_probs"] = verl_bench.nested(bench.infer(bench.actor, data, "log_probs"))
     lengths = [len(row) for row in data["response_mask"].unbind()]
     data["advantages"] = verl_bench.nested([torch.full((length,), 5.0) for length in lengths])

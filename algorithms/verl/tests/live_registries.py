@@ -15,8 +15,8 @@ import torch
 import verl_bench
 from torch import Tensor
 
-from agl_verl import native
-from agl_verl.environment import MODULES_VARIABLE
+from agl_verl.cluster.environment import MODULES_VARIABLE
+from agl_verl.config import native
 from agl_verl.registries import PREFIX, check_registered
 
 verl_bench.one_process()
@@ -116,7 +116,7 @@ def mine(token_level_rewards, response_mask, **unused):
 def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(tmp_path: Path) -> None:
     (tmp_path / "my_estimators.py").write_text(OWN)
     program = (
-        "from agl_verl.native import options_of\n"
+        "from agl_verl.config.native import options_of\n"
         "from agl_verl.registries import check_registered\n"
         "for name in ('mine', 'other'):\n"
         "    check_registered(options_of('verl:vanilla')(estimator=name, modules=('my_estimators',)))\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from agl_verl.watch import QUEUE, QUEUE_NAMESPACE, Watch, queue_is_taken
+from agl_verl.cluster.watch import QUEUE, QUEUE_NAMESPACE, Watch, queue_is_taken
 
 
 @ray.remote(num_cpus=0)

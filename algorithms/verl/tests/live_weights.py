@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
-from agl_verl import cpu
-from agl_verl.cpu_weights import ObjectStoreWeights
+from agl_verl.cpu import mending as cpu
+from agl_verl.cpu.weights import ObjectStoreWeights
 
 
 @pytest.fixture

@@ -10,14 +10,15 @@ ROOT = HERE.parents[2]
 INTRODUCTION = """# The two engines make the same update
 
 The same algorithm code runs under the torch engine and under veRL. This page is written by
-`algorithms/verl/tests/make_parity.py`, which makes two updates in a row, from the weights of `examples/calc/policy`.
-What is trained on is recorded episodes (`recorded.py`) through agl's own bound on staleness, credit and batching:
-three groups of three rollouts of two to four calls, ragged, with forced tokens, answered by two versions of the
-policy, each group with a weight of its own. One rollout is too old and leaves its group; calls of a second agent are
-not trained, and what they earned is in the return of the first; a log-probability is not finite, a token is none of
-the model's, a transition is longer than the context. The batch goes once through the torch engine's trainer, and once
-through veRL's own training workers (FSDP2 over gloo, on a CPU, float32) with pad rows among the others.
-`make test-verl` holds the two to the limits.
+`algorithms/verl/tests/make_parity.py`, which makes two updates in a row, from the weights of `examples/calc/policy`:
+those of the first and the third of four training steps, with a step size that falls along a cosine. The engines train
+on recorded episodes (`recorded.py`), which go through agl's own bound on staleness, credit and batching: three ragged
+groups of three rollouts of two to four calls, with forced tokens, answered by two versions of the policy. Each group
+has its own weight. One rollout is too old and leaves its group. Calls of a second agent are not trained on; what they
+earned is in the return of the first agent. One log-probability is not finite, one token is not in the model's
+vocabulary, and one transition is longer than the context. The batch goes once through the torch engine's trainer, and
+once through veRL's own training workers (FSDP2 over gloo, on a CPU, float32), with pad rows among the others. `make
+test-verl` checks that the limits hold.
 
 """
 HEADER = """| algorithm | advantages: difference | loss: difference | change: cosine | change: norm, relative |
@@ -25,13 +26,13 @@ HEADER = """| algorithm | advantages: difference | loss: difference | change: co
 | *limit* | 1e-6 | 1e-5 | at least 0.9999 | 1e-3 |
 """
 NOTE = """
-The change of PPO's critic is compared like the policy's; the row has the worse of the two, as it has of both updates.
-The same transitions were left out for the same reasons, and weights agree as closely as advantages.
+The change of PPO's critic is compared like the policy's; the row has the worse of the two, and the worse of both
+updates. The same transitions were dropped for the same reasons, and weights agree as closely as advantages.
 
-What is left out weighs nothing: with other tokens and log-probabilities in all calls that are stale, of the untrained
-agent, dropped, unknown or too long, either engine moves the parameters by the same, to the last bit; with others in the
-calls that are trained on it does not. Under veRL the same holds for the tokens of pad rows, and of rows without weight
-among others (`live_parity.py`).
+What is dropped weighs nothing: with other tokens and log-probabilities in all calls that are stale, of the untrained
+agent, dropped, unknown or too long, each engine changes the parameters by exactly the same, to the last bit; with other
+tokens in the calls that are trained on it does not. Under veRL the same holds for the tokens of pad rows, and for rows
+without weight among others (`live_parity.py`).
 """
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from agl_core.types import CreditKind
 
-UPDATES = 2
-"""In a row: at the first one every value of a critic is zero, and every ratio is one."""
+STEPS = (1, 3)
+"""Two updates in a row, and a training step between them without one: at the first one every value of a critic is zero,
+and every ratio is one."""
 VOCABULARY = 512
 
 
@@ -29,13 +30,16 @@ class Case:
 
 
 CASES = {
-    "GRPO": Case("grpo", {"beta": 0.04, "epochs": 2, "importance_threshold": 2.0}),
+    "GRPO": Case("grpo", {"beta": 0.04, "epochs": 2, "importance_cap": 2.0}),
     "GRPO, one ratio per transition (GSPO)": Case(
         "grpo", {"beta": 0, "ratio": "sequence", "sequence_clip": 0.01, "sequence_clip_high": 0.02, "epochs": 2}
     ),
+    "GRPO in three minibatches": Case("grpo", {"beta": 0.04, "minibatches": 3}),
     "PPO with its critic": Case("ppo", {"critic_learning_rate": 1e-3, "epochs": 2, "critic_epochs": 2, "lam": 0.9}),
-    "PPO across calls": Case(
-        "ppo", {"critic_learning_rate": 1e-3, "across_calls": True, "gamma": 0.95, "lam": 0.9}, CreditKind.REWARD
+    "PPO across calls, in three minibatches": Case(
+        "ppo",
+        {"critic_learning_rate": 1e-3, "across_calls": True, "gamma": 0.95, "lam": 0.9, "minibatches": 3},
+        CreditKind.REWARD,
     ),
     "REINFORCE++": Case("reinforce++", {"epochs": 2, "aggregation": "token-mean"}),
     "REINFORCE++ across calls": Case(
@@ -66,8 +70,8 @@ def distance(model: Path, case: Case) -> Distance:
     by_torch = verl_bench.TorchBench(model, case.name, case.options)
     by_verl = verl_bench.VerlBench(model, case.name, case.options)
     found = []
-    for number in range(UPDATES):
-        batch = verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number)
+    for number, step in enumerate(STEPS):
+        batch = verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number, step=step)
         found.append(_compared(by_torch.update(batch), by_verl.update(batch, VOCABULARY)))
     return Distance(
         advantages=max(each.advantages for each in found),

@@ -16,8 +16,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from agl_core.learning import PolicyCredit, identical, make_batches, without_stale
-from agl_core.learning.credit import immediate
+from agl_core.builtin.credit import identical, immediate
+from agl_core.learning import PolicyCredit, make_batches, without_stale
 from agl_core.types import (
     Batch,
     CreditKind,
@@ -27,9 +27,9 @@ from agl_core.types import (
     Mode,
     Reward,
     Task,
+    TrainingRecord,
     Transition,
     TransitionKey,
-    Use,
 )
 
 VERSION, MAX_STALENESS = 3, 1
@@ -57,7 +57,7 @@ class Recorded:
     """What a run makes of the episodes."""
 
     batch: Batch
-    dropped: tuple[Use, ...]
+    dropped: tuple[TrainingRecord, ...]
     """What is left out before an engine sees the batch."""
     kinds: dict[TransitionKey, Kind]
     """Of every call."""

@@ -1,94 +1,25 @@
-"""The run's side of the engine, with a scripted driver in the place of veRL's: a real process, real pipes."""
+"""The run's side of the engine, its checkpoints, and what it knows of errors."""
 
 from __future__ import annotations
 
 import json
 import os
-import stat
-import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import httpx
 import pytest
 
 from agl_core.errors import CheckpointError, ConfigError, EngineError
-from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
-from agl_core.types import Batch, CreditKind, TransitionKey
-from agl_core.wire.updates import encode_result
-from agl_verl import versions
-from agl_verl.checkpoint import Described, finish, read, shards
+from agl_core.protocols import EngineContext, PolicySpec
+from agl_verl.cluster import versions
+from agl_verl.cluster.faults import remedy_of
+from agl_verl.driver.checkpoint import Described, finish, read, shards
 from agl_verl.engine import VerlEngine
-from agl_verl.faults import REMEDIES, lost, remedy_of
 from agl_verl.options import VerlOptions
+from agl_verl.serving.counters import read_counters
 
 START_LOG = (Path(__file__).parent / "start_log.txt").read_text()
 """Of a run of the calc example, up to its first update."""
-DRIVER = """#!{python}
-import json, os, sys
-settings = json.loads(sys.stdin.buffer.readline())
-script = json.load(open(os.environ["SCRIPT"]))
-def say(value):
-    sys.stdout.write(json.dumps(value) + "\\n")
-    sys.stdout.flush()
-if "log" in script:
-    sys.stderr.write(script["log"] + "\\n")
-if "start" in script:
-    say({{"error": script["start"]}})
-    sys.exit(1)
-say({{"urls": ["http://127.0.0.1:9/v1"], "context_length": 77}})
-if "lost" in script:
-    say(script["lost"])
-    os._exit(1)
-import time
-for line in sys.stdin.buffer:
-    command = json.loads(line)
-    body = sys.stdin.buffer.read(command["size"])
-    with open(os.environ["SCRIPT"] + ".heard", "a") as heard:
-        heard.write(json.dumps([command, len(body)]) + "\\n")
-    answer = script[command["do"]]
-    if answer == "die":
-        os._exit(9)
-    say(answer)
-while script.get("stuck"):
-    time.sleep(1)
-"""
-
-
-def batch() -> Batch:
-    return Batch(
-        tokens_T=np.array([1, 2, 3], np.int32),
-        offsets=np.array([0, 3]),
-        prompt_lengths_N=np.array([2]),
-        response_offsets=np.array([0, 1]),
-        behaviour_logprobs_R=np.array([-0.25], np.float32),
-        mask_R=np.array([True]),
-        temperature_N=np.array([0.7], np.float32),
-        values_N=np.array([0.1 + 0.2]),
-        kind=CreditKind.RETURN,
-        group_N=np.array([0]),
-        rollout_N=np.array([0]),
-        turn_N=np.array([0]),
-        version_N=np.array([4]),
-        scores_N=np.array([1.0]),
-        keys=(TransitionKey("r", 1, "c", 0),),
-    )
-
-
-@pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes an engine whose driver answers as the script says."""
-    program = tmp_path / "driver"
-    program.write_text(DRIVER.format(python=sys.executable))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("SCRIPT", str(tmp_path / "script.json"))
-
-    def engine(**script: Any) -> VerlEngine:
-        (tmp_path / "script.json").write_text(json.dumps(script))
-        monkeypatch.setattr("agl_verl.engine.sys.executable", str(program))
-        return VerlEngine(VerlOptions(), context(tmp_path / "run"))
-
-    return engine
 
 
 def context(run_dir: Path, *policies: str) -> EngineContext:
@@ -101,104 +32,6 @@ def context(run_dir: Path, *policies: str) -> EngineContext:
         plugin_files=(),
         api_key="secret",
     )
-
-
-async def test_an_update_crosses_to_the_driver_and_back(scripted: Any, tmp_path: Path) -> None:
-    result = UpdateResult(5, {"loss": 0.5}, np.array([0.1 + 0.2]), np.array([1.0]), (None,))
-    engine = scripted(update={"value": encode_result(result)}, save={"value": {"version": 5}})
-    try:
-        upstream = await engine.start()
-        assert (upstream.urls, upstream.models) == (("http://127.0.0.1:9/v1",), {"default": "default"})
-        assert (upstream.api_key, upstream.context_length) == ("secret", 77)
-        made = await engine.update("default", batch(), "grpo", {"beta": 0})
-        assert made.advantage_N.tolist() == [0.1 + 0.2]
-        assert await engine.versions() == {"default": 5}
-        await engine.save(tmp_path / "checkpoint")
-    finally:
-        await engine.stop()
-    heard = [json.loads(line) for line in (tmp_path / "script.json.heard").read_text().splitlines()]
-    assert [command["do"] for command, _ in heard] == ["update", "save"]
-    assert heard[0][1] == heard[0][0]["size"] > 100
-    assert heard[1][0]["folder"] == str(tmp_path / "checkpoint")
-    await engine.stop()
-
-
-async def test_a_driver_that_dies_ends_the_run_with_what_its_log_says(scripted: Any) -> None:
-    engine = scripted(update="die", log="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
-    try:
-        await engine.start()
-        with pytest.raises(EngineError, match=r"lost during 'update' \(exit code 9") as raised:
-            await engine.update("default", batch(), "grpo", {})
-    finally:
-        await engine.stop()
-    assert "engine.verl.offload" in str(raised.value)
-    assert "Resume the run from its last checkpoint" in str(raised.value)
-    assert "Tried to allocate" in str(raised.value), "the end of the log"
-
-
-async def test_a_failed_update_says_how_to_resume(scripted: Any, tmp_path: Path) -> None:
-    engine = scripted(update={"error": "RayActorError: a server died.", "kind": "EngineError"})
-    try:
-        await engine.start()
-        with pytest.raises(EngineError, match="a server died") as raised:
-            await engine.update("default", batch(), "grpo", {})
-    finally:
-        await engine.stop()
-    assert f"agl train --resume {tmp_path / 'run'}" in str(raised.value)
-
-
-async def test_an_error_on_purpose_keeps_its_class(scripted: Any, tmp_path: Path) -> None:
-    engine = scripted(load={"error": "no checkpoint here", "kind": "CheckpointError"})
-    try:
-        await engine.start()
-        with pytest.raises(CheckpointError, match="no checkpoint here"):
-            await engine.load(tmp_path)
-    finally:
-        await engine.stop()
-
-
-async def test_an_engine_that_does_not_start_says_why(scripted: Any) -> None:
-    engine = scripted(start="veRL is not installed")
-    with pytest.raises(EngineError, match="did not start: veRL is not installed"):
-        await engine.start()
-    with pytest.raises(EngineError):
-        await engine.update("default", batch(), "grpo", {})
-
-
-async def test_a_driver_that_does_not_end_is_killed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_verl.engine.SECONDS_TO_END", 0.2)
-    engine = scripted(stuck=True)
-    await engine.start()
-    driver = engine._process
-    await engine.stop()
-    assert driver is not None
-    assert driver.returncode == -9
-
-
-async def test_a_server_that_is_gone_is_noticed_between_updates(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_verl.engine.SECONDS_TO_NOTICE", 0.2)
-    engine = scripted()
-    try:
-        await engine.start()
-        with pytest.raises(EngineError, match="does not answer"):
-            await engine.stats()
-    finally:
-        await engine.stop()
-
-
-@pytest.mark.parametrize("asked", ["stats", "update"])
-async def test_what_a_driver_told_before_it_ended_is_heard_with_whatever_is_asked_next(
-    scripted: Any, asked: str, tmp_path: Path
-) -> None:
-    engine = scripted(lost={"error": lost(["server_1_0"], ["10.0.0.7"]), "kind": "EngineError"})
-    try:
-        await engine.start()
-        with pytest.raises(EngineError, match=r"A node of the Ray cluster was lost \(10\.0\.0\.7\)") as raised:
-            await (engine.stats() if asked == "stats" else engine.update("default", batch(), "grpo", {}))
-    finally:
-        await engine.stop()
-    assert f"agl train --resume {tmp_path / 'run'}" in str(raised.value)
-    assert "server_1_0" in str(raised.value)
 
 
 def test_several_policies_are_refused(tmp_path: Path) -> None:
@@ -280,16 +113,11 @@ KNOWN_ERRORS = [
 
 
 @pytest.mark.parametrize(("text", "part"), KNOWN_ERRORS)
-async def test_known_errors_come_with_their_remedy(scripted: Any, text: str, part: str) -> None:
-    assert part in (remedy_of(text) or "")
-    engine = scripted(update="die", log=f"{START_LOG}(Worker pid=7) {text}\nand what follows it")
-    try:
-        await engine.start()
-        with pytest.raises(EngineError) as raised:
-            await engine.update("default", batch(), "grpo", {})
-    finally:
-        await engine.stop()
-    assert part in str(raised.value).partition("Resume the run")[0]
+def test_known_errors_come_with_their_remedy(text: str, part: str, tmp_path: Path) -> None:
+    engine = VerlEngine(VerlOptions(), context(tmp_path))
+    lines = [*START_LOG.splitlines(), f"(Worker pid=7) {text}", "and what follows it"]
+    for said in ([text], lines):
+        assert part in (engine.remedy(said, 1) or "")
 
 
 @pytest.mark.parametrize(
@@ -306,32 +134,35 @@ def test_names_in_passing_explain_nothing(text: str) -> None:
     assert remedy_of(text) is None
 
 
-async def test_a_driver_killed_after_a_good_start_is_explained_by_nothing_in_its_log(scripted: Any) -> None:
+def test_a_good_start_explains_nothing(tmp_path: Path) -> None:
     """The log names settings and parsers, since vLLM prints its arguments with every start."""
     assert "--max_model_len" in START_LOG
     assert "--tool_call_parser" in START_LOG
-    engine = scripted(update="die", log=START_LOG)
-    try:
-        await engine.start()
-        with pytest.raises(EngineError, match="lost during 'update'") as raised:
-            await engine.update("default", batch(), "grpo", {})
-    finally:
-        await engine.stop()
-    told = str(raised.value).partition("Resume the run")[0]
-    assert told.endswith("memory ran out). "), told
-    assert all(remedy not in told for remedy in REMEDIES.values())
+    engine = VerlEngine(VerlOptions(), context(tmp_path))
+    assert engine.remedy(START_LOG.splitlines(), 9) is None
+    assert "Memory" in (engine.remedy(START_LOG.splitlines(), -9) or "")
 
 
-async def test_what_an_earlier_incarnation_died_of_is_not_told_of_this_one(scripted: Any, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "engine.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n")
-    engine = scripted(update="die", log="nothing to see")
-    try:
-        await engine.start()
-        with pytest.raises(EngineError) as raised:
-            await engine.update("default", batch(), "grpo", {})
-    finally:
-        await engine.stop()
-    assert "does not fit" not in str(raised.value)
-    assert "Tried to allocate" not in str(raised.value)
-    assert "nothing to see" in str(raised.value)
+def test_counters_of_all_servers_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = """
+# HELP vllm:generation_tokens_total Number of generation tokens processed.
+vllm:generation_tokens_total{engine="0",model_name="default"} 5.0
+vllm:prompt_tokens_total{engine="0",model_name="default"} 1.2e+01
+vllm:prefix_cache_hits_total{engine="0",model_name="default"} 7.0
+vllm:num_requests_running{engine="0",model_name="default"} 3.0
+"""
+    asked = []
+
+    def answer(self: httpx.Client, url: str) -> httpx.Response:
+        asked.append(url)
+        return httpx.Response(200, text=told)
+
+    monkeypatch.setattr(httpx.Client, "get", answer)
+    counted = read_counters(["http://10.0.0.1:1/v1", "http://10.0.0.2:1/v1"])
+    assert counted == {"tokens_prefilled": 24, "tokens_reused": 14, "tokens_decoded": 10}
+    assert asked == ["http://10.0.0.1:1/metrics", "http://10.0.0.2:1/metrics"]
+
+
+def test_a_server_that_is_gone_is_an_error() -> None:
+    with pytest.raises(EngineError, match=r"server at http://127\.0\.0\.1:9/v1 does not answer"):
+        read_counters(["http://127.0.0.1:9/v1"])

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from agl_core.wire import HEADER_POLICY
-from agl_verl.gate import Gate, GatedApp
+from agl_core.wire.headers import HEADER_POLICY
+from agl_verl.serving.gate import Gate, GatedApp
 
 
 class Server:

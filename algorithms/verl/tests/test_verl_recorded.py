@@ -9,7 +9,7 @@ import pytest
 import recorded
 from recorded import Kind
 
-from agl_core.learning.screening import screen
+from agl_core.learning.trainable import screen
 from agl_core.types import Batch, CreditKind, DropReason
 
 VOCABULARY = 512
@@ -27,12 +27,12 @@ REASONS = {
 def test_every_kind_of_call_is_there_and_left_out_for_its_reason(kind: CreditKind, seed: int) -> None:
     made = recorded.record(VOCABULARY, kind, seed)
     assert Counter(made.kinds.values()).keys() == set(Kind)
-    for use in made.dropped:
-        assert use.dropped == REASONS[made.kinds[use.key]]
+    for record in made.dropped:
+        assert record.dropped == REASONS[made.kinds[record.key]]
     usable = screen(made.batch, context_length=recorded.TOO_LONG, vocabulary=VOCABULARY)
     for key, reason in zip(made.batch.keys, usable.dropped, strict=True):
         assert reason == REASONS.get(made.kinds[key])
-    assert sorted([*made.batch.keys, *(use.key for use in made.dropped)]) == sorted(made.kinds)
+    assert sorted([*made.batch.keys, *(record.key for record in made.dropped)]) == sorted(made.kinds)
     trained = usable.batch
     assert len(set(trained.version_N.tolist())) == 2
     assert len(set(trained.weight_N.tolist())) == 3

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.types import Batch, CreditKind, TransitionKey
-from agl_verl.rows import gather, lay_out, place_of, rows_of, shares, spread
+from agl_verl.driver.rows import gather, lay_out, place_of, rows_of, spread
 
 
 def batch_of(lengths: list[tuple[int, int]], rollouts: list[int] | None = None, **changed: object) -> Batch:
@@ -94,13 +93,3 @@ def test_every_worker_has_every_step_and_every_row_is_dealt_out_once(sizes: list
         dealt = set(shares_of_workers[:, number].ravel().tolist())
         assert set(step.tolist()) <= dealt
         assert all(row >= ends[-1] for row in dealt - set(step.tolist())), "what is added are pads"
-
-
-def test_each_step_weighs_as_much_as_the_whole() -> None:
-    batch = batch_of([(1, 2), (1, 1), (1, 3)])
-    weights_R = torch.tensor([0.1, 0.1, 0.3, 0.1, 0.2, 0.2])
-    shared_R = shares(weights_R, batch, [np.array([0, 2]), np.array([1])])
-    assert float(shared_R[[0, 1, 3, 4, 5]].sum()) == pytest.approx(1.0)
-    assert float(shared_R[2]) == pytest.approx(1.0)
-    assert float(shared_R[0] / shared_R[4]) == pytest.approx(0.5), "inside a step nothing changes"
-    assert shares(torch.zeros(6), batch, [np.arange(3)]).tolist() == [0] * 6

@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
+from agl_algorithms.grpo import Grpo
 from agl_algorithms.options import GrpoOptions, PpoOptions
-from agl_core import Need
+from agl_algorithms.ppo import Ppo
+from agl_core import Capability, CreditKind
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
-from agl_core.protocols import PolicySpec
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import plugin
-from agl_verl.environment import MODULES_VARIABLE, variables
-from agl_verl.mapping import DECIDED, Resources, mapped, refuse_decided
-from agl_verl.native import NAMES, UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, needs, options_of
+from agl_verl.cluster.environment import MODULES_VARIABLE, variables
+from agl_verl.config.chosen import built, choose
+from agl_verl.config.mapping import DECIDED, Resources, mapped, refuse_decided
+from agl_verl.config.native import NAMES, UNUSABLE_ESTIMATORS, UNUSABLE_LOSSES, needs, options_of
 from agl_verl.options import VerlOptions
-from agl_verl.wire import Settings
+from agl_verl.workers.schedule import catch_up
 
 OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5, "beta2": 0.95, "epsilon": 1e-6}
 
 
-def settings_of(*, spec: dict[str, Any] | None = None, **options: Any) -> Settings:
-    return Settings(
-        options=VerlOptions(**options),
-        policy="default",
-        spec=PolicySpec(**{"model": "/models/m", "dtype": "bfloat16", "optimizer": OPTIMIZER, **(spec or {})}),
-        seed=3,
-        deterministic=False,
-        updates=40,
-        run_dir=Path("/runs/x"),
-        plugin_files=(),
-        api_key="k",
-    )
+def context_of(spec: dict[str, Any] | None = None, **changes: Any) -> EngineContext:
+    policy = PolicySpec(**{"model": "/models/m", "dtype": "bfloat16", "optimizer": OPTIMIZER, **(spec or {})})
+    context = EngineContext(Path("/runs/x"), 3, {"default": policy}, False, (), "k", steps=40)
+    return replace(context, **changes)
 
 
 def mapping_of(algorithm: Any = None, *, cpu: bool = False, spec: dict[str, Any] | None = None, **options: Any) -> dict:
-    return dict(mapped(settings_of(spec=spec, **options), algorithm or GrpoOptions(beta=0), cpu))
+    return dict(mapped(VerlOptions(**options), context_of(spec), algorithm or grpo(), cpu))
+
+
+def grpo(**options: Any) -> Grpo:
+    return Grpo(GrpoOptions(**({"beta": 0} | options)))
 
 
 CHANGES: dict[str, tuple[Any, str, Any]] = {
@@ -139,7 +141,7 @@ def test_what_a_cluster_lacks_is_told_before_anything_waits_for_it(
 
 
 def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
-    found = mapping_of(PpoOptions(critic_learning_rate=3e-3, epochs=2))
+    found = mapping_of(Ppo(PpoOptions(critic_learning_rate=3e-3, epochs=2)))
     actor, critic = "actor_rollout_ref.actor.optim", "critic.optim"
     assert (found[f"{actor}.lr"], found[f"{critic}.lr"]) == (2e-4, 3e-3)
     for optimizer in (actor, critic):
@@ -150,26 +152,81 @@ def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
     assert found["trainer.total_training_steps"] == 40
 
 
+@pytest.mark.parametrize("steps", [(1, 2, 3, 4), (2, 4), (1, 4)])
+def test_a_cosine_goes_by_training_steps_also_where_some_made_no_update(steps: tuple[int, ...]) -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: (1 + math.cos(math.pi * at / 4)) / 2)
+    for step in steps:
+        for _ in range(2):  # An update has several optimizer steps, all with one step size.
+            catch_up(scheduler, step)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx((1 + math.cos(math.pi * (step - 1) / 4)) / 2)
+            optimizer.step()
+        scheduler.step()  # As veRL does at the end of an update.
+
+
 @pytest.mark.parametrize(
-    ("options", "critic", "reference"),
-    [(GrpoOptions(beta=0), False, False), (GrpoOptions(beta=0.1), False, True), (PpoOptions(), True, False)],
+    ("algorithm", "critic", "reference"),
+    [(grpo(), False, False), (grpo(beta=0.1), False, True), (Ppo(PpoOptions()), True, False)],
 )
 def test_critic_and_reference_are_made_ready_where_the_algorithm_needs_them(
-    options: Any, critic: bool, reference: bool
+    algorithm: Any, critic: bool, reference: bool
 ) -> None:
-    found = mapping_of(options)
+    found = mapping_of(algorithm)
     assert found["critic.enable"] is critic
     assert found["actor_rollout_ref.actor.use_kl_loss"] is reference
 
 
+PLUGIN = """
+import agl_core
+from pydantic import BaseModel
+
+class Settings(BaseModel):
+    leash: float = 0.0
+    rounds: int = 1
+    parts: int = 1
+    baseline: str = "mean"
+    pace: float = 1e-3
+
+class Mine:
+    def __init__(self, settings):
+        self.epochs, self.minibatches = settings.rounds, settings.parts
+        self.needs_reference, self.needs_critic = settings.leash > 0, settings.baseline == "learned"
+        self.critic_learning_rate, self.critic_epochs = settings.pace, 1
+
+@agl_core.hookimpl
+def register_algorithms(register):
+    register("mine", Mine, options=Settings, doc="Mine.")
+"""
+
+
+def test_an_algorithm_is_asked_for_what_it_needs_whatever_its_options_are_called(tmp_path: Path) -> None:
+    file = tmp_path / "mine_algorithm.py"
+    file.write_text(PLUGIN)
+
+    def found(**options: Any) -> dict[str, Any]:
+        context = context_of({"algorithm": "mine", "algorithm_options": options}, plugin_files=(file,))
+        return dict(mapped(VerlOptions(), context, built(choose(context)), False))
+
+    plain = found()
+    assert plain["critic.enable"] is plain["actor_rollout_ref.actor.use_kl_loss"] is False
+    assert plain["actor_rollout_ref.actor.optim.lr_warmup_steps"] == 5
+    assert found(leash=0.1)["actor_rollout_ref.actor.use_kl_loss"] is True
+    assert found(rounds=2, parts=2)["actor_rollout_ref.actor.optim.lr_warmup_steps"] == 2, "of four optimizer steps"
+    learned = found(baseline="learned", pace=3e-3)
+    assert (learned["critic.enable"], learned["critic.optim.lr"]) == (True, 3e-3)
+    with pytest.raises(ConfigError, match=r"algorithm\.mine"):
+        found(rounds="many")
+
+
 def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
-    asked = settings_of().model_copy(update={"deterministic": True})
-    found = dict(mapped(asked, GrpoOptions(beta=0), False))
+    asked = context_of(deterministic=True)
+    found = dict(mapped(VerlOptions(), asked, grpo(), False))
     assert found["actor_rollout_ref.rollout.full_determinism"] is True
     assert found["actor_rollout_ref.actor.fsdp_config.full_determinism"] is True
     assert variables(cpu=False, api_key="k", deterministic=True, cache_mib=1)["VLLM_BATCH_INVARIANT"] == "1"
     with pytest.raises(ConfigError, match="torch engine"):
-        dict(mapped(asked, GrpoOptions(beta=0), True))
+        dict(mapped(VerlOptions(), asked, grpo(), True))
 
 
 def test_dtypes() -> None:
@@ -233,14 +290,20 @@ def test_verls_own_algorithms_are_there_by_name() -> None:
     assert set(NAMES) == known.keys()
     gspo = options_of("verl:gspo")(clip=3e-4, beta=0.1)
     assert (gspo.loss, gspo.estimator) == ("gspo", "grpo")
-    assert needs(gspo) == {Need.OWN_ALGORITHMS, Need.GROUPS, Need.TOKEN_IDS, Need.RETURNS, Need.REFERENCE}
+    assert needs(gspo) == {
+        Capability.OWN_ALGORITHMS,
+        Capability.GROUPS,
+        Capability.TOKEN_IDS,
+        Capability.REFERENCE,
+    }
+    assert known["verl:gspo"].takes(gspo) is CreditKind.RETURN
     found = mapping_of(gspo)
     assert found["algorithm.adv_estimator"] == "grpo"
     assert found["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gspo"
     assert found["actor_rollout_ref.actor.clip_ratio_high"] == 3e-4
     assert found["actor_rollout_ref.actor.kl_loss_coef"] == 0.1
     gae = options_of("verl:gae")(lam=0.9, critic_learning_rate=1e-3)
-    assert Need.CRITIC in needs(gae)
+    assert Capability.CRITIC in needs(gae)
     assert mapping_of(gae)["critic.optim.lr"] == 1e-3
     with pytest.raises(ValidationError, match="no estimator 'grop'"):
         options_of("verl:gspo")(estimator="grop")
@@ -282,8 +345,8 @@ def test_one_of_the_users_own_is_taken_where_a_module_registers_it(monkeypatch: 
 
 
 def test_an_estimator_that_compares_rows_of_a_group_needs_groups() -> None:
-    assert Need.GROUPS in needs(options_of("verl:reinforce_plus_plus_baseline")())
-    assert Need.GROUPS not in needs(options_of("verl:reinforce_plus_plus")())
+    assert Capability.GROUPS in needs(options_of("verl:reinforce_plus_plus_baseline")())
+    assert Capability.GROUPS not in needs(options_of("verl:reinforce_plus_plus")())
 
 
 @pytest.mark.parametrize(

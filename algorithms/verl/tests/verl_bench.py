@@ -1,7 +1,7 @@
 """One recorded batch, through the torch engine's trainer and through veRL's own training workers, with no Ray.
 
-Everything is as in a run, but for the transport: rows, losses, weights and optimizer are those of `agl_verl.trainer`,
-the workers are veRL's `TrainingWorker` (FSDP2, the engine's configuration), in this process.
+Everything is as in a run, but for the transport: rows, losses, weights and optimizer are those of
+`agl_verl.driver.trainer`, the workers are veRL's `TrainingWorker` (FSDP2, the engine's configuration), in this process.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from numpy.typing import NDArray
 from recorded import TOO_LONG, record
 from torch import Tensor
 
-from agl_algorithms.prepared import Prepared, prepare, samples_of
+from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.models import OptimizerSection
-from agl_core.learning.screening import screen
+from agl_core.learning.trainable import screen
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind
-from agl_torch.model import LoadedModel, load_model
-from agl_torch.trainer import PolicyTrainer
-from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
-from agl_verl.losses import STEP_WEIGHT, TOTAL_LOSS, ChosenAlgorithm, actor_loss, critic_loss
-from agl_verl.rows import gather, rows_of, shares, spread
+from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.training.trainer import PolicyTrainer
+from agl_verl.cluster.environment import CPU_VARIABLE, ENGINE_VARIABLE
+from agl_verl.config.chosen import ChosenAlgorithm
+from agl_verl.driver.rows import gather, lay_out, rows_of, spread
+from agl_verl.workers.losses import STEP_WEIGHT, TOTAL_LOSS, actor_loss, critic_loss
+from agl_verl.workers.schedule import TRAINING_STEP
 
 LEARNING_RATE = 1e-4
 """With random tokens a larger one makes ratios that overflow any clipping."""
+TRAINING_STEPS = 4
+"""Of the run: what the schedule of the step size goes by."""
 TIED = "lm_head.weight"
 """Of a model with tied embeddings veRL tells them twice."""
 
@@ -49,8 +53,8 @@ class Made:
     change: Tensor
     """How all parameters of the policy moved, in the model's order."""
     critic_change: Tensor | None
-    rows: int = 0
-    """veRL's, pad rows among them."""
+    pads: tuple[int, ...] = ()
+    """Which of veRL's rows are pad rows."""
 
 
 def one_process() -> None:
@@ -76,13 +80,15 @@ def one_process() -> None:
         torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1)
 
 
-def recorded_batch(vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0, rollouts: int = 9) -> Batch:
-    """The batch of `recorded.record`."""
-    return record(vocabulary, kind, seed, rollouts).batch
+def recorded_batch(
+    vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0, rollouts: int = 9, step: int = 0
+) -> Batch:
+    """The batch of `recorded.record`, as that of a training step."""
+    return replace(record(vocabulary, kind, seed, rollouts).batch, step=step)
 
 
 def optimizer() -> OptimizerSection:
-    return OptimizerSection(learning_rate=LEARNING_RATE, epsilon=1e-8, max_grad_norm=1.0)
+    return OptimizerSection(learning_rate=LEARNING_RATE, epsilon=1e-8, max_grad_norm=1.0, schedule="cosine")
 
 
 class TorchBench:
@@ -92,7 +98,9 @@ class TorchBench:
         self._spec = PolicySpec(model=str(model), dtype="float32")
         self._loaded = replace(self._fresh(), context_length=TOO_LONG)
         self._algorithm = ChosenAlgorithm.of(name, options).build()
-        self._trainer = PolicyTrainer(self._loaded, optimizer(), tokens_per_micro_batch=4096, initial=self._fresh)
+        self._trainer = PolicyTrainer(
+            self._loaded, optimizer(), steps=TRAINING_STEPS, tokens_per_micro_batch=4096, initial=self._fresh
+        )
 
     def update(self, batch: Batch) -> Made:
         """One update, as in a run."""
@@ -132,6 +140,7 @@ class VerlBench:
         one_process()
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
+        self.version = 0
         self.actor = _worker(model, "language_model", LEARNING_RATE)
         self.actor.set_loss_fn(partial(actor_loss, self.chosen))
         self.reference = None
@@ -151,7 +160,7 @@ class VerlBench:
         others: Collection[int] = (),
         weights: Mapping[int, float] | None = None,
     ) -> Made:
-        """What `AglTrainer.update` does with its rows, `pads` pad rows after the others.
+        """What `AglTrainer.update` does with its rows; of one optimizer step, with `pads` pad rows after the others.
 
         `others`: places of rows that have other tokens. `weights`: by place, what each token of the row weighs instead;
         its advantage and return are 1 then.
@@ -160,8 +169,15 @@ class VerlBench:
         whole, samples = usable.batch, samples_of(usable.batch)
         prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained
+        steps = list(minibatches(whole, sent, self.algorithm.minibatches, [0, self.version, 0]))
+        row_of = {int(place): row for row, place in enumerate(sent)}
+        order = lay_out([np.array([row_of[int(i)] for i in step]) for step in steps], 1, lambda rows, _: [rows])
+        if len(steps) == 1:
+            order += range(len(order), len(order) + pads)
+        pads = len(order) - len(sent)
         keys = [row.key for row in rows_of(whole, sent, 1)] + [f"pad_{place}_0" for place in range(pads)]
-        data = self.rows(whole, sent, pads, others=others, vocabulary=vocabulary)
+        keys = [keys[row] for row in order]
+        data = self.rows(whole, sent, order, others=others, vocabulary=vocabulary)
         data["old_log_probs"] = nested(self.infer(self.actor, data, "log_probs"))
         if self.reference is not None:
             data["ref_log_prob"] = nested(self.infer(self.reference, data, "log_probs"))
@@ -169,7 +185,7 @@ class VerlBench:
             values = self.infer(self.critic, data, "values")
             data["values"] = nested(values)
             prepared = prepare(usable, samples, self.algorithm, gather(whole, values, keys))
-        for field, values_R in self.fields(prepared).items():
+        for field, values_R in self.fields(prepared, steps).items():
             made = spread(whole, values_R, keys)
             for place, weight in (weights or {}).items():
                 made[place] = torch.full_like(made[place], weight if field.endswith("weights") else 1.0)
@@ -179,12 +195,14 @@ class VerlBench:
         if self.critic is not None:
             critic_before = self.parameters(self.critic)
             assert prepared.value is not None
-            whole_weight = float(prepared.value.weights_R.sum())
-            measured = self.train(self.critic, data, self.algorithm.critic_epochs, whole_weight)
+            weight = prepared.mean_step_weight(prepared.value.weights_R, steps)
+            measured = self.train(self.critic, data, self.algorithm.critic_epochs, weight, len(steps), batch.step)
             value_loss = measured["value_loss"]
             after = self.parameters(self.critic)
             critic_change = torch.cat([(after[each] - critic_before[each]).flatten() for each in after])
-        measured = self.train(self.actor, data, self.algorithm.epochs, float(prepared.weights_R.sum()))
+        weight = prepared.mean_step_weight(prepared.weights_R, steps)
+        measured = self.train(self.actor, data, self.algorithm.epochs, weight, len(steps), batch.step)
+        self.version += 1
         after = self.parameters(self.actor)
         result = prepared.result(1, {})
         return Made(
@@ -195,19 +213,24 @@ class VerlBench:
             value_loss,
             torch.cat([(after[name] - before[name]).flatten() for name in before if name != TIED]),
             critic_change,
-            len(keys),
+            tuple(place for place, row in enumerate(order) if row >= len(sent)),
         )
 
     def rows(
-        self, whole: Batch, sent: NDArray[np.int64], pads: int, others: Collection[int] = (), vocabulary: int = 0
+        self,
+        whole: Batch,
+        sent: NDArray[np.int64],
+        order: Sequence[int],
+        others: Collection[int] = (),
+        vocabulary: int = 0,
     ) -> Any:
-        """The rows as veRL's workers get them from TransferQueue."""
+        """The rows as veRL's workers get them from TransferQueue: `order` numbers those of `sent`, and pads after."""
         from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
         made = rows_of(whole, sent, 1)
         pad, _ = construct_minimal_padding_template(made[0].fields, made[0].tag, eos_token_id=0)
-        fields = [dict(row.fields) for row in made] + [dict(pad) for _ in range(pads)]
+        fields = [dict(made[row].fields if row < len(made) else pad) for row in order]
         random = torch.Generator().manual_seed(5)
         for place in others:
             prompt, tokens = len(fields[place]["prompts"]), fields[place]["input_ids"]
@@ -215,17 +238,15 @@ class VerlBench:
             fields[place] |= {"input_ids": tokens, "prompts": tokens[:prompt], "responses": tokens[prompt:]}
         return list_of_dict_to_tensordict(fields)
 
-    def fields(self, prepared: Prepared) -> dict[str, Tensor]:
-        """What `AglTrainer._compute_advantage` writes, for one optimizer step."""
-        whole = prepared.batch
-        steps = [prepared.trained]
+    def fields(self, prepared: Prepared, steps: Sequence[NDArray[np.int64]]) -> dict[str, Tensor]:
+        """What `AglTrainer._compute_advantage` writes."""
         found = {
             "advantages": prepared.advantages_R,
-            "loss_weights": shares(prepared.weights_R, whole, steps),
+            "loss_weights": prepared.step_weights(prepared.weights_R, steps),
         }
         if prepared.value is not None:
             found["returns"] = prepared.value.targets_R
-            found["value_weights"] = shares(prepared.value.weights_R, whole, steps)
+            found["value_weights"] = prepared.step_weights(prepared.value.weights_R, steps)
         return found
 
     def infer(self, worker: Any, data: Any, output: str) -> Sequence[Tensor]:
@@ -238,8 +259,10 @@ class VerlBench:
         found = tu.get(worker.infer_batch(inputs), output)
         return list(response_from_nested(found, data["response_mask"]).to(torch.float32).unbind())
 
-    def train(self, worker: Any, data: Any, epochs: int, weight: float) -> dict[str, float]:
-        """As many passes, each of one optimizer step; means over them."""
+    def train(
+        self, worker: Any, data: Any, epochs: int, weight: float, steps: int = 1, training_step: int = 0
+    ) -> dict[str, float]:
+        """As many passes, each of as many optimizer steps; means over them."""
         from verl.utils import tensordict_utils as tu
         from verl.utils.metric import reduce_metrics
 
@@ -248,12 +271,12 @@ class VerlBench:
             inputs,
             calculate_entropy=True,
             temperature=0.8,
-            global_batch_size=len(data),
-            mini_batch_size=len(data),
+            global_batch_size=len(data) // steps,
+            mini_batch_size=len(data) // steps,
             epochs=epochs,
             seed=0,
             dataloader_kwargs={"shuffle": False},
-            **{STEP_WEIGHT: weight},
+            **{STEP_WEIGHT: weight, TRAINING_STEP: training_step},
         )
         metrics = dict(tu.get(worker.train_mini_batch(inputs), "metrics"))
         return {name: float(value) for name, value in reduce_metrics(metrics).items()}
@@ -296,7 +319,8 @@ def _worker(model: Path, kind: str, rate: float) -> Any:
                 betas=(settings.beta1, settings.beta2),
                 weight_decay=settings.weight_decay,
                 clip_grad=settings.max_grad_norm,
-                total_training_steps=10,
+                lr_scheduler_type=settings.schedule,
+                total_training_steps=TRAINING_STEPS,
                 override_optimizer_config={"eps": settings.epsilon},
             ),
             checkpoint_config=CheckpointConfig(),

@@ -1,11 +1,10 @@
-"""Identity and outcomes: what adapters fill in; header stamping; attaching without code.
+"""Identity and tool results: what adapters fill in; header stamping; attaching without code.
 
 The gateway alone records tokens. What this package adds is who made a call (stamped on its HTTP request) and what
 the tools did (collected in the attempt's recording, which the worker sends when the attempt ends).
 """
 
-from agl_core.capture.alone import Capture, CapturedRollout
-from agl_core.capture.attaching import Attachment, attach, installed_adapters
+from agl_core.capture.attach.attach import Attachment, attach, installed_adapters
 from agl_core.capture.context import (
     ActiveAttempt,
     IdentityScope,
@@ -15,11 +14,14 @@ from agl_core.capture.context import (
     identify,
     running,
 )
+from agl_core.capture.episode_files import load_episodes, save_episodes
 from agl_core.capture.jsonable import jsonable
 from agl_core.capture.marking import Marker, ToolRun, agent, tool
-from agl_core.capture.recording import Recording, ToolRequest, describe_error, status_of
-from agl_core.capture.reports import guarded, outcome_report, record_outcome, report_problem, reward
-from agl_core.capture.variables import state, unpack_variables
+from agl_core.capture.recording import Recording, ToolRequest, describe_error
+from agl_core.capture.reports import guarded, record_tool_result, report_problem, reward, tool_result_report
+from agl_core.capture.standalone import Capture, CapturedRollout
+from agl_core.capture.state import state, unpack_variables
+from agl_core.capture.status import message_status, status_of
 from agl_core.types import Identity
 
 __all__ = [
@@ -43,13 +45,16 @@ __all__ = [
     "identify",
     "installed_adapters",
     "jsonable",
-    "outcome_report",
-    "record_outcome",
+    "load_episodes",
+    "message_status",
+    "record_tool_result",
     "report_problem",
     "reward",
     "running",
+    "save_episodes",
     "state",
     "status_of",
     "tool",
+    "tool_result_report",
     "unpack_variables",
 ]

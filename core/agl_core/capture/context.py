@@ -27,7 +27,7 @@ class ActiveAttempt:
     api_key: str
     """What the agent's client sends as its bearer token."""
     recording: Recording
-    """Where its outcomes and rewards are collected."""
+    """Where its tool results and rewards are collected."""
 
 
 class IdentityScope:

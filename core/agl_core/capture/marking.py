@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 from agl_core.capture.context import IdentityScope, current_attempt, current_scope, enter_identity
-from agl_core.capture.reports import guarded, outcome_report, record_outcome
+from agl_core.capture.reports import guarded, record_tool_result, tool_result_report
 from agl_core.capture.steps import Step, Steps, current_step, new_span, set_step
 from agl_core.errors import AgentError
-from agl_core.types import Identity, OutcomeStatus
+from agl_core.types import Identity, ToolStatus
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,15 +161,15 @@ class ToolRun:
             return
         self._scope.close()
         set_step(self._outer)
-        span = self._scope.identity.span
+        span = self._scope.identity.span or new_span()
         # Of a block that told no result it is not known that it gave nothing.
         is_untold = error is None and self.result is _UNTOLD
-        record_outcome(
-            outcome_report(
-                f"tool:{span}",
+        record_tool_result(
+            tool_result_report(
+                span,
                 self._tool,
                 error if error is not None else None if is_untold else self.result,
-                status=OutcomeStatus.OK if is_untold else None,
+                status=ToolStatus.OK if is_untold else None,
                 tool_call_id=self._call_id,
                 arguments=self._arguments,
                 agent=self._agent,
@@ -201,7 +201,7 @@ def tool(tool: F) -> F: ...
 @overload
 def tool(tool: str, *, call_id: str | None = None, arguments: Any = None) -> Marker[ToolRun]: ...
 def tool(tool: F | str, *, call_id: str | None = None, arguments: Any = None) -> F | Marker[ToolRun]:
-    """What is done inside is a tool's work: its outcome (ok, error, timeout or empty) is recorded.
+    """What is done inside is a tool's work: its tool result (ok, error, timeout or empty) is recorded.
 
     A decorator or a context manager, sync or async. `call_id` is the id of the tool call that asked for it, where
     the model's API has one; without it, the tool belongs to the latest call of the `agent` around it. A decorated

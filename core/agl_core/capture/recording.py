@@ -1,15 +1,14 @@
-"""What one attempt's agent reports besides its calls: tool outcomes, rewards, and what adapters could not do."""
+"""What one attempt's agent reports besides its calls: tool results, rewards, and what adapters could not do."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from agl_core.types import Json, OutcomeStatus
-from agl_core.wire import OutcomeReport, RewardReport
+from agl_core.types import Json
+from agl_core.wire.workers import RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +22,10 @@ class ToolRequest:
     arguments: Json = None
     agent: str | None = None
     """Whose response it was."""
+    parent_span: str | None = None
+    """The span that encloses the call."""
+    spans: frozenset[str] = frozenset()
+    """All spans around the call, which tell requests with one id apart: endpoints number them from 0 again."""
 
 
 class Recording:
@@ -33,19 +36,20 @@ class Recording:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._outcomes: dict[str, OutcomeReport] = {}
+        self._tool_results: dict[str, ToolResultReport] = {}
         self._rewards: list[RewardReport] = []
         self._problems: dict[str, None] = {}
-        self._requests: dict[str, ToolRequest] = {}
-        self._answered: set[str] = set()
+        self._requests: dict[str, list[ToolRequest]] = {}
+        self._answered: set[tuple[str, str | None]] = set()
+        """By tool call id and the parent span of the call."""
         self._late = 0
         self._closed = False
 
     @property
-    def outcomes(self) -> tuple[OutcomeReport, ...]:
+    def tool_results(self) -> tuple[ToolResultReport, ...]:
         """What the tools did, in the order reported; an id reported twice counts once."""
         with self._lock:
-            return tuple(self._outcomes.values())
+            return tuple(self._tool_results.values())
 
     @property
     def rewards(self) -> tuple[RewardReport, ...]:
@@ -64,15 +68,18 @@ class Recording:
         """How many reports came after the attempt had ended."""
         return self._late
 
-    def outcome(self, report: OutcomeReport) -> None:
+    def tool_result(self, report: ToolResultReport) -> None:
         """Keep what a tool did; the first report of an id counts."""
         with self._lock:
             if self._closed:
                 self._late += 1
                 return
-            self._outcomes.setdefault(report.id, report)
-            if report.tool_call_id is not None:
-                self._answered.add(report.tool_call_id)
+            self._tool_results.setdefault(report.id, report)
+            made = self._requests.get(report.tool_call_id or "", ())
+            if made:
+                of_span = (each for each in reversed(made) if each.parent_span == report.parent_span)
+                answered = next(of_span, made[-1])
+                self._answered.add((answered.tool_call_id, answered.parent_span))
 
     def reward(self, report: RewardReport) -> None:
         """Keep a reward that the agent reports."""
@@ -90,51 +97,31 @@ class Recording:
             return is_new
 
     def asked(self, request: ToolRequest) -> None:
-        """Remember that a response asked for a tool, so that its outcome can be told from older ones."""
+        """Remember that a response asked for a tool, so that its tool result can be told from older ones."""
         with self._lock:
             if not self._closed:
-                self._requests[request.tool_call_id] = request
-                self._answered.discard(request.tool_call_id)
+                self._requests.setdefault(request.tool_call_id, []).append(request)
+                self._answered.discard((request.tool_call_id, request.parent_span))
 
-    def request(self, tool_call_id: str) -> ToolRequest | None:
-        """The request with this id, if a response of this attempt made it."""
-        with self._lock:
-            return self._requests.get(tool_call_id)
+    def request(self, tool_call_id: str, spans: Collection[str] = ()) -> ToolRequest | None:
+        """The request with this id, if a response of this attempt made it.
 
-    def unanswered(self, tool_call_id: str) -> ToolRequest | None:
-        """The request with this id, if no outcome was reported for it yet."""
+        Of several, it is the one that shares most of these spans, which are around what asks; of those, the latest.
+        """
         with self._lock:
-            return None if tool_call_id in self._answered else self._requests.get(tool_call_id)
+            made = self._requests.get(tool_call_id, ())
+            return max(reversed(made), key=lambda each: len(each.spans.intersection(spans)), default=None)
+
+    def unanswered(self, tool_call_id: str, spans: Collection[str] = ()) -> ToolRequest | None:
+        """The request that `request` gives, if no tool result was reported for it yet."""
+        found = self.request(tool_call_id, spans)
+        with self._lock:
+            return None if found is None or (tool_call_id, found.parent_span) in self._answered else found
 
     def close(self) -> None:
         """The attempt has ended; closing it again changes nothing."""
         with self._lock:
             self._closed = True
-
-
-def status_of(result: Any) -> OutcomeStatus:
-    """What became of a tool call, by what it returned or raised.
-
-    An exception that was raised from a timeout is a timeout.
-
-    >>> [str(status_of(each)) for each in (7, "", [], ValueError(), TimeoutError())]
-    ['ok', 'empty', 'empty', 'error', 'timeout']
-    """
-    if isinstance(result, BaseException):
-        return OutcomeStatus.TIMEOUT if _is_timeout(result) else OutcomeStatus.ERROR
-    if result is None:
-        return OutcomeStatus.EMPTY
-    if isinstance(result, str | bytes | Mapping | Sequence | Set) and len(result) == 0:
-        return OutcomeStatus.EMPTY
-    return OutcomeStatus.OK
-
-
-def _is_timeout(error: BaseException) -> bool:
-    # HTTP clients and subprocess have timeouts that are no TimeoutError; agl must not import them to know them.
-    names = (kind.__name__ for kind in type(error).__mro__)
-    if isinstance(error, TimeoutError) or any("Timeout" in name for name in names):
-        return True
-    return error.__cause__ is not None and _is_timeout(error.__cause__)
 
 
 def describe_error(error: BaseException) -> str:

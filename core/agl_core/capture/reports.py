@@ -10,10 +10,11 @@ from typing import Any, ParamSpec
 
 from agl_core.capture.context import current_attempt
 from agl_core.capture.jsonable import jsonable
-from agl_core.capture.recording import describe_error, status_of
+from agl_core.capture.recording import describe_error
+from agl_core.capture.status import status_of
 from agl_core.errors import AgentError
-from agl_core.types import OutcomeStatus
-from agl_core.wire import OutcomeReport, RewardReport
+from agl_core.types import ToolStatus
+from agl_core.wire.workers import RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +47,19 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def record_outcome(report: OutcomeReport) -> None:
+def record_tool_result(report: ToolResultReport) -> None:
     """Report what a tool did to the current attempt; outside any rollout it does nothing."""
     active = current_attempt()
     if active is not None:
-        active.recording.outcome(report)
+        active.recording.tool_result(report)
 
 
-def outcome_report(
+def tool_result_report(
     id: str,
     tool: str,
     result: Any,
     *,
-    status: OutcomeStatus | None = None,
+    status: ToolStatus | None = None,
     tool_call_id: str | None = None,
     arguments: Any = None,
     agent: str | None = None,
@@ -66,17 +67,19 @@ def outcome_report(
     parent_span: str | None = None,
     started: float | None = None,
     ended: float | None = None,
-) -> OutcomeReport:
+    adapter: str | None = None,
+) -> ToolResultReport:
     """What a tool returned, or the exception that it raised, as a report of bounded size.
 
     `id` names this run of the tool: the same id is recorded once. `status` is classified from the result unless
-    the framework knows better; times are Unix seconds.
+    the framework knows better; times are Unix seconds. `adapter` names who saw it, if that is an adapter: of two that
+    saw one tool call, one counts.
 
-    >>> outcome_report("1", "search", ["a", "b"]).status
-    <OutcomeStatus.OK: 'ok'>
+    >>> tool_result_report("1", "search", ["a", "b"]).status
+    <ToolStatus.OK: 'ok'>
     """
     raised = isinstance(result, BaseException)
-    return OutcomeReport(
+    return ToolResultReport(
         id=id,
         tool=tool,
         status=status or status_of(result),
@@ -89,6 +92,7 @@ def outcome_report(
         parent_span=parent_span,
         started=started,
         ended=ended,
+        adapter=adapter,
     )
 
 

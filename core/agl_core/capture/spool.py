@@ -12,7 +12,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agl_core.capture.recording import Recording
-from agl_core.wire import OutcomeReport, RewardReport
+from agl_core.types import Source
+from agl_core.wire.workers import RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    outcome: OutcomeReport | None = None
+    tool_result: ToolResultReport | None = None
     reward: RewardReport | None = None
     problem: str | None = None
 
@@ -32,9 +33,9 @@ class SpooledRecording(Recording):
         super().__init__()
         self._folder = folder
 
-    def outcome(self, report: OutcomeReport) -> None:
-        super().outcome(report)
-        self._write(_Line(outcome=report))
+    def tool_result(self, report: ToolResultReport) -> None:
+        super().tool_result(report)
+        self._write(_Line(tool_result=report))
 
     def reward(self, report: RewardReport) -> None:
         super().reward(report)
@@ -60,7 +61,10 @@ class SpooledRecording(Recording):
 
 
 def read_spool(folder: Path, recording: Recording) -> None:
-    """Add what all processes reported below `folder`; what cannot be read is a problem of the recording."""
+    """Add what all processes reported below `folder`; what cannot be read is a problem of the recording.
+
+    Any process that the command started could write there, whatever a report says of its source.
+    """
     for file in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
         for text in file.read_bytes().splitlines():
             try:
@@ -68,8 +72,8 @@ def read_spool(folder: Path, recording: Recording) -> None:
             except ValidationError as error:
                 recording.problem(f"A report of process {file.stem} cannot be read: {error.errors()[0]['msg']}")
                 continue
-            if line.outcome is not None:
-                recording.outcome(line.outcome)
+            if line.tool_result is not None:
+                recording.tool_result(line.tool_result.model_copy(update={"source": Source.COMMAND}))
             if line.reward is not None:
                 recording.reward(line.reward)
             if line.problem is not None:

@@ -14,6 +14,7 @@ from agl_core.cli.plugins import list_plugins
 from agl_core.cli.reward import reward
 from agl_core.cli.rollouts import rollouts
 from agl_core.cli.run import run
+from agl_core.cli.runs import runs
 from agl_core.cli.serve import serve
 from agl_core.cli.show import show
 from agl_core.cli.text import HarmlessFormatter, harmless
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="Train LLM agents that already exist, by reinforcement learning.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # Paragraphs flow: their lines are broken once, at the width of the terminal.
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -38,6 +40,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("rollouts")(rollouts)
 app.command("show")(show)
 app.add_typer(reward, name="reward")
+app.add_typer(runs, name="runs")
 app.command("plugins")(list_plugins)
 app.command("doctor")(doctor)
 
@@ -61,7 +64,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Errors that agl raises on purpose end with status 2, Ctrl-C with 130."""
+    """Run the command line. Errors that agl raises on purpose, and of files, end with status 2, Ctrl-C with 130."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(HarmlessFormatter())
     try:
@@ -81,6 +84,13 @@ def main() -> None:
             raise
         needed = f"This needs the server's packages, of which {missing} is not installed"
         typer.secho(f"Error: {needed}: pip install 'agl-core[server]'", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None or "--debug" in sys.argv:
+            raise
+        said = f"{error.filename} cannot be read, made or written ({error.strerror})"
+        remedy = "Check that it is there, its permissions and the disk. --debug shows where it was wanted."
+        typer.secho(f"Error: {harmless(f'{said}. {remedy}')}", fg=typer.colors.RED, err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agl_core.cli.as_json import AsJson, print_json
 from agl_core.cli.run import KeyOption, ModelOption
+from agl_core.cli.text import harmless
 from agl_core.errors import AglError
 
 if TYPE_CHECKING:
@@ -32,15 +35,6 @@ UpstreamOption = Annotated[
     typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server.", show_default=False),
 ]
 
-_ADAPTERS = {
-    "langchain_core": "agl-langchain",
-    "autogen_core": "agl-autogen",
-    "agents": "agl-openai-agents",
-    "opentelemetry.sdk.trace": "agl-otel",
-}
-"""The packages that bring an adapter, by the framework's module."""
-_DISTRIBUTIONS = {"agents": "openai-agents"}
-"""Where a module's name is so plain that another may have it."""
 SERVER_MODULES = ("httptools", "starlette", "uvicorn")
 """What agl-core imports of its extra `server`."""
 
@@ -56,25 +50,34 @@ class Finding:
     is_needed: bool = True
     """Whether nothing works without it."""
 
+    @property
+    def mark(self) -> str:
+        """`ok`, `note` or `FAIL`."""
+        return "ok" if not self.remedy else "FAIL" if self.is_needed else "note"
+
 
 def doctor(
     config: ConfigArgument = None,
     upstream: UpstreamOption = None,
     upstream_key_env: KeyOption = None,
     model: ModelOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check this environment, and a configuration with its engine, or a model server.
 
     Each line that is wrong says what to do. The exit status is 1 if something needed is broken.
     """
-    is_broken = False
+    found = []
     for finding in _findings(config, upstream, upstream_key_env, model):
-        mark = "ok  " if not finding.remedy else "FAIL" if finding.is_needed else "note"
-        is_broken |= mark == "FAIL"
-        typer.echo(f"{mark}  {finding.what}: {finding.said}")
+        found.append(finding)
+        if as_json:
+            continue
+        typer.echo(harmless(f"{finding.mark:<4}  {finding.what}: {finding.said}"))
         if finding.remedy:
-            typer.echo(f"      → {finding.remedy}")
-    raise typer.Exit(int(is_broken))
+            typer.echo(harmless(f"      → {finding.remedy}"))
+    if as_json:
+        print_json([{"mark": each.mark, "what": each.what, "said": each.said, "remedy": each.remedy} for each in found])
+    raise typer.Exit(int(any(each.mark == "FAIL" for each in found)))
 
 
 def _findings(config: Path | None, upstream: str | None, key_env: str | None, model: str | None) -> Iterator[Finding]:
@@ -94,7 +97,7 @@ def _packages() -> Iterator[Finding]:
     yield Finding(
         "server",
         f"{', '.join(missing)} missing" if missing else "its packages are installed",
-        "pip install 'agl-core[server]' (an environment that only runs agents or workers needs it not)"
+        "pip install 'agl-core[server]' (an environment that only runs agents or workers does not need it)"
         if missing
         else "",
         is_needed=False,
@@ -113,20 +116,17 @@ def _packages() -> Iterator[Finding]:
 
 
 def _attaching() -> Iterator[Finding]:
-    """Frameworks that are installed, and whether agl attaches to them."""
-    from agl_core.capture import attach
+    """The frameworks of installed adapters, and whether agl attaches to them."""
+    from agl_core.capture import attach, installed_adapters
 
-    adapters = _installed_adapters()
-    attached: set[str] = set()
-    for framework, distribution in _ADAPTERS.items():
-        if not _is_installed(framework):
+    adapters: list[Adapter] = []
+    with contextlib.suppress(AglError):  # the line on plugins says why
+        adapters = installed_adapters()
+    installed = importlib.metadata.packages_distributions()
+    for framework in dict.fromkeys(each.framework for each in adapters):
+        if framework.split(".")[0] not in installed:
             continue
-        mine = [each for each in adapters if each.framework == framework]
-        if not mine:
-            remedy = f"pip install {distribution}, to know which agent makes a call and what its tools did"
-            yield Finding(framework, "no adapter is installed", remedy, is_needed=False)
-            continue
-        attachment = attach(mine)
+        attachment = attach([each for each in adapters if each.framework == framework])
         try:
             importlib.import_module(framework)
         except Exception as error:
@@ -134,31 +134,8 @@ def _attaching() -> Iterator[Finding]:
             yield Finding(framework, f"cannot be imported ({type(error).__name__}: {error})", remedy, is_needed=False)
             continue
         failed = attachment.failed.get(framework)
-        remedy = f"install a version of {framework.split('.')[0]} that {distribution} names" if failed else ""
+        remedy = f"install a version of {framework.split('.')[0]} that the adapter's package asks for" if failed else ""
         yield Finding(framework, failed or "agl attaches to it", remedy)
-        attached.add(framework)
-
-
-def _installed_adapters() -> list[Adapter]:
-    from agl_core.capture import installed_adapters
-
-    try:
-        return installed_adapters()
-    except AglError:
-        return []  # the line on plugins says why
-
-
-def _is_installed(framework: str) -> bool:
-    if framework in _DISTRIBUTIONS:
-        try:
-            importlib.metadata.distribution(_DISTRIBUTIONS[framework])
-        except importlib.metadata.PackageNotFoundError:
-            return False
-        return True
-    try:
-        return importlib.util.find_spec(framework) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _configured(config: Path) -> Iterator[Finding]:
@@ -180,9 +157,9 @@ def _configured(config: Path) -> Iterator[Finding]:
 
 
 def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
-    from agl_core.client import load_agent
-    from agl_core.client.attempts import agent_environment, client_variables
-    from agl_core.client.isolated import is_there
+    from agl_core.worker import load_agent
+    from agl_core.worker.environment import agent_environment, client_variables
+    from agl_core.worker.runners.isolated import is_there
 
     agent = loaded.config.agent
     if agent.entry is None:

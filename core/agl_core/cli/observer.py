@@ -1,16 +1,15 @@
-"""Shows a run's progress: bars on a terminal, lines elsewhere."""
+"""Shows a run's progress: a line each step, and on a terminal a bar of what is under way."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from agl_core.cli.screen import Screen
-from agl_core.training.progress import Phase
+from agl_core.training.progress import Phase, Silent, numbered
 
 
 @dataclass
@@ -22,32 +21,22 @@ class _Bar:
         self.progress.update(self.task, completed=share, note=note)
 
 
-@dataclass
-class _Line:
-    note: str = ""
-
-    def advance(self, share: float, note: str = "") -> None:
-        self.note = note
-
-
 class ConsoleObserver:
-    """One bar per phase on a terminal, with the reward so far; one line per finished phase in a log file."""
+    """What the run says, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
 
     def __init__(self, console: Screen, steps: int) -> None:
         self._console, self._steps = console, steps
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[Phase]:
-        title = f"step {step:>3}/{self._steps}  {name}"
         if not self._console.is_terminal:
-            line, started = _Line(), time.monotonic()
-            yield line
-            self._console.print(f"{title}  {time.monotonic() - started:.1f} s  {line.note}")
+            with Silent().phase(name, step) as phase:
+                yield phase
             return
+        title = f"{numbered(step, self._steps)}  {name}"
         columns = (
-            TextColumn("{task.description:<44}"),
-            BarColumn(),
-            TaskProgressColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
         )

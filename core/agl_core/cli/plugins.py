@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from agl_core.cli.as_json import AsJson, print_json
+from agl_core.plugins import Kind, Plugins
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,32 +20,33 @@ if TYPE_CHECKING:
 Files = Annotated[
     list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+OfKind = Annotated[Kind | None, typer.Option(help="Only components of this kind.", show_default=False)]
 
 
-def list_plugins(files: Files = None, as_json: AsJson = False) -> None:
+def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = False) -> None:
     """List every installed component: its kind and name, where it comes from, its settings, what it needs.
 
     Installed plugins that cannot be used are listed as broken, with the error.
     """
     from agl_core.cli.screen import Screen
-    from agl_core.plugins import Kind, Plugins
 
     plugins = Plugins.load(files or ())
-    described = [describe(component) for kind in Kind for _, component in sorted(plugins.components(kind).items())]
+    kinds = Kind if kind is None else [kind]
+    described = [describe(component) for each in kinds for _, component in sorted(plugins.components(each).items())]
     described += [_described_broken(each) for each in plugins.broken]
     if as_json:
-        typer.echo(json.dumps(described, indent=2))
+        print_json(described)
     else:
         Screen().print(_table(described))
 
 
 def describe(component: Component) -> dict[str, Any]:
-    """A component as JSON; `needs` (with the default settings) is None where it depends on one without default."""
-    try:
-        needs = sorted(component.needs(component.options.model_construct()))
-    except AttributeError:
-        needs = None
+    """A component as JSON; `needs` and `takes` (with the default settings) are None where a setting has no default."""
+    defaults = component.options.model_construct()
+    needs: list[str] | None = None
+    takes: str | None = None
+    with contextlib.suppress(AttributeError):
+        needs, takes = sorted(component.needs(defaults)), component.takes(defaults)
     schema = component.options.model_json_schema()
     return {
         "kind": component.kind.value,
@@ -59,6 +64,8 @@ def describe(component: Component) -> dict[str, Any]:
         ],
         "needs": needs,
         "provides": sorted(component.provides),
+        **({"takes": takes} if component.kind is Kind.ALGORITHM else {}),
+        **({"yields": sorted(component.yields)} if component.kind is Kind.CREDIT else {}),
     }
 
 
@@ -81,7 +88,12 @@ def _table(described: list[dict[str, Any]]) -> Table:
             for setting in row["settings"]
         ]
         needs = ["what its settings say"] if row["needs"] is None else row["needs"]
-        capabilities = [*(f"needs {each}" for each in needs), *(f"provides {each}" for each in row["provides"])]
+        capabilities = [
+            *(f"needs {each}" for each in needs),
+            *(f"provides {each}" for each in row["provides"]),
+            *([f"takes {row['takes']}s"] if row.get("takes") else []),
+            *(f"yields {each}s" for each in row.get("yields", ())),
+        ]
         table.add_row(
             Text.assemble(f"{row['kind']} ", (row["name"], "bold"), f"\n{row['origin']}\n", (row["doc"], "dim")),
             "\n".join(settings),

@@ -19,11 +19,8 @@ Found = TypeVar("Found")
 
 def read_run(run: Path | None, read: Callable[[Store], Awaitable[Found]]) -> tuple[Found, list[Run]]:
     """Call `read` with the run's store, opened for reading only; and the run's records. The newest run by default."""
-    from agl_core.cli.captures import is_capture
-    from agl_core.config.load import CONFIG_FILE, load_for_server
-
     folder = newest_run() if run is None else find_run(run)
-    build = _build_store if is_capture(folder) else load_for_server(folder / CONFIG_FILE).store.build
+    build = store_of(folder)
 
     async def reading() -> tuple[Found, list[Run]]:
         store: Store = build(folder, True)
@@ -31,6 +28,14 @@ def read_run(run: Path | None, read: Callable[[Store], Awaitable[Found]]) -> tup
             return await read(store), await store.runs()
 
     return asyncio.run(reading())
+
+
+def store_of(folder: Path) -> Callable[[Path, bool], Store]:
+    """What opens the store of a run: called with its folder, and whether to read only."""
+    from agl_core.cli.captures import is_capture, open_capture
+    from agl_core.config.load import CONFIG_FILE, load_store
+
+    return open_capture if is_capture(folder) else load_store(folder / CONFIG_FILE).build
 
 
 def newest_run() -> Path:
@@ -44,18 +49,12 @@ def newest_run() -> Path:
 
 
 def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
-    """Whether a later incarnation resumed from before this rollout's step."""
+    """Whether a later restart resumed from before this rollout's step."""
     return any(
         r.id == rollout.run
-        and r.incarnation > rollout.incarnation
+        and r.restart > rollout.restart
         and r.resumed_step is not None
         and rollout.mode.trains
         and rollout.step > r.resumed_step
         for r in runs
     )
-
-
-def _build_store(folder: Path, read_only: bool) -> Store:
-    from agl_core.store.sqlite import SqliteStore
-
-    return SqliteStore(folder / "store.sqlite", read_only=read_only)

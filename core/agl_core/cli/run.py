@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,12 @@ from agl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from agl_core.capture import Recording
-    from agl_core.capture.launching import Exit
+    from agl_core.capture.attach.command import Exit
     from agl_core.protocols import Engine, Upstream
+    from agl_core.run_hooks import RunHooks
     from agl_core.store.interface import Store
     from agl_core.types import Attempt, Call
-    from agl_core.wire import CloseRequest, Lease
+    from agl_core.wire.workers import CloseRequest, Lease
 
 Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.", show_default=False)]
 ConfigOption = Annotated[
@@ -73,7 +74,7 @@ class _Setting:
     store: Store
     told: Mapping[str, Any]
     """What is stored as the run's configuration."""
-    hook: Any
+    hook: RunHooks
     upstream: Upstream | None = None
     engine: Engine | None = None
     """Started with the run, where there is no upstream."""
@@ -95,6 +96,10 @@ def run(
     Its LLM clients are sent to agl by the environment, and in all its Python processes the installed adapters attach
     themselves. Replies are sampled as the agent asks (a recording is no training). The exit status is the command's.
     """
+    from agl_core.training.run import removed_unless_begun
+    from agl_core.wire.keys import take_keys
+
+    take_keys()  # They are of another server, and the command is to have none of them.
     if shutil.which(command[0]) is None:
         raise ConfigError(f"There is no command '{command[0]}'. Put the whole command after --, as you would type it.")
     if config is None:
@@ -104,16 +109,17 @@ def run(
     else:
         setting = _configured(config, name)
     _say(f"recording to {setting.folder}")
-    raise typer.Exit(asyncio.run(_record(command, setting)))
+    with removed_unless_begun(setting.folder) as begun:
+        status = asyncio.run(_record(command, setting, begun))
+    raise typer.Exit(status)
 
 
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
 ) -> _Setting:
-    from agl_core.cli.captures import new_capture
+    from agl_core.cli.captures import new_capture, open_capture
     from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
     from agl_core.plugins import Plugins
-    from agl_core.store.sqlite import SqliteStore
 
     plugins = Plugins.load()
     address = chosen_url(url)
@@ -128,7 +134,7 @@ def _forwarding(
         _say(f"note: the token ids of this server do not go together: {doubt}")
     told = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
     folder = new_capture(name or "capture", told)
-    return _Setting(folder, SqliteStore(folder / "store.sqlite"), told, plugins.hook, upstream=upstream)
+    return _Setting(folder, open_capture(folder, read_only=False), told, plugins.hook, upstream=upstream)
 
 
 def _configured(config: Path, name: str | None) -> _Setting:
@@ -145,14 +151,14 @@ def _configured(config: Path, name: str | None) -> _Setting:
         loaded.plugins.hook,
         engine=loaded.engine.build(engine_context(loaded, folder)),
         agents={policy: section.agents for policy, section in loaded.config.policies.items()},
-        plugins=loaded.config.plugins,
+        plugins=loaded.config.plugin_files,
     )
 
 
-async def _record(command: Sequence[str], setting: _Setting) -> int:
+async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
     from agl_core.server import LightningServer
     from agl_core.types import AttemptKey, Mode, Rollout, Run, Task
-    from agl_core.wire import LeaseRequest
+    from agl_core.wire.workers import LeaseRequest
 
     run_id = setting.folder.name
     async with AsyncExitStack() as stack:
@@ -176,7 +182,7 @@ async def _record(command: Sequence[str], setting: _Setting) -> int:
         rollout = Rollout(
             id=f"{run_id}-{uuid.uuid4().hex[:8]}",
             run=run_id,
-            incarnation=0,
+            restart=0,
             group=run_id,
             task=Task(run_id, {"command": list(command)}, split="capture"),
             # What the agent asks for is what is sampled: nothing of it was sampled for training.
@@ -184,6 +190,7 @@ async def _record(command: Sequence[str], setting: _Setting) -> int:
             step=0,
             member=0,
         )
+        begun()
         await store.put(Run(run_id, 0, time.time(), setting.told))
         await server.queue.enqueue([rollout])
         worker = f"agl run {os.getpid()}"
@@ -200,10 +207,10 @@ async def _launch(
     command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
 ) -> tuple[Exit, Recording]:
     from agl_core.capture import Recording
-    from agl_core.capture.bootstrap import bootstrapped
-    from agl_core.capture.launching import launch
-    from agl_core.client.attempts import attempt_variables
+    from agl_core.capture.attach.command import launch
+    from agl_core.capture.attach.environment import bootstrapped
     from agl_core.types import AttemptKey
+    from agl_core.worker.environment import attempt_variables
 
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
     with bootstrapped(key, base_url, lease.key, recording, os.environ, plugins) as bootstrap:
@@ -213,14 +220,14 @@ async def _launch(
 
 def _closing(ended: Exit, recording: Recording) -> CloseRequest:
     from agl_core.types import Ending
-    from agl_core.wire import MAX_REPORTS, CloseRequest
+    from agl_core.wire.workers import MAX_REPORTS, CloseRequest
 
     ending = Ending.FINISHED if ended.code == 0 else Ending.CANCELLED if ended.interrupted else Ending.CRASHED
     return CloseRequest(
         ending=ending,
         result={"exit_status": ended.code},
         error=f"the command ended with status {ended.code}" if ending is Ending.CRASHED else None,
-        outcomes=list(recording.outcomes[:MAX_REPORTS]),
+        tool_results=list(recording.tool_results[:MAX_REPORTS]),
         rewards=list(recording.rewards[:MAX_REPORTS]),
     )
 
@@ -231,7 +238,7 @@ def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, fo
     agents = sorted({call.agent for call in calls if call.agent})
     by = f" by {', '.join(agents)}" if agents else ""
     ending = attempt.ending.value if attempt.ending else "running"
-    _say(f"{ending}: {len(calls)} LLM calls{by}, {len(recording.outcomes)} tool outcomes")
+    _say(f"{ending}: {len(calls)} LLM calls{by}, {len(recording.tool_results)} tool results")
     if attempt.error:
         _say(attempt.error)
     _say(f"agl show {attempt.rollout} --run {folder}")

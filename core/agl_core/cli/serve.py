@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +16,7 @@ from agl_core.cli.train import Set
 
 if TYPE_CHECKING:
     from agl_core.cli.screen import Screen
-    from agl_core.config.load import ServedConfig
+    from agl_core.config.load import ServerConfig
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
 Host = Annotated[str | None, typer.Option(help="The address to listen on, instead of server.host.", show_default=False)]
@@ -42,31 +45,39 @@ def serve(
     encrypted. Ctrl-C or SIGTERM stops it; workers and trainer wait for the next one.
     """
     from agl_core.cli.screen import Screen
-    from agl_core.config.load import CONFIG_FILE, dump, load_for_server
-    from agl_core.server.event_loop import run
+    from agl_core.config.load import CONFIG_FILE, load_for_server, store_config
+    from agl_core.server.http.event_loop import run
+    from agl_core.training.run import make_run_dir, removed_unless_begun
 
     changes = [f"server.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]
     file = target / CONFIG_FILE if target.is_dir() else target
     loaded = load_for_server(file, [*set_, *changes])
     run_dir = target if target.is_dir() else loaded.config.runs / loaded.config.name
-    run_dir.mkdir(parents=True, exist_ok=True)
+    is_new = not run_dir.exists()
     if not (run_dir / CONFIG_FILE).exists():
-        (run_dir / CONFIG_FILE).write_text(dump(loaded.config))
-    run(_serve(loaded, run_dir, file, Screen()))
+        make_run_dir(run_dir, partial(store_config, loaded.config))
+    settings = "".join(f" --set {shlex.quote(each)}" for each in set_)
+    trained = f"--resume {shlex.quote(str(target))}" if target.is_dir() else shlex.quote(str(target))
+    with removed_unless_begun(run_dir if is_new else None) as begun:
+        run(_serve(loaded, run_dir, f"{trained}{settings}", f"{shlex.quote(str(target))}{settings}", Screen(), begun))
 
 
-async def _serve(loaded: ServedConfig, run_dir: Path, file: Path, console: Screen) -> None:
-    from agl_core.training.serving import server_apart
+async def _serve(
+    loaded: ServerConfig, run_dir: Path, trained: str, worked: str, console: Screen, begun: Callable[[], None]
+) -> None:
+    """`trained` and `worked` are what trainer and workers are to be told beside the address."""
+    from agl_core.training.serving import standalone_server
 
-    async with server_apart(loaded, run_dir) as server:
+    async with standalone_server(loaded, run_dir) as server:
+        begun()
         queue = server.queue
         if queue.queued or queue.running:
             console.print(f"taken up: {queue.queued} rollouts queued, {queue.running} running")
-        console.print(f"serving {run_dir} at {server.base_url}", soft_wrap=True)
+        console.print(f"serving {run_dir} at {server.base_url}")
         if loaded.config.server.host in ("0.0.0.0", "::"):
             console.print("from other machines, use an address of this one in its place")
-        console.print(f"train:  agl train {file} --server {server.base_url}", soft_wrap=True)
-        console.print(f"work:   agl worker {file} --server {server.base_url}", soft_wrap=True)
+        console.print(f"train:  agl train {trained} --server {server.base_url}")
+        console.print(f"work:   agl worker {worked} --server {server.base_url}")
         await _until_told()
         console.print("stopping; trainer and workers wait for the next server")
 

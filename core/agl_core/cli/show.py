@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agl_core.cli.as_json import AsJson, print_json
 from agl_core.cli.reading import read_run, superseded
-from agl_core.cli.text import printable
-from agl_core.types import Attempt, Episode, Reward, Rollout, Transition, Use
+from agl_core.cli.text import number, printable, said_by
+from agl_core.types import Attempt, Episode, Reward, Rollout, TrainingRecord, Transition
 
 if TYPE_CHECKING:
     from agl_core.cli.screen import Screen
@@ -26,7 +27,10 @@ Id = Annotated[str, typer.Argument(help="The rollout's id, or its beginning.")]
 Width = Annotated[int, typer.Option(min=40, help="Characters of each text that are shown.")]
 
 
-def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
+PRUNED = "Its calls were pruned (agl runs prune): their texts and tokens are gone, all else is as it was recorded."
+
+
+def show(rollout: Id, run: RunOption = None, width: Width = 300, as_json: AsJson = False) -> None:
     """Show a rollout turn by turn: who spoke, what was asked, what the tools did, and what training made of it.
 
     Of each call: its rewards with the rule that gave them, what the credit rule made of them, its advantage, and how
@@ -37,33 +41,67 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300) -> None:
     from agl_core.learning import build_episode
     from agl_core.training.recorded import group_credit, reward_weights
 
-    async def read(store: Store) -> tuple[Rollout, list[tuple[Attempt, Episode, list[Use]]], list[GroupCredit]]:
+    async def read(
+        store: Store,
+    ) -> tuple[Rollout, list[tuple[Attempt, Episode, list[TrainingRecord], bool]], list[GroupCredit]]:
         found = await store.rollout(rollout)
         shown = []
         for attempt in await store.attempts(found.id):
             keys = [attempt.key]
-            episode = build_episode(
-                found, attempt, await store.calls(keys), await store.outcomes(keys), await store.rewards(keys)
-            )
-            shown.append((attempt, episode, await store.uses(keys)))
+            calls = await store.calls(keys)
+            episode = build_episode(found, attempt, calls, await store.tool_results(keys), await store.rewards(keys))
+            shown.append((attempt, episode, await store.training_records(keys), any(call.pruned for call in calls)))
         return found, shown, await group_credit(store, found)
 
     (found, attempts, groups), runs = read_run(run, read)
-    weights = next((reward_weights(r) for r in runs if (r.id, r.incarnation) == (found.run, found.incarnation)), {})
+    if as_json:
+        print_json(_described(found, attempts, groups, is_superseded=superseded(found, runs)))
+        return
+    weights = next((reward_weights(r) for r in runs if (r.id, r.restart) == (found.run, found.restart)), {})
     screen = Screen()
     _line(screen, f"rollout {found.id}  {found.mode.value}  {found.state.value}", "bold")
     if superseded(found, runs):
-        _line(screen, "superseded: a later incarnation went on from an earlier checkpoint", "yellow")
+        _line(screen, "superseded: a later restart went on from an earlier checkpoint", "yellow")
     _line(screen, f"task {found.task.id}: {printable(json.dumps(found.task.input, ensure_ascii=False), width)}")
-    for attempt, episode, uses in attempts:
+    for attempt, episode, training_records, pruned in attempts:
         counts = attempt.attempt == found.counted_attempt
         ending = attempt.ending.value if attempt.ending else "running"
         _line(screen, f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", "bold")
         if attempt.error:
             _line(screen, f"  {printable(attempt.error, width)}", "red")
-        _print_episode(screen, episode, uses, weights, width)
+        if pruned:
+            _line(screen, f"  {PRUNED}", "yellow")
+        _print_episode(screen, episode, training_records, weights, width)
         if counts:
             _print_group(screen, found, groups)
+
+
+def _described(
+    rollout: Rollout,
+    attempts: Sequence[tuple[Attempt, Episode, list[TrainingRecord], bool]],
+    groups: Sequence[GroupCredit],
+    *,
+    is_superseded: bool,
+) -> dict[str, Any]:
+    """The same for programs, whole."""
+    return {
+        "rollout": rollout,
+        "superseded": is_superseded,
+        "attempts": [
+            {"attempt": attempt, "episode": episode, "training_records": training_records, "pruned": pruned}
+            for attempt, episode, training_records, pruned in attempts
+        ],
+        "groups": [
+            {
+                "step": group.step,
+                "policy": group.policy,
+                "mean": group.mean,
+                "std": group.std,
+                "credit": group.by_rollout,
+            }
+            for group in groups
+        ],
+    }
 
 
 def _line(screen: Screen, text: str, style: str | None = None) -> None:
@@ -75,28 +113,34 @@ def _print_group(screen: Screen, rollout: Rollout, groups: Sequence[GroupCredit]
     for group in groups:
         if rollout.id not in group.by_rollout:
             continue
-        values = "  ".join("/".join(f"{v:.4g}" for v in dict.fromkeys(each)) for each in group.by_rollout.values())
+        values = "  ".join("/".join(dict.fromkeys(number(v, 4) for v in each)) for each in group.by_rollout.values())
         of = f" of policy {group.policy}" if several else ""
+        mean, std = number(group.mean, 4), number(group.std, 4)
         _line(
             screen,
-            f"  group {printable(rollout.group, 80)}, step {group.step}: mean credit{of} {group.mean:.4g}, standard "
-            f"deviation {group.std:.4g}, over {len(group.by_rollout)} rollouts: {printable(values, 300)}",
+            f"  group {printable(rollout.group, 80)}, step {group.step}: mean credit{of} {mean}, standard deviation "
+            f"{std}, over {len(group.by_rollout)} rollouts: {printable(values, 300)}",
             "magenta",
         )
 
 
 def _print_episode(
-    screen: Screen, episode: Episode, uses: Sequence[Use], weights: Mapping[str, float], width: int
+    screen: Screen,
+    episode: Episode,
+    training_records: Sequence[TrainingRecord],
+    weights: Mapping[str, float],
+    width: int,
 ) -> None:
     by_call: dict[tuple[str | None, int], list[Reward]] = {}
     for reward in episode.rewards:
         by_call.setdefault((reward.call, reward.choice), []).append(reward)
     for transition in episode.transitions:
         key = (transition.key.call, transition.key.choice)
-        its_uses = [use for use in uses if use.key == transition.key]
+        its_uses = [record for record in training_records if record.key == transition.key]
         _print_transition(screen, transition, by_call.pop(key, ()), its_uses, width)
-    for outcome in episode.unjoined:
-        _line(screen, f"  outcome of no recorded call: {printable(outcome.tool, 60)} {outcome.status.value}", "yellow")
+    for tool_result in episode.unjoined:
+        tool = f"{printable(tool_result.tool, 60)} {tool_result.status.value} ({said_by(tool_result)})"
+        _line(screen, f"  tool result of no recorded call: {tool}", "yellow")
     _line(screen, f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
     for reward in episode.rewards:
         if reward.call is not None and (reward.call, reward.choice) in by_call:
@@ -106,7 +150,11 @@ def _print_episode(
 
 
 def _print_transition(
-    screen: Screen, transition: Transition, rewards: Sequence[Reward], uses: Sequence[Use], width: int
+    screen: Screen,
+    transition: Transition,
+    rewards: Sequence[Reward],
+    training_records: Sequence[TrainingRecord],
+    width: int,
 ) -> None:
     version = "" if transition.version is None else f" v{transition.version}"
     agent = printable(transition.agent or "unnamed agent", 60)
@@ -128,19 +176,19 @@ def _print_transition(
     _line(screen, f"    {ids}{logprob}{broken}", "dim")
     if transition.parse_error:
         _line(screen, f"    tool call did not parse: {printable(transition.parse_error, width)}", "yellow")
-    for outcome in transition.outcomes:
-        said = outcome.error or json.dumps(outcome.result, ensure_ascii=False)
-        arguments = json.dumps(outcome.arguments, ensure_ascii=False)
+    for tool_result in transition.tool_results:
+        said = tool_result.error or json.dumps(tool_result.result, ensure_ascii=False)
+        arguments = json.dumps(tool_result.arguments, ensure_ascii=False)
         _line(
             screen,
-            f"    tool {printable(outcome.tool, 60)}({printable(arguments, 80)}): {outcome.status.value}  "
-            f"{printable(said, width)}",
-            "green" if outcome.status.value == "ok" else "red",
+            f"    tool {printable(tool_result.tool, 60)}({printable(arguments, 80)}): {tool_result.status.value}  "
+            f"{printable(said, width)}  ({said_by(tool_result)})",
+            "green" if tool_result.status.value == "ok" else "red",
         )
     for reward in rewards:
         _line(screen, f"    reward {_describe_reward(reward)}")
-    for use in uses:
-        _line(screen, f"    {_describe_use(use)}", "magenta")
+    for record in training_records:
+        _line(screen, f"    {_describe_use(record)}", "magenta")
 
 
 def _describe_terminal(rewards: Sequence[Reward], weights: Mapping[str, float]) -> str:
@@ -156,23 +204,26 @@ def _describe_terminal(rewards: Sequence[Reward], weights: Mapping[str, float]) 
     weight = {reward.source: weights.get(reward.source, 1.0) for reward in parts}
     total = math.fsum(weight[reward.source] * reward.value for reward in parts)
     terms = " + ".join(
-        (f"{weight[each.source]:g} · " if weight[each.source] != 1 else "") + _describe_reward(each) for each in parts
+        (f"{number(weight[each.source])} · " if weight[each.source] != 1 else "") + _describe_reward(each)
+        for each in parts
     )
-    return "; ".join([f"{total:g} = {terms}" if parts else "none", *told])
+    return "; ".join([f"{number(total)} = {terms}" if parts else "none", *told])
 
 
 def _describe_reward(reward: Reward) -> str:
     """Its name, value and provenance."""
     of = "" if reward.call is None else f", for call {printable(reward.call, 80)}"
-    return f"{printable(reward.name, 80)} {reward.value:g} (by {printable(reward.source, 40)}{of})"
+    return f"{printable(reward.name, 80)} {number(reward.value)} (by {printable(reward.source, 40)}{of})"
 
 
-def _describe_use(use: Use) -> str:
-    credit = "" if use.credit is None else f"credit {use.credit:.4g}  "
-    if use.dropped is not None:
-        return f"step {use.step}: {credit}dropped: {use.dropped}"
-    advantage = math.nan if use.advantage is None else use.advantage
-    return f"step {use.step}: {credit}advantage {advantage:.4g}  weight in the loss {use.weight:.4g}"
+def _describe_use(record: TrainingRecord) -> str:
+    credit = "" if record.credit is None else f"credit {number(record.credit, 4)}  "
+    if record.dropped is not None:
+        return f"step {record.step}: {credit}dropped: {record.dropped}"
+    advantage = math.nan if record.advantage is None else record.advantage
+    return (
+        f"step {record.step}: {credit}advantage {number(advantage, 4)}  weight in the loss {number(record.weight, 4)}"
+    )
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from agl_core.training.report import Summary
 def print_summary(console: Screen, summary: Summary) -> None:
     """Reward before and after, what it cost, where everything is, and what to do next."""
     state = summary.state
-    stopped = " (stopped early)" if summary.interrupted else ""
+    stopped = " (stopped early)" if summary.stopped_by else ""
     rewards = Table(title=f"reward{stopped}", title_justify="left")
     for column in ("held-out set", "sampling", "before", "after"):
         rewards.add_column(column, justify="right" if column in ("before", "after") else "left")
@@ -30,9 +30,11 @@ def print_summary(console: Screen, summary: Summary) -> None:
         "steps": str(state.step),
         "time": f"{state.seconds:.0f} s",
         "memory": f"{state.peak_rss_bytes / 2**20:.0f} MiB at most",
+        "rollouts": ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none",
         "LLM calls": f"{state.llm_calls}",
         "transitions": f"{state.kept} trained on; dropped: {dropped}",
         "checkpoint": str(summary.checkpoint or "none"),
+        "model": ", ".join(map(str, summary.models)) or "none",
         "store": f"that of {summary.server}" if summary.server else str(summary.run_dir / "store.sqlite"),
         "summary": str(summary.run_dir / "summary.json"),
     }.items():
@@ -43,11 +45,11 @@ def print_summary(console: Screen, summary: Summary) -> None:
         facts.add_row("adapter", f"{problem} ({count} times)")
     console.print(facts, soft_wrap=True)
     following = f"agl rollouts {summary.run_dir} --limit 5"
-    if summary.interrupted:
+    if summary.stopped_by:
         following = f"agl train --resume {summary.run_dir}" + (f" --server {summary.server}" if summary.server else "")
     elif summary.server:
         following = f"agl rollouts {summary.run_dir.name} --limit 5, on the machine of the server"
-    console.print(f"next: {following}", soft_wrap=True)
+    console.print(f"next: {following}")
 
 
 def print_evaluation(console: Screen, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -61,4 +63,4 @@ def print_evaluation(console: Screen, entries: Sequence[Mapping[str, Any]]) -> N
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return "–" if value is None else f"{value:.3f}"

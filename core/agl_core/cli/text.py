@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from agl_core.types import Source, ToolResult
+
+_NOISE = 1e-12
+"""Rewards, credits, advantages and weights are not as small; the rounding error of a sum of them is."""
+
 
 def harmless(text: str) -> str:
     """`text` as it is, but for what a terminal would obey.
@@ -20,6 +25,34 @@ def printable(text: str, width: int, *, tail: bool = False) -> str:
     if len(safe) <= width:
         return safe
     return f"…{safe[-width + 1 :]}" if tail else f"{safe[: width - 1]}…"
+
+
+_SAID_BY = {
+    Source.CONVERSATION: "as the conversation shows",
+    Source.ADAPTER: "by the agent's process",
+    Source.SPAN: "by a span over OTLP",
+    Source.COMMAND: "by a process of the command",
+}
+
+
+def said_by(tool_result: ToolResult) -> str:
+    """Who said what a tool did, and with which adapter.
+
+    >>> from agl_core.types import ToolStatus
+    >>> said_by(ToolResult("1", "r", 0, "add", ToolStatus.OK, source=Source.COMMAND, adapter="langchain"))
+    'by a process of the command, langchain'
+    """
+    adapter = "" if tool_result.adapter is None else f", {printable(tool_result.adapter, 40)}"
+    return _SAID_BY[tool_result.source] + adapter
+
+
+def number(value: float, digits: int = 6) -> str:
+    """A number with so many significant digits; what is left of a sum by rounding is 0.
+
+    >>> number(7.6e-18), number(2 / 3), number(1e-7)
+    ('0', '0.666667', '1e-07')
+    """
+    return "0" if abs(value) < _NOISE else f"{value:.{digits}g}"
 
 
 class HarmlessFormatter(logging.Formatter):

@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +19,9 @@ from agl_core.types import Ending
 
 if TYPE_CHECKING:
     from agl_core.cli.screen import Screen
-    from agl_core.client import Server, Worker
+    from agl_core.client import ServerAddress
     from agl_core.config.models import AgentSection, RunConfig, WorkerSection
+    from agl_core.worker import Worker
 
 Target = Annotated[
     Path | None,
@@ -85,7 +86,7 @@ def work(
     has_moved = asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console))
     if has_moved:
         console.print("the server has moved: starting anew")
-        os.execv(sys.executable, sys.orig_argv)
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **plan.keys})
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,15 @@ class _Plan:
     config: RunConfig | None
     run_dir: Path | None
     url: str | None
+    keys: Mapping[str, str] = field(repr=False)
+    """The keys that the user chose."""
 
-    def find(self) -> Server | None:
+    def find(self) -> ServerAddress | None:
         from agl_core.client import find_server
 
-        return find_server(self.config, self.run_dir, self.url)
+        return find_server(self.config, self.run_dir, self.url, self.keys)
 
-    def is_over(self, server: Server) -> bool:
+    def is_over(self, server: ServerAddress) -> bool:
         from agl_core.client import is_over
 
         return is_over(self.config, self.run_dir, server)
@@ -117,21 +120,23 @@ def _planned(
     from agl_core.config.load import CONFIG_FILE, load_for_workers
     from agl_core.config.models import WorkerSection
     from agl_core.errors import ConfigError
+    from agl_core.wire.keys import take_keys
 
+    keys = take_keys()
     if target is None:
         if url is None or (entry is None and command is None) or overrides:
             raise ConfigError(
                 "Name the run's configuration or its folder. Only with --server and either --entry or --command, and "
                 "without --set, a worker needs none."
             )
-        return _Plan(_agent(entry, command), WorkerSection(), Path.cwd(), (), None, None, url)
+        return _Plan(_agent(entry, command), WorkerSection(), Path.cwd(), (), None, None, url, keys)
     run_dir = target if target.is_dir() else None
     config = load_for_workers(target if run_dir is None else run_dir / CONFIG_FILE, overrides)
     assert config.folder is not None
     agent = config.agent
     if entry is not None or command is not None:
         agent = _agent(entry, command).model_copy(update={"attach": agent.attach})
-    return _Plan(agent, config.workers, config.folder, config.plugins, config, run_dir, url)
+    return _Plan(agent, config.workers, config.folder, config.plugin_files, config, run_dir, url, keys)
 
 
 def _agent(entry: str | None, command: str | None) -> AgentSection:
@@ -150,8 +155,9 @@ def _agent(entry: str | None, command: str | None) -> AgentSection:
 async def _work(plan: _Plan, concurrency: int, drain: float, console: Screen) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
     from agl_core.capture import attach, installed_adapters
-    from agl_core.client import LightningClient, Worker, agent_environment, choose_runner, client_variables
+    from agl_core.client import LightningClient
     from agl_core.plugins import Plugins
+    from agl_core.worker import Worker, agent_environment, choose_runner, client_variables
 
     plugins = Plugins.load(plan.plugins)
     server = await _found(plan.find, console)
@@ -185,7 +191,7 @@ async def _work(plan: _Plan, concurrency: int, drain: float, console: Screen) ->
     return elsewhere
 
 
-async def _found(find: Callable[[], Server | None], console: Screen) -> Server:
+async def _found(find: Callable[[], ServerAddress | None], console: Screen) -> ServerAddress:
     """The server, as soon as there is one."""
     server = find()
     if server is None:

@@ -1,4 +1,4 @@
-"""Whether the server can be reached, as all parts of a worker or trainer know it together."""
+"""Whether the server can be reached: one answer for all parts of a worker or trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from agl_core.client.api import UnreachableError
+from agl_core.client.http import FailingError, UnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -21,24 +21,41 @@ _LONGEST_DELAY = 10.0
 
 
 class Link:
-    """Says once that the server is gone and once that it is back; for any thread."""
+    """Logs once that the server is gone, and once that it is back; for any thread.
+
+    Several parts ask the server at the same time, and it may answer only some of them: with a full disk it takes
+    heartbeats and no reports. It is back once it answers, and no part is left that it does not answer.
+    """
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
         self._lock = threading.Lock()
+        self._failing: set[object] = set()
         self._gone_since: float | None = None
 
-    def failed(self, error: Exception) -> None:
-        """The server could not be reached."""
+    def failed(self, asker: object, error: Exception) -> None:
+        """The server could not be reached by `asker`, or failed it."""
         with self._lock:
+            if isinstance(error, FailingError):
+                self._failing.add(asker)
+            else:
+                self._failing.discard(asker)
             is_new = self._gone_since is None
             self._gone_since = self._gone_since or time.monotonic()
         if is_new:
             logger.warning("%s Trying again until it answers.", error)
 
-    def worked(self) -> None:
-        """The server answered."""
+    def ended(self, asker: object) -> None:
+        """`asker` asks no more, with or without an answer."""
         with self._lock:
+            self._failing.discard(asker)
+
+    def worked(self, asker: object) -> None:
+        """The server answered `asker`."""
+        with self._lock:
+            self._failing.discard(asker)
+            if self._failing:
+                return
             since, self._gone_since = self._gone_since, None
         if since is not None:
             logger.warning(
@@ -49,23 +66,26 @@ class Link:
 async def persistently(
     link: Link, ask: Callable[[], Coroutine[Any, Any, Result]], gives_up: Callable[[], bool] = lambda: False
 ) -> Result:
-    """The server's answer, however long it takes to be back; UnreachableError once `gives_up` says so."""
-    backoff = Backoff()
-    while True:
-        try:
-            answer = await ask()
-        except UnreachableError as error:
-            link.failed(error)
-            if gives_up():
-                raise
-            await asyncio.sleep(backoff.next())
-        else:
-            link.worked()
-            return answer
+    """The server's answer, however long the server is away; UnreachableError once `gives_up` is true."""
+    asker, backoff = object(), Backoff()
+    try:
+        while True:
+            try:
+                answer = await ask()
+            except UnreachableError as error:
+                link.failed(asker, error)
+                if gives_up():
+                    raise
+                await asyncio.sleep(backoff.next())
+            else:
+                link.worked(asker)
+                return answer
+    finally:
+        link.ended(asker)
 
 
 class Backoff:
-    """How long to wait before each next try: twice as long each time, up to ten seconds, and never quite the same."""
+    """Seconds to wait before each next try: twice as many each time, up to ten, with some chance in them."""
 
     def __init__(self) -> None:
         self._delay = _FIRST_DELAY

@@ -1,8 +1,18 @@
 """How a run is described: reading its TOML file, and checking that its parts go together."""
 
 from agl_core.config.check import check
-from agl_core.config.load import CONFIG_FILE, LoadedConfig, dump, load
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, ScoredConfig, load, store_config
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 
-__all__ = ["CONFIG_FILE", "Chosen", "LoadedConfig", "PolicyPlan", "RunConfig", "check", "dump", "load"]
+__all__ = [
+    "CONFIG_FILE",
+    "Chosen",
+    "LoadedConfig",
+    "PolicyPlan",
+    "RunConfig",
+    "ScoredConfig",
+    "check",
+    "load",
+    "store_config",
+]

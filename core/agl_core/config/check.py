@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from agl_core.config.load import LoadedConfig
+from agl_core.config.load import LoadedConfig, ScoredConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
-from agl_core.plugins import Kind, Need
-
-_TIME_AXIS = frozenset({Need.RETURNS, Need.REWARDS})
+from agl_core.plugins import Component, Kind
+from agl_core.registering import Capability
+from agl_core.types import CreditKind
 
 _WHY_NOT = {
-    Need.RETURNS: (
-        "takes returns, but {credit} yields rewards of one step each: the time axis has no owner, and nobody would "
-        "add up what came after a step"
+    CreditKind.RETURN: (
+        "takes returns, but {credit} yields rewards of one step each: the time axis has no owner, and nothing "
+        "would add up what came after a step"
     ),
-    Need.REWARDS: (
+    CreditKind.REWARD: (
         "takes rewards of one step each and adds up what came after itself, but {credit} yields returns, which "
         "already contain it: a return would be counted twice"
     ),
 }
 
 _OF_THE_ENGINE = {
-    Need.REFERENCE: "a reference model",
-    Need.CRITIC: "a critic",
-    Need.TOKEN_IDS: "token ids",
-    Need.OWN_ALGORITHMS: "an engine with algorithms of its own",
+    Capability.REFERENCE: "a reference model",
+    Capability.CRITIC: "a critic",
+    Capability.TOKEN_IDS: "token ids",
+    Capability.OWN_ALGORITHMS: "an engine with algorithms of its own",
 }
 
 
-def check(loaded: LoadedConfig) -> None:
-    """CapabilityError with everything that does not go together, and what to do about each."""
+def check(loaded: ScoredConfig) -> None:
+    """CapabilityError with everything that does not go together, and what to do about each.
+
+    Of a configuration that was not read as a whole, what was read is checked.
+    """
     found: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
-        for check_one in (_groups, _time_axis, _outcomes, _engine, _replay):
+        for check_one in (_groups, _time_axis, _tool_results, _engine, _replay):
             for problem in check_one(loaded, plan):
                 found.setdefault(problem, []).append(policy)
     problems = [
@@ -53,17 +57,17 @@ def cautions(loaded: LoadedConfig) -> Iterator[str]:
     uncorrected = [policy for policy, plan in loaded.policies.items() if not _corrects_staleness(plan)]
     if staleness and uncorrected:
         yield (
-            f"caution: {_of(uncorrected, loaded)}[async] max_staleness is {staleness}, but importance_threshold is not "
+            f"caution: {_of(uncorrected, loaded)}[async] max_staleness is {staleness}, but importance_cap is not "
             f"set, so what older weights sampled is trained on as if today's had (2 is usual)"
         )
 
 
 def _corrects_staleness(plan: PolicyPlan) -> bool:
     """Whether importance weights are on, or the algorithm has no such setting and sees to it itself."""
-    return getattr(plan.algorithm.options, "importance_threshold", 0) is not None
+    return getattr(plan.algorithm.options, "importance_cap", 0) is not None
 
 
-def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
+def _of(policies: Sequence[str], loaded: ScoredConfig) -> str:
     """Whose problem it is, where there are several policies."""
     if len(loaded.policies) == 1:
         return ""
@@ -71,18 +75,18 @@ def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
     return f"{'policy' if len(policies) == 1 else 'policies'} {named}: "
 
 
-def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[Chosen]:
+def _parts(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[Chosen]:
     """Everything that takes part in training one policy."""
-    yield from (plan.algorithm, loaded.engine, plan.credit, loaded.store, loaded.buffer)
-    for several in (loaded.tasks, loaded.rewards, loaded.trackers):
-        yield from several.values()
+    yield from (plan.algorithm, plan.credit, loaded.store, *loaded.rewards.values())
+    if isinstance(loaded, LoadedConfig):
+        yield from (loaded.engine, loaded.buffer, *loaded.tasks.values(), *loaded.trackers.values())
 
 
-def _needing(loaded: LoadedConfig, plan: PolicyPlan, need: Need) -> Iterator[Chosen]:
+def _needing(loaded: ScoredConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
     return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 
 
-def _group_sizes(loaded: LoadedConfig) -> Iterator[str]:
+def _group_sizes(loaded: ScoredConfig) -> Iterator[str]:
     train = loaded.config.train
     if train.min_group_size > train.group_size > 1:
         yield (
@@ -91,7 +95,7 @@ def _group_sizes(loaded: LoadedConfig) -> Iterator[str]:
         )
 
 
-def _asynchronous(loaded: LoadedConfig) -> Iterator[str]:
+def _asynchronous(loaded: ScoredConfig) -> Iterator[str]:
     settings, train = loaded.config.asynchronous, loaded.config.train
     if settings.max_staleness and train.deterministic:
         yield (
@@ -112,9 +116,9 @@ def _asynchronous(loaded: LoadedConfig) -> Iterator[str]:
         )
 
 
-def _groups(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+def _groups(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
     train = loaded.config.train
-    for chosen in _needing(loaded, plan, Need.GROUPS):
+    for chosen in _needing(loaded, plan, Capability.GROUPS):
         if train.group_size == 1:
             yield (
                 f"{chosen.label} compares several rollouts of each task, but [train] group_size is 1. "
@@ -127,49 +131,45 @@ def _groups(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
             )
 
 
-def _time_axis(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+def _time_axis(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
     """Either the credit rule or the algorithm adds up what came after a step: exactly one of them.
 
     A rule whose values can be read as either (`immediate`) leaves it to the algorithm.
     """
-    credit = plan.credit
-    kinds = credit.component.provides & _TIME_AXIS
-    if not kinds:
-        yield f"{credit.label} must provide returns, rewards or both, and provides neither. Correct its registration."
-        return
-    for chosen in _parts(loaded, plan):
-        wanted = chosen.needs & _TIME_AXIS
-        if wanted == _TIME_AXIS:
-            yield f"{chosen.label} must take either returns or rewards, and takes both. Correct its registration."
-            continue
-        for need in wanted - kinds:
-            yield (
-                f"{chosen.label} {_WHY_NOT[need].format(credit=credit.label)}. "
-                f"{_others(loaded, Kind.CREDIT, need)}, or another {chosen.component.kind}."
-            )
+    algorithm, credit, taken = plan.algorithm, plan.credit, plan.algorithm.takes
+    if taken is not None and taken not in credit.component.yields:
+        others = _others(loaded, Kind.CREDIT, f"yields {taken}s", lambda rule: taken in rule.yields)
+        yield f"{algorithm.label} {_WHY_NOT[taken].format(credit=credit.label)}. {others}, or another algorithm."
 
 
-def _outcomes(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """A tool's outcome counts once in the return."""
-    counting = [chosen.label for chosen in _parts(loaded, plan) if Need.OUTCOMES in chosen.component.provides]
+def _tool_results(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+    """A tool result counts once in the return."""
+    counting = [chosen.label for chosen in _parts(loaded, plan) if Capability.TOOL_RESULTS in chosen.component.provides]
     if len(counting) > 1:
-        yield f"{' and '.join(counting)} each count tool outcomes, so an outcome would count twice. Keep one of them."
+        yield f"{' and '.join(counting)} each count tool results, so a tool result would count twice. Keep one of them."
 
 
-def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+def _engine(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+    if not isinstance(loaded, LoadedConfig):
+        return
     engine = loaded.engine
     for need, in_words in _OF_THE_ENGINE.items():
         for chosen in _needing(loaded, plan, need):
             if chosen is not engine and need not in engine.component.provides:
+                others = _others(loaded, Kind.ENGINE, f"provides {need}", functools.partial(_provides, need))
                 yield (
-                    f"{chosen.label} needs {in_words}, which {engine.label} does not provide. "
-                    f"{_others(loaded, Kind.ENGINE, need)}, or change the settings of the {chosen.component.kind}."
+                    f"{chosen.label} needs {in_words}, which {engine.label} does not provide. {others}, or change the "
+                    f"settings of the {chosen.component.kind}."
                 )
 
 
-def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
+def _provides(need: Capability, component: Component) -> bool:
+    return need in component.provides
+
+
+def _replay(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
     """What is trained on again was sampled by weights of some updates ago."""
-    for chosen in _needing(loaded, plan, Need.REPLAY):
+    for chosen in _needing(loaded, plan, Capability.REPLAY):
         if not loaded.config.asynchronous.max_staleness:
             yield (
                 f"{chosen.label} trains again on what earlier weights sampled, but [async] max_staleness is 0, so all "
@@ -178,13 +178,15 @@ def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
         if not _corrects_staleness(plan):
             yield (
                 f"{chosen.label} trains again on what earlier weights sampled, but {plan.algorithm.label} does not "
-                f"correct that. Set its importance_threshold (2 is usual)."
+                f"correct that. Set its importance_cap (2 is usual)."
             )
 
 
-def _others(loaded: LoadedConfig, kind: Literal[Kind.CREDIT, Kind.ENGINE], need: Need) -> str:
-    able = sorted(name for name, each in loaded.plugins.components(kind).items() if need in each.provides)
+def _others(
+    loaded: ScoredConfig, kind: Literal[Kind.CREDIT, Kind.ENGINE], does: str, able: Callable[[Component], bool]
+) -> str:
+    found = sorted(name for name, each in loaded.plugins.components(kind).items() if able(each))
     named = "a credit rule" if kind is Kind.CREDIT else f"an {kind}"
-    if not able:
-        return f"Install a plugin with {named} that provides {need} (none of the installed does)"
-    return f"Choose {named} that provides {need} ({', '.join(able)})"
+    if not found:
+        return f"Install a plugin with {named} that {does} (none of the installed does)"
+    return f"Choose {named} that {does} ({', '.join(found)})"

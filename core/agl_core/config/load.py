@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from typing import Any
 
 import tomli_w
 
+from agl_core import private
+from agl_core.config.hub import HUB_NAME
 from agl_core.config.models import ModelSection, PolicySection, RunConfig
 from agl_core.config.overrides import apply_overrides
 from agl_core.config.problems import Report
@@ -20,15 +22,14 @@ from agl_core.plugins import Kind, Plugins
 
 CONFIG_FILE = "config.toml"
 """The configuration of a run as resolved, in the run's folder."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, eq=False)
-class ServedConfig:
-    """A configuration as far as a server needs it, and those who look at what that stored."""
+class ServerConfig:
+    """A configuration as far as a server needs it."""
 
     config: RunConfig
-    """As resolved: settings of plugins with their defaults, paths absolute, secrets left out."""
+    """As resolved: settings of plugins with their defaults, secrets left out, paths as they are written."""
     folder: Path
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
@@ -36,17 +37,25 @@ class ServedConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedConfig(ServedConfig):
-    """A configuration, read and resolved."""
+class ScoredConfig(ServerConfig):
+    """A configuration as far as rewards and credit of recorded rollouts need it."""
 
     policies: Mapping[str, PolicyPlan]
     """How each policy learns."""
+    rewards: Mapping[str, Chosen]
+    """By the name of the table, which need not be the rule's."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedConfig(ScoredConfig):
+    """A configuration, read and resolved."""
+
+    weights: Mapping[str, str]
+    """What each policy starts from: a folder, absolute, or a hub name."""
     engine: Chosen
     buffer: Chosen
     tasks: Mapping[str, Chosen]
     """By the name of the set."""
-    rewards: Mapping[str, Chosen]
-    """By the name of the table, which need not be the rule's."""
     trackers: Mapping[str, Chosen]
 
 
@@ -60,10 +69,9 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
         tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
     """
     config, report = _validated(path, overrides, seed)
-    folder = config.folder
-    assert folder is not None
-    config = config.model_copy(update={"policies": _policies(config.policies, folder, report)})
-    plugins = Plugins.load(config.plugins)
+    folder = _existing_folder(config, report)
+    weights = _all_weights(config.policies, folder, report)
+    plugins = Plugins.load(config.plugin_files)
     parts = _resolved(config, Resolver(plugins, folder, report), report)
     assert parts.store is not None
     assert parts.engine is not None
@@ -74,6 +82,7 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
         plugins=plugins,
         store=parts.store,
         policies=parts.policies,
+        weights=weights,
         engine=parts.engine,
         buffer=parts.buffer,
         tasks=parts.tasks,
@@ -82,8 +91,8 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
     )
 
 
-def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServedConfig:
-    """Read a run's configuration as far as a server needs it, and those who look at what that stored.
+def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
+    """Read a run's configuration as far as a server needs it.
 
     Of the plugins that it names only the store has to be installed, and the weights need not be there. Settings of
     what is not installed are left out of `config`, for any of them may be a secret. ConfigError tells what is wrong.
@@ -91,19 +100,57 @@ def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServedConfig:
     config, report = _validated(path, overrides)
     folder = config.folder
     assert folder is not None
-    plugins = Plugins.load(config.plugins)
+    plugins = Plugins.load(config.plugin_files)
     parts = _resolved(config, Resolver(plugins, folder, report, required=(Kind.STORE,)), report)
     assert parts.store is not None
-    return ServedConfig(parts.config, folder, plugins, parts.store)
+    return ServerConfig(parts.config, folder, plugins, parts.store)
+
+
+def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
+    """Read a run's configuration as far as rewards and credit of recorded rollouts need it.
+
+    Engine, tasks, trackers and weights need not be there, nor plugin files unless they bring what is chosen.
+    """
+    config, report = _validated(path, overrides)
+    folder = config.folder
+    assert folder is not None
+    plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
+    required = (Kind.STORE, Kind.REWARD, Kind.CREDIT, Kind.ALGORITHM)
+    try:
+        parts = _resolved(config, Resolver(plugins, folder, report, required=required), report)
+    except ConfigError as error:
+        missing = ", ".join(str(file) for file in config.plugin_files if not file.is_file())
+        raise ConfigError(f"{error}\n  Plugin files that are not there: {missing}.") if missing else error from None
+    assert parts.store is not None
+    return ScoredConfig(parts.config, folder, plugins, parts.store, parts.policies, parts.rewards)
+
+
+def load_store(path: Path) -> Chosen:
+    """The store of a run's configuration, for those who only read what it has.
+
+    Plugin files are imported only if no installed plugin brings the store.
+    """
+    config, report = _validated(path, ())
+    folder = config.folder
+    assert folder is not None
+    plugins = Plugins.load()
+    if config.store.name not in plugins.components(Kind.STORE):
+        plugins = Plugins.load(config.plugin_files)
+    _, store = Resolver(plugins, folder, report, required=(Kind.STORE,)).choice(Kind.STORE, ("store",), config.store)
+    report.raise_if_any()
+    assert store is not None
+    return store
 
 
 def load_for_workers(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's configuration as far as those who run its agent need it, with `folder` and `plugins` absolute.
+    """Read a run's configuration as far as those who run its agent need it, with `folder` absolute.
 
     The plugins that it names are not looked for, nor are the weights: where agents run there need be no engine, no
     algorithm and no reward. ConfigError tells what is wrong apart from these.
     """
-    return _validated(path, overrides)[0]
+    config, report = _validated(path, overrides)
+    _existing_folder(config, report)
+    return config
 
 
 def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RunConfig, Report]:
@@ -115,13 +162,33 @@ def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) ->
     report.raise_if_any()
     assert config is not None
     folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
-    plugins = tuple(below(folder, file) for file in config.plugins)
-    return config.model_copy(update={"folder": folder, "plugins": plugins}), report
+    return config.model_copy(update={"folder": folder}), report
 
 
-def dump(config: RunConfig) -> str:
-    """A resolved configuration as TOML, which loads back to the same one, from any folder. Secrets are not in it."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+def _existing_folder(config: RunConfig, report: Report) -> Path:
+    """Where the agent is; ConfigError if that is no folder."""
+    assert config.folder is not None
+    if not config.folder.is_dir():
+        report.add(
+            ("folder",),
+            f"there is no folder {config.folder}. If the run was moved away from the agent that it trains, say where "
+            f"that is: --set folder=PATH.",
+        )
+        report.raise_if_any()
+    return config.folder
+
+
+def store_config(config: RunConfig, run_dir: Path) -> None:
+    """Write a resolved configuration to a run's folder, whole; it loads back to the same one. Secrets are not in it.
+
+    Paths stay as they are written, and `folder` is relative to the run's: they are found wherever both are moved.
+    """
+    assert config.folder is not None
+    folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
+    data = config.model_copy(update={"folder": folder}).model_dump(mode="json", exclude_none=True)
+    part = run_dir / f".{CONFIG_FILE}.part"
+    private.write(part, tomli_w.dumps(data))
+    os.replace(part, run_dir / CONFIG_FILE)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -135,27 +202,27 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
-def _policies(policies: Mapping[str, PolicySection], folder: Path, report: Report) -> dict[str, PolicySection]:
-    """The policies with absolute paths to the weights that are folders here."""
-    resolved = {}
+def _all_weights(policies: Mapping[str, PolicySection], folder: Path, report: Report) -> dict[str, str]:
+    """What each policy starts from."""
+    found = {}
     for name, policy in policies.items():
-        found = _weights(policy.model, folder)
-        if found is None:
-            report.add(
-                ("policies", name, "model", "path"),
-                f"there is no folder {below(folder, Path(policy.model.path))}, and '{policy.model.path}' is not a "
-                f"hub name like 'Qwen/Qwen2.5-0.5B-Instruct'.",
-            )
+        weights = _weights(policy.model, folder)
+        if weights is not None:
+            found[name] = weights
             continue
-        resolved[name] = policy.model_copy(update={"model": policy.model.model_copy(update={"path": found})})
-    return resolved
+        report.add(
+            ("policies", name, "model", "path"),
+            f"there is no folder {below(folder, Path(policy.model.path))}, and '{policy.model.path}' is not a "
+            f"hub name like 'Qwen/Qwen2.5-0.5B-Instruct'.",
+        )
+    return found
 
 
 def _weights(model: ModelSection, folder: Path) -> str | None:
     local = below(folder, Path(model.path))
     if local.is_dir():
         return str(local)
-    return model.path if _HUB_NAME.fullmatch(model.path) and not local.exists() else None
+    return model.path if HUB_NAME.fullmatch(model.path) and not local.exists() else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +248,7 @@ def _resolved(config: RunConfig, resolver: Resolver, report: Report) -> _Parts:
     buffer_section, buffer = resolver.choice(Kind.BUFFER, ("buffer",), config.buffer)
     task_sections, tasks = resolver.tasks(config.tasks)
     reward_sections, rewards = resolver.rewards(config.rewards)
-    tracker_sections, trackers = resolver.trackers(config.trackers, must_exist="trackers" in config.model_fields_set)
+    tracker_sections, trackers = resolver.trackers(config.trackers)
     report.raise_if_any()
     resolved = config.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""What a run's TOML file may say. Every key has a type, bounds, a default and a line of description."""
+"""The keys of a run's TOML file. Every key has a type, bounds, a default and a line of description."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agl_core.types import Ending, Mode
 
 
 class Section(BaseModel):
-    """A table of the file; keys that it does not know are errors."""
+    """A table of the file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class OpenSection(BaseModel):
-    """A table whose further keys belong to a plugin, which says which of them it honours."""
+    """A table whose further keys are a plugin's settings, which the plugin checks."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -28,11 +28,11 @@ class OpenSection(BaseModel):
 class PluginChoice(OpenSection):
     """`name` chooses a plugin, and a table of that name holds its settings."""
 
-    name: str = Field(description="The plugin to use; its settings stand in the table of this name.")
+    name: str = Field(description="The plugin to use; its settings are in the table of this name.")
 
     @property
     def tables(self) -> dict[str, Any]:
-        """The settings by plugin name, as the file has them."""
+        """The settings by plugin name, as written in the file."""
         return dict(self.model_extra or {})
 
     @property
@@ -45,15 +45,13 @@ class PluginChoice(OpenSection):
 class AgentSection(Section):
     """The agent to train."""
 
-    entry: str | None = Field(
-        None, description="The agent as 'module:function'; the module is found beside this file too."
-    )
+    entry: str | None = Field(None, description="The agent as 'module:function'; the module may be beside this file.")
     command: str | tuple[str, ...] | None = Field(
         None,
-        description="Instead of entry: a program that is run for each rollout, with its task in AGL_TASK (JSON); what "
-        "it prints last is the result.",
+        description="Instead of entry: a program that is run for each rollout, with its task in AGL_TASK (JSON). Its "
+        "result is the last line that it prints if that is JSON, else all that it prints.",
     )
-    attach: bool = Field(True, description="Attach every installed adapter to the frameworks the agent imports.")
+    attach: bool = Field(True, description="Attach every installed adapter to the frameworks that the agent imports.")
 
     @field_validator("entry")
     @classmethod
@@ -82,7 +80,7 @@ class AgentSection(Section):
 
 
 class TaskSection(OpenSection):
-    """One set of tasks: the plugin that makes them, and its settings beside it."""
+    """One set of tasks: the plugin that makes them, and its settings."""
 
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
 
@@ -119,8 +117,8 @@ class OptimizerSection(Section):
     learning_rate: float = Field(1e-6, gt=0, description="Step size after the warm-up.")
     schedule: Literal["constant", "cosine"] = Field(
         "constant",
-        description="What becomes of the step size over the run's train.steps: it stays, or falls to 0 along a cosine, "
-        "which lets a policy settle that would otherwise go on wandering.",
+        description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, which "
+        "lets a policy settle that would otherwise keep drifting.",
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
@@ -131,13 +129,13 @@ class OptimizerSection(Section):
 
 
 class PolicySection(Section):
-    """A policy: whom it answers, its weights, and how it learns."""
+    """A policy: the agents that it answers, its weights, and how it learns."""
 
     agents: tuple[str, ...] = Field(
         (),
-        description="Names or patterns of the agents it answers, whatever model they ask for; the first policy of the "
-        "file that names an agent has it. Any other agent gets the policy named as the model it asks for, else "
-        "'default', else the only one.",
+        description="Names or patterns of the agents that it answers, whatever model they ask for. If several policies "
+        "name an agent, the first in the file answers it. Any other agent gets the policy whose name is the model that "
+        "it asks for, else 'default', else the only one.",
     )
     model: ModelSection
     optimizer: OptimizerSection = OptimizerSection()
@@ -153,8 +151,10 @@ class SamplingSection(Section):
     """How replies are sampled; the rollout's mode decides, not the agent's code."""
 
     temperature: float = Field(1.0, gt=0, description="In training.")
-    eval_temperature: float = Field(1.0, gt=0, description="In eval-sampled; eval-greedy takes the likeliest token.")
-    max_tokens: int = Field(1024, ge=1, description="Limit of a response where the agent sets none.")
+    eval_temperature: float = Field(
+        1.0, gt=0, description="In eval-sampled; eval-greedy takes the most probable token."
+    )
+    max_tokens: int = Field(1024, ge=1, description="Limit of a response if the agent sets none.")
 
 
 EndingReward: TypeAlias = float | Literal["drop", "score"]
@@ -178,14 +178,23 @@ class TrainSection(Section):
     group_size: int = Field(8, ge=1, description="Rollouts of each task.")
     min_group_size: int = Field(2, ge=1, description="A group that lost more members is dropped.")
     agents: tuple[str, ...] = Field(
-        ("*",), description="Names or patterns of the agents to train; the calls of others count in the return only."
+        ("*",), description="Names or patterns of the agents to train; calls of other agents count only in the return."
     )
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(2, ge=1, description="Older ones are removed.")
-    deterministic: bool = Field(False, description="Bit-exact repetition and resuming, at the price of speed.")
+    keep_best_checkpoint: bool = Field(
+        True, description="Also keep the checkpoint with the best evaluation, however old it is."
+    )
+    deterministic: bool = Field(False, description="Bit-exact repetition and resuming, at a cost in speed.")
+    patience: int = Field(
+        2,
+        ge=0,
+        description="Training stops with an error after this many steps in a row with nothing to train on, all for one "
+        "reason that does not go away by itself (docs/bad-input.md); 0: it never stops.",
+    )
     endings: dict[Ending, EndingReward] = Field(
         default_factory=lambda: dict(_ENDINGS),
-        description="By how a rollout ended: 'score' by the reward rules, a fixed terminal reward, or 'drop'.",
+        description="For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'.",
     )
 
     @field_validator("endings")
@@ -204,13 +213,13 @@ class AsyncSection(Section):
         4,
         ge=0,
         le=1000,
-        description="How many updates old the weights may be that answered an episode's oldest call; older episodes "
-        "are dropped. 0: each step waits for all its rollouts, as in a run that has no [async].",
+        description="How many updates old the weights may be that answered an episode's oldest call. Older episodes "
+        "are dropped. 0: each step waits for all its rollouts, as in a run without [async].",
     )
     in_flight: int | None = Field(
         None,
         ge=1,
-        description="Groups under way at most, complete ones that wait for an update included; absent: "
+        description="Groups under way at most, including complete ones that wait for an update; absent: "
         "groups_per_step · (max_staleness + 1).",
     )
 
@@ -218,7 +227,12 @@ class AsyncSection(Section):
 class EvalSection(Section):
     """Evaluation with the same agent, workers, gateway and store as training."""
 
-    every: int = Field(20, ge=1, description="Steps between evaluations; there is one before and one after training.")
+    every: int = Field(
+        20,
+        ge=0,
+        description="Steps between evaluations; there is one before and one after training. 0: `agl train` does not "
+        "evaluate.",
+    )
     tasks: int = Field(200, ge=1, description="Tasks per evaluation set, from its start.")
     modes: tuple[Mode, ...] = Field((Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED), description="How to sample.")
 
@@ -239,16 +253,18 @@ class WorkerSection(Section):
     )
     isolation: Literal["auto", "process", "none"] = Field(
         "auto",
-        description="process: each attempt in a process of its own, which is ended with all that it started when its "
-        "time is up; none: async agents in the worker's event loop, sync ones in threads; auto: sync agents get "
-        "processes, async ones once one of them has blocked the event loop for two seconds, or with memory_mib.",
+        description="process: each attempt has its own process, which is ended with everything that it started when "
+        "its time is up; none: async agents run in the worker's event loop, sync agents in threads; auto: sync agents "
+        "get processes, async agents once one of them has blocked the event loop for two seconds, or with memory_mib.",
     )
     memory_mib: int | None = Field(
         None, ge=64, description="MiB of memory that an attempt's process, or any that it starts, may ask for (Linux)."
     )
     timeout: float = Field(120.0, gt=0, description="Seconds an attempt may take.")
     attempts: int = Field(
-        2, ge=1, description="Tries per rollout; only what was lost or ended badly before any LLM call is tried again."
+        2,
+        ge=1,
+        description="Tries per rollout; an attempt is tried again only if it was lost, or failed before any LLM call.",
     )
 
     @model_validator(mode="after")
@@ -261,13 +277,13 @@ class WorkerSection(Section):
 
 
 class ServerSection(Section):
-    """The Lightning Server: where agents and workers reach the run, and when a worker counts as gone."""
+    """The Lightning Server: where agents and workers reach the run, and when a worker counts as lost."""
 
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="The address to listen on. One that other machines can reach needs a worker key of your choice in "
-        "AGL_WORKER_KEY; what crosses the network is not encrypted.",
+        description="The address to listen on. An address that other machines can reach requires a worker key of your "
+        "choice in AGL_WORKER_KEY. What crosses the network is not encrypted.",
     )
     port: int = Field(0, ge=0, le=65535, description="The port to listen on; 0 takes a free one.")
     otlp_port: int | None = Field(
@@ -275,7 +291,7 @@ class ServerSection(Section):
     )
     heartbeat: float = Field(5.0, gt=0, description="Seconds between the heartbeats of a worker.")
     lease: float = Field(
-        20.0, gt=0, description="Seconds without a heartbeat after which a worker's attempts are lost, and tried again."
+        20.0, gt=0, description="Seconds without a heartbeat after which a worker's attempts are lost and tried again."
     )
 
     @model_validator(mode="after")
@@ -289,7 +305,7 @@ class ServerSection(Section):
 
 
 class RewardSection(OpenSection):
-    """One reward rule; its settings stand beside these."""
+    """One reward rule; its settings are beside these keys."""
 
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
     weight: float = Field(1.0, description="Its share in the terminal reward.")
@@ -308,39 +324,46 @@ class RunConfig(Section):
     config_version: Literal[1] = Field(description="The version of this format.")
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's folder below `runs`.")
     runs: Path = Field(Path("runs"), description="Where run folders go, relative to the working directory.")
-    seed: int = Field(0, ge=0, description="Seed of everything that is random.")
+    seed: int = Field(0, ge=0, description="Seed of all random choices.")
     folder: Path | None = Field(
         None, description="Where relative paths and the agent's module start; by default this file's own folder."
     )
     plugins: tuple[Path, ...] = Field((), description="Your own plugin files, relative to this file.")
     agent: AgentSection
     tasks: dict[str, TaskSection] = Field(
-        description="'train', and any number of held-out sets; 'eval' is the one in the headline."
+        description="'train', and any number of held-out sets; the headline reports 'eval'."
     )
     policies: dict[str, PolicySection] = Field(description="The models to train, by name; 'default' if there is one.")
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
     asynchronous: AsyncSection = Field(AsyncSection(max_staleness=0), alias="async")
     buffer: PluginChoice = Field(
-        PluginChoice(name="fifo"), description="Which of the complete groups an update is made of."
+        PluginChoice(name="fifo"), description="Which of the complete groups an update trains on."
     )
     eval: EvalSection = EvalSection()
     workers: WorkerSection = WorkerSection()
     server: ServerSection = ServerSection()
     rewards: dict[str, RewardSection] = Field(
-        default_factory=dict, description="Reward rules; none: what the agent itself reports."
+        default_factory=dict, description="Reward rules; without any, the reward is what the agent itself reports."
     )
     credit: PluginChoice = Field(
         PluginChoice(name="identical"), description="How an episode's rewards are shared among its transitions."
     )
     algorithm: PluginChoice = Field(
-        PluginChoice(name="grpo"), description="What makes advantages of credited rewards, and the loss."
+        PluginChoice(name="grpo"), description="What computes advantages from credited rewards, and the loss."
     )
-    engine: PluginChoice = Field(PluginChoice(name="torch"), description="What holds the weights.")
+    engine: PluginChoice = Field(PluginChoice(name="torch"), description="What holds, serves and trains the weights.")
     store: PluginChoice = Field(PluginChoice(name="sqlite"), description="Where everything that happens is recorded.")
-    trackers: dict[str, dict[str, Any]] = Field(
-        {"tensorboard": {}}, description="Trackers by plugin name, with their settings."
+    trackers: dict[str, dict[str, Any] | Literal[False]] = Field(
+        {},
+        description="Trackers by plugin name, with their settings. A run also has TensorBoard if it is installed; "
+        "`tensorboard = false` leaves it out.",
     )
+
+    @property
+    def plugin_files(self) -> tuple[Path, ...]:
+        """`plugins` as absolute paths: relative ones start at `folder`."""
+        return tuple(((self.folder or Path()) / file.expanduser()).resolve() for file in self.plugins)
 
     @field_validator("tasks")
     @classmethod

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
 from agl_core.config.models import PluginChoice, PolicySection, RewardSection, TaskSection
 from agl_core.config.problems import Place, Report
-from agl_core.plugins import Component, Kind, Need, Plugins
+from agl_core.plugins import Component, Kind, Plugins
+from agl_core.registering import Capability
 from agl_core.types import CreditKind
+
+_TENSORBOARD = "tensorboard"
+"""The tracker that a run has without asking."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,9 @@ class Chosen:
 
     component: Component
     options: BaseModel
+    """Checked, with absolute paths."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The same as the file would have them: paths as they are written, and no secrets."""
 
     def build(self, *context: Any) -> Any:
         """Make it; `context` is what its kind's hook says beyond the options."""
@@ -33,9 +40,14 @@ class Chosen:
         return label(self.component)
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def needs(self) -> frozenset[Capability]:
         """What it needs of the rest of the run, with these settings."""
         return self.component.needs(self.options)
+
+    @property
+    def takes(self) -> CreditKind | None:
+        """Which credited values an algorithm takes, with these settings; None: either."""
+        return self.component.takes(self.options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +59,9 @@ class PolicyPlan:
 
     @property
     def credit_kind(self) -> CreditKind:
-        """What the credited values are to the algorithm; a rule that provides both leaves it to the algorithm."""
-        provided = self.credit.component.provides
-        owns_time = Need.REWARDS in self.algorithm.needs or Need.RETURNS not in provided
-        return CreditKind.REWARD if owns_time else CreditKind.RETURN
+        """What the credited values are to the algorithm; a rule that yields both leaves it to the algorithm."""
+        owns_time = CreditKind.RETURN not in self.credit.component.yields
+        return self.algorithm.takes or (CreditKind.REWARD if owns_time else CreditKind.RETURN)
 
 
 def label(component: Component) -> str:
@@ -61,8 +72,8 @@ def label(component: Component) -> str:
 class Resolver:
     """Looks up and validates, section by section; what is wrong goes to the report.
 
-    Each method returns the section with the settings as validated (defaults filled in, paths absolute), so that the
-    resolved configuration says everything, and what it chose. Parts that are wrong are missing from both, and so are
+    Each method returns the section with the settings as validated (defaults filled in), so that the resolved
+    configuration says everything, and what it chose. Parts that are wrong are missing from both, and so are
     the settings of plugins that are not installed; only for the kinds that are `required` that is wrong.
     """
 
@@ -84,7 +95,7 @@ class Resolver:
             self._unknown(kind, section.name, (*place, "name"))
             tables.pop(section.name, None)
         found = {name: self._chosen(kind, name, settings, (*place, name)) for name, settings in tables.items()}
-        settings = {name: settings_of(chosen.options) for name, chosen in found.items() if chosen}
+        settings = {name: chosen.settings for name, chosen in found.items() if chosen}
         return PluginChoice(name=section.name, **settings), found.get(section.name)
 
     def policies(
@@ -118,7 +129,7 @@ class Resolver:
             )
             if chosen:
                 found[name] = chosen
-                resolved[name] = TaskSection(source=section.source, **settings_of(chosen.options))
+                resolved[name] = TaskSection(source=section.source, **chosen.settings)
         return resolved, found
 
     def rewards(self, sections: Mapping[str, RewardSection]) -> tuple[dict[str, RewardSection], dict[str, Chosen]]:
@@ -136,21 +147,24 @@ class Resolver:
             )
             if chosen:
                 found[name] = chosen
-                resolved[name] = RewardSection(rule=section.rule, weight=section.weight, **settings_of(chosen.options))
+                resolved[name] = RewardSection(rule=section.rule, weight=section.weight, **chosen.settings)
         return resolved, found
 
     def trackers(
-        self, sections: Mapping[str, Mapping[str, Any]], *, must_exist: bool
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, Chosen]]:
-        """The trackers; of those that nobody asked for (`must_exist` is False), the installed ones."""
+        self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]
+    ) -> tuple[dict[str, dict[str, Any] | Literal[False]], dict[str, Chosen]]:
+        """The trackers: those of the sections, and TensorBoard where it is installed; without those that are False."""
         known = self._plugins.components(Kind.TRACKER)
-        wanted = {name: settings for name, settings in sections.items() if must_exist or name in known}
-        found = {
-            name: chosen
-            for name, settings in wanted.items()
-            if (chosen := self._chosen(Kind.TRACKER, name, settings, ("trackers", name)))
-        }
-        return {name: settings_of(chosen.options) for name, chosen in found.items()}, found
+        wanted = {**({_TENSORBOARD: {}} if _TENSORBOARD in known else {}), **sections}
+        resolved: dict[str, dict[str, Any] | Literal[False]] = {}
+        found = {}
+        for name, settings in wanted.items():
+            if settings is False:
+                resolved[name] = False
+            elif chosen := self._chosen(Kind.TRACKER, name, settings, ("trackers", name)):
+                found[name] = chosen
+                resolved[name] = dict(chosen.settings)
+        return resolved, found
 
     def _chosen(
         self,
@@ -171,7 +185,9 @@ class Resolver:
             self._report.add(place, f"{label(component)} calls a setting {clash}, which means something else here.")
             return None
         options = self._report.validated(component.options, settings, place, label(component))
-        return Chosen(component, with_absolute_paths(options, self._folder)) if options is not None else None
+        if options is None:
+            return None
+        return Chosen(component, with_absolute_paths(options, self._folder), settings_of(options))
 
     def _unknown(self, kind: Kind, name: str, place: Place) -> None:
         if kind in self._required:

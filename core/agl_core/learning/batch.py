@@ -1,8 +1,7 @@
-"""Credited episodes become ragged training batches, one per policy; what is left out is counted with its reason."""
+"""Credited episodes become ragged training batches, one per policy; what is dropped is counted with its reason."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +9,11 @@ import numpy as np
 
 from agl_core.config import PolicyPlan
 from agl_core.config.agents import is_among
-from agl_core.learning.carrying import carry_rewards
 from agl_core.learning.credit import credit_group
+from agl_core.learning.propagation import propagate_rewards
+from agl_core.learning.trainable import screen
 from agl_core.protocols import CreditRule
-from agl_core.types import Batch, CreditKind, DropReason, Episode, Transition, Use
+from agl_core.types import Batch, CreditKind, DropReason, Episode, TrainingRecord, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,25 +21,25 @@ class PolicyCredit:
     """How the transitions of one policy are credited."""
 
     name: str
-    """The rule's, for messages."""
+    """The rule's name, for messages."""
     rule: CreditRule
     kind: CreditKind
-    """What its values are to the policy's algorithm."""
+    """Whether the policy's algorithm reads its values as rewards or as returns."""
 
     @classmethod
     def planned(cls, plan: PolicyPlan) -> PolicyCredit:
-        """By the rule that the configuration chose, built."""
+        """From the rule that the configuration chose."""
         return cls(plan.credit.component.name, plan.credit.build(), plan.credit_kind)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """What a step's episodes give to train on."""
+    """The training data of a step's episodes."""
 
     batches: Mapping[str, Batch]
     """By policy; a policy without a transition to train on has none."""
-    dropped: tuple[Use, ...]
-    """Every transition that was left out, with the reason."""
+    dropped: tuple[TrainingRecord, ...]
+    """Every dropped transition, with the reason."""
     episodes_dropped: Mapping[DropReason, int]
 
 
@@ -65,13 +65,13 @@ def make_batches(
     """Credit every group and lay its trainable transitions out as batches, one per policy.
 
     An episode that was dropped leaves its group; a group with fewer than `min_group_size` members left is dropped
-    whole. `credit` has a rule for each policy: it sees the whole group, transitions of other policies and of untrained
-    agents included, and its values are taken for the policy's own transitions. Untrained agents are left out of the
-    batches; where credit yields rewards of one step, what others earn goes to the policy's trained transitions before
-    (`carry_rewards`), so that it stays in the return. `weights` has the weight of each group in the loss; none: all 1.
+    whole. `credit` has a rule for each policy. The rule sees the whole group, including transitions of other policies
+    and of untrained agents, and its values are used for the policy's own transitions. Untrained agents are in no batch.
+    If credit yields rewards of one step, the rewards of other calls go to the policy's trained transitions before them
+    (`propagate_rewards`), and so stay in the return. `weights` has the weight of each group in the loss; empty: all 1.
     """
     rows: dict[str, list[_Row]] = {}
-    dropped: list[Use] = []
+    dropped: list[TrainingRecord] = []
     episodes_dropped: dict[DropReason, int] = {}
     rollouts = 0
     for group_index, group in enumerate(groups):
@@ -89,7 +89,7 @@ def make_batches(
         for member, episode in enumerate(left):
             trained: dict[str, list[int]] = {}
             for i, transition in enumerate(episode.transitions):
-                reason = transition_fault(transition, agents)
+                reason = _left_out(transition, agents)
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
@@ -97,37 +97,34 @@ def make_batches(
             for policy, kept in trained.items():
                 values = credited[policy][member]
                 carries = credit[policy].kind is CreditKind.REWARD
-                earned = carry_rewards([t.turn for t in episode.transitions], values, kept) if carries else values
+                earned = propagate_rewards([t.turn for t in episode.transitions], values, kept) if carries else values
                 for i in kept:
-                    if math.isfinite(earned[i]):
-                        weight = weights[group_index] if weights else 1.0
-                        score = episode.terminal or 0.0
-                        row = _Row(episode.transitions[i], earned[i], score, group_index, rollouts, weight)
-                        rows.setdefault(policy, []).append(row)
-                    else:
-                        dropped.append(_use(episode.transitions[i], step, values[i], DropReason.NON_FINITE))
+                    weight = weights[group_index] if weights else 1.0
+                    score = episode.terminal or 0.0
+                    row = _Row(episode.transitions[i], earned[i], score, group_index, rollouts, weight)
+                    rows.setdefault(policy, []).append(row)
             rollouts += 1
-    return StepBatches(
-        batches={policy: _batch(of_policy, credit[policy].kind) for policy, of_policy in rows.items()},
-        dropped=tuple(dropped),
-        episodes_dropped=episodes_dropped,
-    )
+    batches: dict[str, Batch] = {}
+    for policy, of_policy in rows.items():
+        usable = screen(_batch(of_policy, credit[policy].kind, step))
+        if len(usable.batch):
+            batches[policy] = usable.batch
+        for row, fault in zip(of_policy, usable.dropped, strict=True):
+            if fault is not None:
+                dropped.append(_use(row.transition, step, row.value, fault))
+    return StepBatches(batches, tuple(dropped), episodes_dropped)
 
 
-def transition_fault(transition: Transition, agents: Sequence[str] = ("*",)) -> DropReason | None:
-    """Why this transition cannot be trained on, if it cannot."""
+def _left_out(transition: Transition, agents: Sequence[str]) -> DropReason | None:
+    """Why a transition goes into no batch, if it does not; what a batch can hold is `screen`'s to decide."""
     if not is_among(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
         return DropReason.NO_TOKEN_IDS
-    if len(transition.response_ids) == 0 or len(transition.prompt_ids) == 0:
+    if len(transition.response_ids) == 0:
         return DropReason.EMPTY_RESPONSE
     if transition.logprobs is None or len(transition.logprobs) != len(transition.response_ids):
         return DropReason.NO_LOGPROBS
-    if not np.isfinite(transition.logprobs).all():
-        return DropReason.NON_FINITE
-    if transition.mask is not None and not transition.mask.any():
-        return DropReason.FULLY_MASKED
     return None
 
 
@@ -137,11 +134,11 @@ def _episode_fault(episode: Episode) -> DropReason | None:
     return None if episode.transitions else DropReason.NO_TRANSITION
 
 
-def _use(transition: Transition, step: int, credit: float | None, reason: DropReason) -> Use:
-    return Use(*transition.key, step=step, credit=credit, advantage=None, weight=0.0, dropped=reason)
+def _use(transition: Transition, step: int, credit: float | None, reason: DropReason) -> TrainingRecord:
+    return TrainingRecord(*transition.key, step=step, credit=credit, advantage=None, weight=0.0, dropped=reason)
 
 
-def _batch(rows: Sequence[_Row], kind: CreditKind) -> Batch:
+def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
     transitions = [row.transition for row in rows]
     prompts = [np.asarray(t.prompt_ids, np.int32) for t in transitions]
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]
@@ -167,6 +164,7 @@ def _batch(rows: Sequence[_Row], kind: CreditKind) -> Batch:
         scores_N=np.array([row.score for row in rows], np.float64),
         keys=tuple(t.key for t in transitions),
         weight_N=np.array([row.weight for row in rows], np.float64),
+        step=step,
     )
 
 

@@ -10,18 +10,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from agl_core.protocols import RewardRule, RewardValue
-from agl_core.rules import reward_rule
-from agl_core.types import DropReason, Ending, Episode, Json, Reward
+from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
+from agl_core.types import DropReason, Ending, Episode, Json, Reward, TransitionKey
 
 AGENT_SOURCE = "agent"
 """The source of rewards that the agent itself reported."""
 
 _LARGEST = float(np.finfo(np.float32).max)
-"""What single precision holds, in which advantages are computed; a larger reward would be infinite there."""
+"""The largest number of single precision, in which advantages are computed; a larger reward would be infinite."""
 
 
-@reward_rule
 def reported(episode: Episode) -> float | None:
     """The sum of what the agent itself reported: `agl_core.reward(value)`, or a number that it returned.
 
@@ -37,13 +35,13 @@ class ScoringRule:
 
     name: str
     """The name of its table, and the provenance of its rewards."""
-    rule: RewardRule
+    rule: RewardRule | GroupRewardRule
     weight: float = 1.0
     """Its share in the terminal reward."""
 
 
 _TOGETHER = 64
-"""Episodes judged at the same time; what a rule waits for (a model that judges) is waited for together."""
+"""Episodes that are scored at the same time, so that requests of their rules (to an LLM judge) overlap."""
 
 
 async def score_all(
@@ -62,14 +60,14 @@ async def score_all(
 async def score(
     episode: Episode, rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
 ) -> tuple[Episode, list[Exception]]:
-    """The episode with its rewards: the terminal one is Σ weight · value over the rules that had something to say.
+    """The episode with its rewards: the terminal reward is Σ weight · value over the rules that returned a value.
 
-    `endings` says by the rollout's ending whether the rules judge it ("score"), it has a fixed terminal reward (a
-    number), or it is dropped ("drop"); one that was dropped for its ending already is returned as it is. A rule that
-    raises, or rewards a call that the episode does not have, drops the episode; the exceptions are returned, with a
-    note naming rule and rollout, so that the run can report them. A value that is not finite in single precision
-    drops the episode too, which then has no terminal reward. A rule of weight 0, which is there to be looked at, drops
-    nothing: where it fails, or its value is not finite, the exception is returned and it has said nothing.
+    `endings` maps the rollout's ending to "score" (the rules score it), a number (its fixed terminal reward) or "drop".
+    An episode that was already dropped for its ending is returned unchanged. A rule that raises, or rewards a call that
+    the episode does not have, drops the episode; the exceptions are returned, with a note naming rule and rollout, so
+    that the run can report them. A value that is not finite in single precision drops the episode too, which then has
+    no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails, or its value is not
+    finite, the exception is returned and the rule is ignored.
     """
     if episode.dropped is DropReason.ENDING:
         return episode, []
@@ -79,46 +77,116 @@ async def score(
     if treatment != "score":
         fixed = _reward(episode, episode.ending.value, float(treatment), "endings")
         return replace(episode, rewards=(*episode.rewards, fixed), terminal=fixed.value), []
-    terminal: list[Reward] = []
-    intermediate: list[Reward] = []
-    total = 0.0
-    errors: list[Exception] = []
-    failed = False
+    judging = _Judging(episode)
     for scoring in rules:
+        if isinstance(scoring.rule, GroupRewardRule):
+            continue
         try:
             found = scoring.rule(episode)
-            value: RewardValue = await found if inspect.isawaitable(found) else found
-            given = _as_rewards(episode, scoring.name, value)
-            if scoring.weight == 0 and not _are_finite(each.value for each in given):
-                raise ValueError("it gave what is not a finite number")
+            judging.give(scoring, await found if inspect.isawaitable(found) else found)
         except Exception as error:
-            error.add_note(f"The reward rule '{scoring.name}' failed on rollout {episode.rollout}.")
-            errors.append(error)
-            failed = failed or scoring.weight != 0
+            judging.fail(scoring, error)
+    return judging.result(), judging.errors
+
+
+async def score_groups(
+    scored: Sequence[tuple[Episode, list[Exception]]],
+    rules: Sequence[ScoringRule],
+    endings: Mapping[Ending, float | Json],
+) -> list[tuple[Episode, list[Exception]]]:
+    """What `score` gave for whole groups, with what the rules add that see a group at once; in the same order.
+
+    Such a rule sees the episodes of a group that the others rewarded, as they left them: not one that was dropped, or
+    that has a fixed reward. Where it fails, all of them are dropped.
+    """
+    together = [scoring for scoring in rules if isinstance(scoring.rule, GroupRewardRule)]
+    if not together:
+        return list(scored)
+    judged = {
+        place: _Judging(episode)
+        for place, (episode, _) in enumerate(scored)
+        if episode.dropped is None and endings.get(episode.ending, "score") == "score"
+    }
+    groups: dict[tuple[str, str], list[_Judging]] = {}
+    for each in judged.values():
+        groups.setdefault((each.episode.mode, each.episode.group), []).append(each)
+    await asyncio.gather(*(_compare(group, together) for group in groups.values()))
+    return [
+        (judged[place].result(), [*errors, *judged[place].errors]) if place in judged else (episode, errors)
+        for place, (episode, errors) in enumerate(scored)
+    ]
+
+
+async def _compare(group: Sequence[_Judging], rules: Sequence[ScoringRule]) -> None:
+    """Let rules that see a group at once judge one."""
+    for scoring in rules:
+        assert isinstance(scoring.rule, GroupRewardRule)
+        try:
+            found = scoring.rule.reward([each.episode for each in group])
+            values = list(await found if inspect.isawaitable(found) else found)
+            if len(values) != len(group):
+                raise ValueError(f"it gave {len(values)} values for {len(group)} episodes; one for each is needed")
+        except Exception as error:
+            for each in group:
+                each.fail(scoring, error, reported=each is group[0])
             continue
-        terminal += [reward for reward in given if reward.call is None]
-        total += sum(scoring.weight * reward.value for reward in given if reward.call is None)
-        intermediate += [replace(r, value=scoring.weight * r.value) for r in given if r.call is not None]
-    if failed:
-        return replace(episode, dropped=DropReason.REWARD_FAILED), errors
-    finite = _are_finite([total, *(r.value for r in (*terminal, *intermediate))])
-    by_call: dict[tuple[str, int], list[Reward]] = {}
-    for reward in intermediate:
-        by_call.setdefault((reward.call or "", reward.choice), []).append(reward)
-    scored = replace(
-        episode,
-        rewards=(*episode.rewards, *terminal),
-        terminal=total if finite else None,
-        transitions=tuple(
-            replace(t, rewards=(*t.rewards, *by_call.get((t.key.call, t.key.choice), ()))) for t in episode.transitions
-        ),
-        dropped=episode.dropped if finite else DropReason.NON_FINITE,
-    )
-    return scored, errors
+        for each, value in zip(group, values, strict=True):
+            try:
+                each.give(scoring, value)
+            except Exception as error:
+                each.fail(scoring, error)
+
+
+class _Judging:
+    """An episode while rules judge it."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.errors: list[Exception] = []
+        self._failed = False
+        self._given: list[tuple[float, Reward]] = []
+        """Rewards, each with the weight of its rule."""
+
+    def give(self, scoring: ScoringRule, value: RewardValue) -> None:
+        """Note what a rule gave. ValueError if it cannot be a reward."""
+        rewards = _as_rewards(self.episode, scoring.name, value)
+        if scoring.weight == 0 and not _are_finite(each.value for each in rewards):
+            raise ValueError("it gave what is not a finite number")
+        self._given += [(scoring.weight, each) for each in rewards]
+
+    def fail(self, scoring: ScoringRule, error: Exception, *, reported: bool = True) -> None:
+        """A rule failed; an error that concerns a whole group is reported for one of its episodes."""
+        if reported:
+            error.add_note(f"The reward rule '{scoring.name}' failed on rollout {self.episode.rollout}.")
+            self.errors.append(error)
+        self._failed = self._failed or scoring.weight != 0
+
+    def result(self) -> Episode:
+        """The episode with the rewards, or dropped."""
+        if self._failed:
+            return replace(self.episode, terminal=None, dropped=DropReason.REWARD_FAILED)
+        terminal = [(weight, each) for weight, each in self._given if each.call is None]
+        total = (self.episode.terminal or 0.0) + sum(weight * each.value for weight, each in terminal)
+        by_call: dict[tuple[str | None, int], list[Reward]] = {}
+        for weight, each in self._given:
+            if each.call is not None:
+                by_call.setdefault((each.call, each.choice), []).append(replace(each, value=weight * each.value))
+        intermediate = (each.value for rewards in by_call.values() for each in rewards)
+        finite = _are_finite([total, *(each.value for _, each in terminal), *intermediate])
+        return replace(
+            self.episode,
+            rewards=(*self.episode.rewards, *(each for _, each in terminal)),
+            terminal=total if finite else None,
+            transitions=tuple(
+                replace(t, rewards=(*t.rewards, *by_call.get((t.key.call, t.key.choice), ())))
+                for t in self.episode.transitions
+            ),
+            dropped=self.episode.dropped if finite else DropReason.NON_FINITE,
+        )
 
 
 def was_rewarded(episode: Episode) -> bool:
-    """Whether a rule, or the table of endings, had anything to say of it."""
+    """Whether a rule, or the table of endings, gave it a value."""
     judged = any(r.source != AGENT_SOURCE for r in episode.rewards)
     return judged or any(r.source != AGENT_SOURCE for t in episode.transitions for r in t.rewards)
 
@@ -132,14 +200,21 @@ def _as_rewards(episode: Episode, name: str, value: RewardValue) -> list[Reward]
     if value is None:
         return []
     if isinstance(value, Mapping):
-        return [_reward(episode, f"{name}.{part}", float(each), name) for part, each in value.items()]
+        return _added([_of_part(episode, name, part, float(each)) for part, each in value.items()])
     if isinstance(value, Sequence):
         return _added([_checked(episode, each, name) for each in value])
     return [_reward(episode, name, float(value), name)]
 
 
+def _of_part(episode: Episode, name: str, part: str | TransitionKey, value: float) -> Reward:
+    """A component of the terminal reward, or the reward of one call."""
+    if isinstance(part, str):
+        return _reward(episode, f"{name}.{part}", value, name)
+    return _checked(episode, Reward(part.rollout, part.attempt, name, value, name, part.call, part.choice), name)
+
+
 def _added(rewards: Sequence[Reward]) -> list[Reward]:
-    """Rewards of one name for one choice add up, for the store keeps one of each."""
+    """Rewards with the same name for one choice add up, because the store keeps one of each."""
     totals: dict[tuple[str, str | None, int], Reward] = {}
     for reward in rewards:
         key = (reward.name, reward.call, reward.choice)
@@ -148,7 +223,7 @@ def _added(rewards: Sequence[Reward]) -> list[Reward]:
 
 
 def _checked(episode: Episode, reward: Reward, source: str) -> Reward:
-    """A reward that a rule made itself, under the episode's own keys. ValueError if there is no such call."""
+    """A reward that a rule made itself, with the episode's keys. ValueError if the episode does not have its call."""
     calls = {(t.key.call, t.key.choice) for t in episode.transitions}
     if reward.call is not None and (reward.call, reward.choice) not in calls:
         raise ValueError(

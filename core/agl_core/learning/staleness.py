@@ -1,7 +1,7 @@
 """How old experience is, in updates of the policy that answered, and what is too old to train on.
 
-Staleness of transition t, answered by version v_t of policy p while the trainer holds version V_p:  V_p − v_t.
-An episode is as old as its oldest transition: what came later was decided in a state that the old version led to.
+Staleness of transition t, answered by version v_t of policy p while the trainer holds version V_p:  V_p − v_t. An
+episode is as old as its oldest transition, because later decisions were made in a state that the old version led to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def without_stale(
 ) -> list[list[Episode]]:
     """The groups with every episode older than `max_staleness` marked as dropped; other reasons come first.
 
-    What is marked leaves its group in `make_batches`, which compares those that are left.
+    `make_batches` removes marked episodes from their groups and compares those that are left.
     """
     return [
         [

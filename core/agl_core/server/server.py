@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 import uvicorn
@@ -24,28 +25,29 @@ from starlette.routing import Route
 from agl_core.config.models import SamplingSection
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
-from agl_core.server.chat import ChatCompletions
-from agl_core.server.completions import Completions
-from agl_core.server.corked import CorkedHttp
-from agl_core.server.dialect import Dialect
-from agl_core.server.faults import ApiError
-from agl_core.server.gateway import Counters, Gateway
+from agl_core.run_hooks import RunHooks
+from agl_core.server.api.openapi import document
+from agl_core.server.api.routes import refused
+from agl_core.server.api.trainers import trainer_routes
+from agl_core.server.api.workers import worker_routes
+from agl_core.server.dialects.chat import ChatCompletions
+from agl_core.server.dialects.completions import Completions
+from agl_core.server.dialects.dialect import Dialect
+from agl_core.server.dialects.messages import Messages
+from agl_core.server.dialects.responses import Responses
+from agl_core.server.errors import ApiError
+from agl_core.server.gateway.gateway import Counters, Gateway
+from agl_core.server.gateway.routes import ModelCalls, find_place
+from agl_core.server.gateway.upstream import Relay
+from agl_core.server.http.limits import RequestLimits
+from agl_core.server.http.protocol import CorkedHttp, Refusals
 from agl_core.server.keys import Keys
-from agl_core.server.limits import RequestLimits
-from agl_core.server.management import Management
-from agl_core.server.messages import Messages
-from agl_core.server.model_calls import ModelCalls, find_place
-from agl_core.server.openapi import document
-from agl_core.server.operations import Operations, refused
-from agl_core.server.operators import Operators
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
-from agl_core.server.queue import RolloutQueue
-from agl_core.server.relay import Relay
-from agl_core.server.responses import Responses
-from agl_core.server.served_run import ServedRun
+from agl_core.server.rollouts.current_run import CurrentRun
+from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.interface import Store
-from agl_core.wire import Health
-from agl_core.wire.operators import RunSettings
+from agl_core.wire.trainers import RunSettings
+from agl_core.wire.workers import Health
 
 if TYPE_CHECKING:
     from agl_core.server.otlp.over_grpc import GrpcTraces
@@ -67,13 +69,12 @@ class LightningServer:
     """Serves agents and workers from the event loop that starts it.
 
     Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
-    `worker_key`; `agent_key` is good for every attempt, and meant for the environment of the server's own process
-    only. Trainers use `run`, from elsewhere with the operator's key. `timeout` is how many seconds an attempt may take,
-    and so a call at most; `attempts` how often a rollout is tried; `heartbeat` and `lease` how workers keep what they
-    hold (`Leases`); `hook` is `Plugins.hook`; `agents` says which agents a policy answers. Port 0 takes a free one;
-    without `otlp_port` spans come over HTTP only. ServerError if `host` can be reached by others and nobody chose
-    `keys`. Without `sampling`, replies are sampled as the agents ask. Without `upstream`, rollouts wait for a trainer;
-    `run` names a run to take up.
+    `worker_key`. Trainers use `run`, from elsewhere with the operator's key. `timeout` is how many seconds an attempt
+    may take, and so a call at most; `attempts` how often a rollout is tried; `heartbeat` and `lease` how workers keep
+    what they hold (`Leases`); `hook` is `Plugins.hook`; `agents` says which agents a policy answers. Port 0 takes a
+    free one; without `otlp_port` spans come over HTTP only. ServerError if others can reach `host` and the user did
+    not choose `keys`. Without `sampling`, replies are sampled as the agents ask. Without `upstream`, rollouts wait for
+    a trainer; `run` names a run to take up, and `begun` is called when a trainer has begun one.
 
     >>> async def example(store, upstream, plugins, rollout):
     ...     async with LightningServer(
@@ -92,7 +93,7 @@ class LightningServer:
         seed: int,
         timeout: float,
         attempts: int,
-        hook: Any,
+        hook: RunHooks,
         agents: Mapping[str, Sequence[str]] = MappingProxyType({}),
         host: str = "127.0.0.1",
         port: int = 0,
@@ -101,13 +102,14 @@ class LightningServer:
         lease: float = 20.0,
         keys: Keys | None = None,
         run: str | None = None,
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
         keys = keys or Keys()
         keys.check_host(host)
         self.queue = RolloutQueue(
             store, timeout=timeout, attempts=attempts, hook=hook, keys=keys, heartbeat=heartbeat, lease=lease
         )
-        self.agent_key, self.worker_key = keys.embedded, keys.worker
+        self.worker_key = keys.worker
         self.keys, self._host, self._port, self._otlp_port = keys, host, port, otlp_port
         self._relay = Relay(self.queue.lend)
         self._relay.withdraw()
@@ -119,11 +121,12 @@ class LightningServer:
             attempts=attempts,
             agents={policy: tuple(names) for policy, names in agents.items()},
         )
-        self.run = ServedRun(run, store, self.queue, self._relay)
+        self.run = CurrentRun(run, store, self.queue, self._relay, begun)
         self._gateway = Gateway(self.queue, store, self._relay, keys=keys)
         self._intake = SpanIntake(self.queue, store)
         self._traces = TraceService(self.queue, self._intake, keys=keys)
         self._grpc: GrpcTraces | None = None
+        self._refusals = Refusals()
         self._http: _Uvicorn | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -140,7 +143,7 @@ class LightningServer:
 
     @property
     def versions(self) -> dict[str, int]:
-        """The version being served of each policy, for upstreams whose replies do not tell it."""
+        """The version being served of each policy, for upstreams whose replies do not name it."""
         return self._relay.versions
 
     @property
@@ -161,7 +164,7 @@ class LightningServer:
             await self._relay.serve(self._upstream, self._settings, None)
         config = uvicorn.Config(
             RequestLimits(ModelCalls(self._app(), self._gateway, _DIALECTS)),
-            http=CorkedHttp,
+            http=cast(Any, functools.partial(CorkedHttp, refusals=self._refusals)),
             lifespan="off",
             proxy_headers=False,
             ws="none",
@@ -186,7 +189,7 @@ class LightningServer:
     async def stop(self, *, over: bool = True) -> None:
         """End leases and calls in flight, and close the port; calling it again changes nothing.
 
-        Workers are told that the run is over, unless it is not: then they wait for the next server.
+        If the run is `over`, workers end; else they wait for the next server.
         """
         if self._http is None:
             return
@@ -224,21 +227,17 @@ class LightningServer:
 
     def _counted(self) -> dict[str, int]:
         spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
-        return dataclasses.asdict(self.counters) | spans
+        return dataclasses.asdict(self.counters) | spans | {"invalid_requests": self._refusals.count}
 
     @property
     def openapi(self) -> dict[str, Any]:
         """What it serves, as an OpenAPI document; also at /openapi.json."""
-        return document(self._operations, [*_DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"))
-
-    @property
-    def _operations(self) -> Operations:
-        return [*Management(self.queue, self._health).operations, *Operators(self.run).operations]
+        return document([*_DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"))
 
     def _health(self) -> Health:
         return Health(
             run=self.run.name,
-            incarnation=self.run.incarnation,
+            restart=self.run.restart,
             serving=self._relay.is_there,
             queued=self.queue.queued,
             running=self.queue.running,
@@ -286,7 +285,8 @@ class LightningServer:
             routes=[
                 *(Route(f"{prefix}/v1/models", models, methods=["GET"]) for prefix in (_PREFIX, "")),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
-                *(each.route(self.keys) for each in self._operations),
+                *worker_routes(self.keys, self.queue, self._health),
+                *trainer_routes(self.keys, self.run),
                 Route("/openapi.json", openapi),
             ],
             exception_handlers={404: unknown, 405: unknown},

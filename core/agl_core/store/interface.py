@@ -11,15 +11,15 @@ from agl_core.types import (
     AttemptKey,
     Call,
     Mode,
-    Outcome,
     Reward,
     Rollout,
     RolloutState,
     Run,
-    Use,
+    ToolResult,
+    TrainingRecord,
 )
 
-Record: TypeAlias = Run | Rollout | Attempt | Call | Outcome | Reward | Use
+Record: TypeAlias = Run | Rollout | Attempt | Call | ToolResult | Reward | TrainingRecord
 
 
 class Store(Protocol):
@@ -34,12 +34,13 @@ class Store(Protocol):
     async def put(self, *records: Record) -> None:
         """Write records, all or none; when this returns they survive the kill of any process.
 
-        A record with the key of an earlier one replaces it (a rollout changes its state); writing the same
-        record twice changes nothing. Concurrent calls are committed together.
+        A record with the key of an earlier one replaces it (a rollout changes its state), except that the first
+        tool result of an id from one source stands: a later one only fills in a tool_call_id, an agent or a parent_span
+        that it left open. Writing the same record twice changes nothing. Concurrent calls are committed together.
         """
 
     async def runs(self) -> list[Run]:
-        """Every incarnation of every run, oldest first."""
+        """Every restart of every run, oldest first."""
 
     async def rollouts(
         self,
@@ -62,13 +63,13 @@ class Store(Protocol):
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
         """The calls of these attempts, each attempt's in the order they started."""
 
-    async def outcomes(self, attempts: Iterable[AttemptKey]) -> list[Outcome]:
-        """The tool outcomes of these attempts, in the order they were recorded."""
+    async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
+        """The tool results of these attempts, in the order they were recorded."""
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
         """The rewards of these attempts, with provenance."""
 
-    async def uses(self, attempts: Iterable[AttemptKey]) -> list[Use]:
+    async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         """What training made of the transitions of these attempts; of one that was replayed, by each step."""
 
     async def __aenter__(self) -> Store: ...

@@ -1,41 +1,37 @@
-"""Records as JSON that crosses the wire, exactly.
+"""Records, and questions for them, as they cross the wire: exactly.
 
-They cross as the very rows that the store would write, so that what the store keeps exactly also arrives exactly, and
-what repeats in them (messages, tool schemas, prompts) crosses once.
+Records cross as the very rows that the store would write, so that what the store keeps exactly also arrives exactly,
+and what repeats in them (messages, tool schemas, prompts) crosses once.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from agl_core.errors import StoreRefusedError
-from agl_core.store import codec, schema
-from agl_core.store.codec import Row
-from agl_core.store.interface import Record
-from agl_core.store.pieces import Data, Pieces
-from agl_core.store.schema import Table
-from agl_core.store.values import UnstorableError
-from agl_core.types import Call
-from agl_core.wire.operators import Binary, Cell, PackedRecords
+from agl_core.store.codec import Row, decode, decode_calls, encode
+from agl_core.store.interface import Record, Store
+from agl_core.store.pieces import Pieces
+from agl_core.store.tables import ATTEMPT_KEYS, CALLS, CHOICES, RECORDS, Column, Table
+from agl_core.types import AttemptKey
+from agl_core.wire.trainers import (
+    AttemptsQuery,
+    Binary,
+    Cell,
+    PackedRecords,
+    RecordsQuery,
+    RolloutQuery,
+    RolloutsQuery,
+    RunsQuery,
+    StoreQuestion,
+)
 
-_FREE_TEXT = frozenset({"agent", "parent_span", "retry_of", "tool", "tool_call_id", "error", "span", "parse_error"})
-"""Columns of text that may hold lone surrogates, and then are bytes."""
+_PACKED: Mapping[str, Table[Any]] = {table.name: table for table in (*RECORDS, CHOICES)}
+_POSITION = CHOICES.values.index("position")
 _SMALLEST, _BEYOND = -(2**63), 2**63
-
-_DECODERS: Mapping[Table, Callable[[Row], Record]] = {
-    schema.RUNS: codec.decode_run,
-    schema.ROLLOUTS: codec.decode_rollout,
-    schema.ATTEMPTS: codec.decode_attempt,
-    schema.OUTCOMES: codec.decode_outcome,
-    schema.REWARDS: codec.decode_reward,
-    schema.USES: codec.decode_use,
-}
-_PACKED: Mapping[str, Table] = {table.name: table for table in (*_DECODERS, schema.CALLS, schema.CHOICES)}
 
 
 def pack(records: Iterable[Record]) -> PackedRecords:
@@ -45,27 +41,11 @@ def pack(records: Iterable[Record]) -> PackedRecords:
     >>> pack([Reward("r", 0, "right", 1.0, "rule")]).tables
     {'rewards': [['r', 0, 'right', 1.0, 'rule', None, 0]]}
     """
-    chosen = list(records)
-    try:
-        return _packed(chosen)
-    except UnstorableError:
-        for record in chosen:
-            try:
-                _packed([record])
-            except UnstorableError as error:
-                raise StoreRefusedError(f"{codec.name_of(record)} cannot be stored: {error}.") from error
-        raise
-
-
-def _packed(records: Iterable[Record]) -> PackedRecords:
     pieces = Pieces(first=1)
-    rows = codec.encode(records, pieces)
+    rows = encode(records, pieces)
+    rows.pop(ATTEMPT_KEYS, None)
     return PackedRecords.model_construct(
-        tables={
-            table.name: [[_cell(value) for value in row] for row in found]
-            for table, found in rows.items()
-            if table.name in _PACKED
-        },
+        tables={table.name: [[_cell(value) for value in row] for row in found] for table, found in rows.items()},
         pieces=[(number, _cell(data)) for number, data in pieces.take()],
     )
 
@@ -81,101 +61,77 @@ def unpack(packed: PackedRecords) -> list[Record]:
         if name not in _PACKED:
             raise StoreRefusedError(f"There is no table of records {name!r}. There are: {', '.join(_PACKED)}.")
     rows = {table: _rows(table, packed.tables.get(table.name, ())) for table in _PACKED.values()}
+    calls, choices = rows.pop(CALLS), rows.pop(CHOICES)
+    # A call that was packed twice has its choices twice.
+    latest = {(*row[:3], row[_POSITION]): row for row in choices}
+    ordered = sorted(latest.values(), key=lambda row: int(row[_POSITION]))
     try:
-        decoded = [decode(row) for table, decode in _DECODERS.items() for row in rows[table]]
-        return decoded + _calls(rows[schema.CALLS], rows[schema.CHOICES], packed)
-    except Exception as error:  # whatever the decoders stumble over, the rows are what is wrong
+        pieces = {number: _bytes(data) if isinstance(data, Binary) else data for number, data in packed.pieces}
+        decoded = [record for table in rows for record in decode(table, rows[table])]
+        return decoded + decode_calls(calls, ordered, pieces)
+    except Exception as error:  # any error of the decoders is the rows' fault
         raise StoreRefusedError(f"These rows are no records ({type(error).__name__}: {error}).") from error
 
 
-def _calls(rows: Sequence[Row], choices: Sequence[Row], packed: PackedRecords) -> list[Call]:
-    pieces: dict[int, Data] = {
-        number: base64.b64decode(data.base64, validate=True) if isinstance(data, Binary) else data
-        for number, data in packed.pieces
-    }
-    position = schema.CHOICES.values.index("position")
-    latest = {(*row[:3], row[position]): row for row in choices}  # a call that was packed twice has them twice
-    return codec.decode_calls(rows, sorted(latest.values(), key=lambda row: int(row[position])), pieces)
+async def answer(store: Store, question: StoreQuestion) -> Sequence[Record]:
+    """What the store answers; StoreRefusedError if it has no answer."""
+    match question:
+        case RunsQuery():
+            return await store.runs()
+        case RolloutsQuery():
+            return await store.rollouts(**question.model_dump(exclude={"kind"}))
+        case RolloutQuery(prefix=prefix):
+            return [await store.rollout(prefix)]
+        case AttemptsQuery(rollout=rollout):
+            return await store.attempts(rollout)
+        case RecordsQuery(kind=kind, attempts=attempts):
+            recorded: Mapping[str, Callable[..., Any]] = {
+                "calls": store.calls,
+                "tool_results": store.tool_results,
+                "rewards": store.rewards,
+                "training_records": store.training_records,
+            }
+            found: Sequence[Record] = await recorded[kind](AttemptKey(each.rollout, each.attempt) for each in attempts)
+            return found
 
 
 def _cell(value: Any) -> Any:
-    """A value of a row as JSON can say it."""
+    """A value of a row as JSON has it."""
     if isinstance(value, bytes):
         return Binary.model_construct(base64=base64.b64encode(value).decode())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise UnstorableError(f"{value!r:.60} is no UTF-8 ({error.reason}); leave surrogates out") from error
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _Column(NamedTuple):
-    name: str
-    type: str
-    """TEXT, INTEGER, REAL or BLOB."""
-    required: bool
-
-
-@cache
-def _columns(table: Table) -> tuple[_Column, ...]:
-    """What a row's values may be: exactly what the store's own table takes."""
-    connection = sqlite3.connect(":memory:")
-    try:
-        schema.migrate(connection, schema.MIGRATIONS, "memory")
-        declared = {
-            name: (type_, bool(required))
-            for _, name, type_, required, *_ in connection.execute(f"PRAGMA table_info({table.name})")
-        }
-    finally:
-        connection.close()
-    declared |= {"rollout": ("TEXT", True)} if "attempt_key" in declared else {}
-    declared |= {"attempt": ("INTEGER", True)} if "attempt_key" in declared else {}
-    return tuple(_Column(name, *declared[name]) for name in table.values)
-
-
-def _rows(table: Table, rows: Sequence[Sequence[Cell]]) -> list[Row]:
-    columns = _columns(table)
-    found = []
+def _rows(table: Table[Any], rows: Sequence[Sequence[Cell]]) -> list[Row]:
+    columns = table.described
     for row in rows:
         if len(row) != len(columns):
             raise StoreRefusedError(
                 f"A row of {table.name} has {len(columns)} values ({', '.join(table.values)}), not {len(row)}."
             )
-        found.append(tuple(_value(table, column, cell) for column, cell in zip(columns, row, strict=True)))
-    return found
-
-
-def _value(table: Table, column: _Column, cell: Cell) -> Any:
-    """A value as the store has it."""
-    match column.type, cell:
-        case _, None if not column.required:
-            return None
-        case "TEXT", str():
-            return cell
-        case "TEXT", Binary() if column.name in _FREE_TEXT:
-            return _bytes(table, column, cell)
-        case "INTEGER", int() if _SMALLEST <= cell < _BEYOND:
-            return cell
-        case "REAL", float():
-            return cell
-        case "REAL", int() if _SMALLEST <= cell < _BEYOND:
-            return float(cell)
-        case "REAL", "nan" | "inf" | "-inf":
-            return float(cell)
-        case "BLOB", Binary():
-            return _bytes(table, column, cell)
-    raise _wrong(table, column, f"it is {column.type} in the store, not {cell!r:.60}")
-
-
-def _bytes(table: Table, column: _Column, cell: Binary) -> bytes:
     try:
-        return base64.b64decode(cell.base64, validate=True)
+        return [tuple(map(_value, columns, row)) for row in rows]
     except ValueError as error:
-        raise _wrong(table, column, f"its base64 is wrong: {error}") from error
+        raise StoreRefusedError(f"A row of {table.name} has a wrong value: {error}.") from error
 
 
-def _wrong(table: Table, column: _Column, problem: str) -> StoreRefusedError:
-    return StoreRefusedError(f"A row of {table.name} has a wrong value of {column.name}: {problem}.")
+def _value(column: Column, cell: Cell) -> Any:
+    """A value as the row of the store has it."""
+    value = _bytes(cell) if isinstance(cell, Binary) else cell
+    match column.type, value:
+        case _, None if column.optional:
+            return None
+        case ("TEXT" | "TEXT OR BLOB", str()) | ("BLOB" | "TEXT OR BLOB", bytes()) | ("REAL", float()):
+            return value
+        case "INTEGER" | "REAL", int() if _SMALLEST <= value < _BEYOND:
+            return value if column.type == "INTEGER" else float(value)
+        case "REAL", "nan" | "inf" | "-inf":
+            return float(value)
+    raise ValueError(f"{column.name} is {column.type} in the store, not {cell!r:.60}")
+
+
+def _bytes(data: Binary) -> bytes:
+    try:
+        return base64.b64decode(data.base64, validate=True)
+    except ValueError as error:
+        raise ValueError(f"{data.base64!r:.60} is no base64 ({error})") from error

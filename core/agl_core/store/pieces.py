@@ -18,8 +18,8 @@ from hashlib import blake2b
 from typing import TypeAlias, TypeVar
 
 from agl_core.errors import StoreError
-from agl_core.store.values import dump_json, load_json
 from agl_core.types import Json
+from agl_core.types.forms import dump_json, load_json
 
 Data: TypeAlias = str | bytes
 """A piece: JSON as text, or a block of tokens as bytes."""

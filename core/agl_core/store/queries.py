@@ -1,42 +1,43 @@
-"""What is asked of the store: each function runs in one read transaction and returns records."""
+"""The questions to the store: each function runs in one read transaction and returns records."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from agl_core.errors import StoreRefusedError
-from agl_core.store import codec, schema
+from agl_core.store.codec import decode, decode_calls
 from agl_core.store.pieces import Data, numbers_in
-from agl_core.store.schema import Table
-from agl_core.types import Attempt, AttemptKey, Call, Outcome, Reward, Rollout, Run, Use
+from agl_core.store.tables import ATTEMPTS, CALLS, CHOICES, ROLLOUTS, RUNS, Table
+from agl_core.types import Attempt, AttemptKey, Call, Rollout, Run
+
+Kept = TypeVar("Kept")
 
 _PREFIX_MATCHES_SHOWN = 5
 
 
 def runs(connection: sqlite3.Connection) -> list[Run]:
     """All, oldest first."""
-    return [codec.decode_run(row) for row in connection.execute(f"{_select(schema.RUNS)} ORDER BY seq")]
+    return decode(RUNS, connection.execute(f"{_select(RUNS)} ORDER BY seq"))
 
 
 def rollouts(connection: sqlite3.Connection, wanted: dict[str, Any], limit: int | None) -> list[Rollout]:
     """Those whose columns have the wanted values, oldest first; at most `limit`."""
     where = " AND ".join(f"{column} = ?" for column in wanted)
-    sql = f"{_select(schema.ROLLOUTS)} {'WHERE ' if where else ''}{where} ORDER BY seq LIMIT ?"
-    rows = connection.execute(sql, (*wanted.values(), -1 if limit is None else limit))
-    return [codec.decode_rollout(row) for row in rows]
+    sql = f"{_select(ROLLOUTS)} {'WHERE ' if where else ''}{where} ORDER BY seq LIMIT ?"
+    return decode(ROLLOUTS, connection.execute(sql, (*wanted.values(), -1 if limit is None else limit)))
 
 
 def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
     """The only one whose id starts with `prefix`, or is `prefix`; `where` names the store in errors."""
     rows = connection.execute(
-        f"{_select(schema.ROLLOUTS)} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
+        f"{_select(ROLLOUTS)} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
         (prefix, prefix + "\U0010ffff", _PREFIX_MATCHES_SHOWN),
-    ).fetchall()
-    found = [codec.decode_rollout(row) for row in rows]
+    )
+    found = decode(ROLLOUTS, rows)
     if not found:
         raise StoreRefusedError(
             f"No rollout in {where} has an id that starts with {prefix!r}. `agl rollouts` lists them."
@@ -54,32 +55,22 @@ def attempts(connection: sqlite3.Connection, rollout_id: str) -> list[Attempt]:
     """Those of one rollout, in order."""
     numbers = connection.execute("SELECT attempt FROM attempt_keys WHERE rollout = ? ORDER BY attempt", (rollout_id,))
     keys = [AttemptKey(rollout_id, number) for (number,) in numbers]
-    return [codec.decode_attempt(row) for row in _of_attempts(connection, schema.ATTEMPTS, keys, "asked.key")]
+    return decode(ATTEMPTS, _of_attempts(connection, ATTEMPTS, keys, "asked.key"))
 
 
 def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Call]:
     """Those of these attempts: by attempt as asked, then in the order they started."""
     unique = tuple(dict.fromkeys(keys))
-    rows = _of_attempts(connection, schema.CALLS, unique, "asked.key, calls.sequence, calls.seq").fetchall()
-    choices = _of_attempts(connection, schema.CHOICES, unique, "choices.position")
-    references = [schema.CALLS.values.index(name) for name in ("request_pieces", "prompt_blocks")]
+    rows = _of_attempts(connection, CALLS, unique, "asked.key, calls.sequence, calls.seq").fetchall()
+    choices = _of_attempts(connection, CHOICES, unique, "choices.position")
+    references = [CALLS.values.index(name) for name in ("request_pieces", "prompt_blocks")]
     numbers = {number for row in rows for value in references for number in numbers_in(row[value])}
-    return codec.decode_calls(rows, choices, _pieces(connection, numbers))
+    return decode_calls(rows, choices, _pieces(connection, numbers))
 
 
-def outcomes(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Outcome]:
-    """Those of these attempts, in the order they were recorded."""
-    return [codec.decode_outcome(row) for row in _of_attempts(connection, schema.OUTCOMES, keys, "outcomes.seq")]
-
-
-def rewards(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Reward]:
-    """Those of these attempts, in the order they were recorded."""
-    return [codec.decode_reward(row) for row in _of_attempts(connection, schema.REWARDS, keys, "rewards.seq")]
-
-
-def uses(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Use]:
-    """Those of these attempts, in the order they were recorded."""
-    return [codec.decode_use(row) for row in _of_attempts(connection, schema.USES, keys, "uses.seq")]
+def recorded(connection: sqlite3.Connection, table: Table[Kept], keys: Iterable[AttemptKey]) -> list[Kept]:
+    """The table's records of these attempts, in the order they were recorded."""
+    return decode(table, _of_attempts(connection, table, keys, f"{table.name}.seq"))
 
 
 def next_piece(connection: sqlite3.Connection) -> int:
@@ -88,12 +79,12 @@ def next_piece(connection: sqlite3.Connection) -> int:
     return int(number)
 
 
-def _select(table: Table) -> str:
+def _select(table: Table[Any]) -> str:
     return f"SELECT {', '.join(table.columns)} FROM {table.name}"
 
 
 def _of_attempts(
-    connection: sqlite3.Connection, table: Table, keys: Iterable[AttemptKey], order: str
+    connection: sqlite3.Connection, table: Table[Any], keys: Iterable[AttemptKey], order: str
 ) -> sqlite3.Cursor:
     """One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
     columns = ", ".join(f"{table.name}.{column}" for column in table.columns[1:])

@@ -1,120 +1,49 @@
-"""What the SQLite store's tables look like, and how an older file becomes a current one."""
+"""The versions of the SQLite store's file, and how an older file becomes a current one."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Literal
 
 from agl_core.errors import StoreError
 
 APPLICATION_ID = 0x61676C00
-"""Marks a file as agl's (`agl` in ASCII), so that somebody else's database is never written to."""
+"""Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
-    """One table as it is written: the order of a row's values, and what makes two rows the same."""
-
-    name: str
-    columns: tuple[str, ...]
-    key: tuple[str, ...]
-    """The columns that name a row."""
-    index: str = ""
-    """What its unique index is on, where that is not just the key's columns."""
-    again: Literal["replace", "keep", "fail"] = "replace"
-    """What to do with an earlier row that has the same key."""
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """What a row's values are: the columns, with rollout and attempt for the number that stands for both."""
-        if self.columns[0] != "attempt_key":
-            return self.columns
-        return ("rollout", "attempt", *self.columns[1:])
-
-
-ATTEMPT_KEYS = Table("attempt_keys", ("rollout", "attempt"), ("rollout", "attempt"), again="keep")
-PIECES = Table("pieces", ("seq", "data"), ("seq",), again="fail")
-RUNS = Table("runs", ("id", "incarnation", "started", "config", "resumed_step"), ("id", "incarnation"))
-ROLLOUTS = Table(
-    "rollouts",
-    ("id", "run", "incarnation", "grp", "task", "mode", "step", "member", "state", "counted_attempt", "ending"),
-    ("id",),
-)
-ATTEMPTS = Table(
-    "attempts",
-    ("attempt_key", "worker", "started", "ended", "ending", "result", "error"),
-    ("attempt_key",),
-)
-CALLS = Table(
-    "calls",
-    (
-        *("attempt_key", "id", "sequence", "policy", "version", "request", "request_lists", "request_pieces"),
-        *("n_choices", "started", "ended", "api", "agent", "parent_span", "prompt_blocks", "prompt_tail"),
-        *("requested", "effective", "prefix_broken", "prefilled", "reused", "late", "retry_of", "state"),
-    ),
-    ("attempt_key", "id"),
-)
-CHOICES = Table(
-    "choices",
-    (
-        *("attempt_key", "call", "position", "choice", "message", "finish_reason"),
-        *("response_ids", "logprobs", "mask", "parse_error"),
-    ),
-    ("attempt_key", "call", "position"),
-)
-OUTCOMES = Table(
-    "outcomes",
-    (
-        *("attempt_key", "id", "tool", "status", "tool_call_id", "arguments", "result", "error"),
-        *("agent", "span", "parent_span", "started", "ended"),
-    ),
-    ("attempt_key", "id"),
-)
-REWARDS = Table(
-    "rewards",
-    ("attempt_key", "name", "value", "source", "call", "choice"),
-    ("attempt_key", "name", "source", "call", "choice"),
-    # NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
-    index="attempt_key, name, source, ifnull(call, x''), choice",
-)
-USES = Table(
-    "uses",
-    ("attempt_key", "call", "choice", "step", "credit", "advantage", "weight", "dropped"),
-    ("attempt_key", "call", "choice", "step"),
-)
-
-TABLES = (ATTEMPT_KEYS, PIECES, RUNS, ROLLOUTS, ATTEMPTS, CALLS, CHOICES, OUTCOMES, REWARDS, USES)
-"""In the order of writing: what others refer to comes first."""
-
-
-@cache
-def insertion(table: Table, rows: int) -> str:
-    """The statement that writes `rows` rows at once.
-
-    Many rows in one statement, because sqlite3 gives up the interpreter lock once per statement: row by row,
-    a busy event loop would make the writer wait for the lock at every row.
-    """
-    values = ["?"] * len(table.columns)
-    if table.values != table.columns:
-        values[0] = "(SELECT seq FROM attempt_keys WHERE rollout = ? AND attempt = ?)"
-    row = f"({', '.join(values)})"
-    insert = f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {', '.join([row] * rows)}"
-    if table.again == "fail":
-        return insert
-    conflict = f"ON CONFLICT ({table.index or ', '.join(table.key)})"
-    if table.again == "keep":
-        return f"{insert} {conflict} DO NOTHING"
-    changes = ", ".join(f"{column} = excluded.{column}" for column in table.columns if column not in table.key)
-    return f"{insert} {conflict} DO UPDATE SET {changes}"
-
+# Columns of two versions of a table.
+_OF_TOOL_RESULTS = """
+    seq INTEGER PRIMARY KEY,
+    attempt_key INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    tool TEXT NOT NULL,
+    status TEXT NOT NULL,
+    tool_call_id TEXT,
+    arguments TEXT NOT NULL,
+    result TEXT NOT NULL,
+    error TEXT,
+    agent TEXT,
+    span TEXT,
+    parent_span TEXT,
+    started REAL,
+    ended REAL,
+"""
+_OF_USES = """
+    seq INTEGER PRIMARY KEY,
+    attempt_key INTEGER NOT NULL,
+    call TEXT NOT NULL,
+    choice INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    credit REAL,
+    advantage REAL,
+    weight REAL NOT NULL,
+    dropped TEXT,
+"""
 
 # Rollout ids are random. An index that starts with them makes every row written touch a page of its own, and
 # writing gets slower as the file grows; so they stand in one small index, and the tables with many rows are
 # keyed by the number of the attempt, which only grows.
-_VERSION_1 = """
+_VERSION_1 = f"""
 CREATE TABLE attempt_keys (  -- a number for each attempt, by which the other tables refer to it
     seq INTEGER PRIMARY KEY,
     rollout TEXT NOT NULL,
@@ -203,22 +132,7 @@ CREATE TABLE choices (
     parse_error TEXT,
     UNIQUE (attempt_key, call, position)
 );
-CREATE TABLE outcomes (
-    seq INTEGER PRIMARY KEY,
-    attempt_key INTEGER NOT NULL,
-    id TEXT NOT NULL,
-    tool TEXT NOT NULL,
-    status TEXT NOT NULL,
-    tool_call_id TEXT,
-    arguments TEXT NOT NULL,
-    result TEXT NOT NULL,
-    error TEXT,
-    agent TEXT,
-    span TEXT,
-    parent_span TEXT,
-    started REAL,
-    ended REAL,
-    UNIQUE (attempt_key, id)
+CREATE TABLE outcomes ({_OF_TOOL_RESULTS}    UNIQUE (attempt_key, id)
 );
 CREATE TABLE rewards (
     seq INTEGER PRIMARY KEY,
@@ -230,17 +144,7 @@ CREATE TABLE rewards (
     choice INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX rewards_key ON rewards (attempt_key, name, source, ifnull(call, x''), choice);
-CREATE TABLE uses (
-    seq INTEGER PRIMARY KEY,
-    attempt_key INTEGER NOT NULL,
-    call TEXT NOT NULL,
-    choice INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    credit REAL,
-    advantage REAL,
-    weight REAL NOT NULL,
-    dropped TEXT,
-    UNIQUE (attempt_key, call, choice)
+CREATE TABLE uses ({_OF_USES}    UNIQUE (attempt_key, call, choice)
 );
 """
 
@@ -248,25 +152,36 @@ _VERSION_2 = """
 ALTER TABLE calls ADD COLUMN state TEXT;  -- NULL: nobody told it
 """
 
-_VERSION_3 = """
-CREATE TABLE uses_by_step (
-    seq INTEGER PRIMARY KEY,
-    attempt_key INTEGER NOT NULL,
-    call TEXT NOT NULL,
-    choice INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    credit REAL,
-    advantage REAL,
-    weight REAL NOT NULL,
-    dropped TEXT,
-    UNIQUE (attempt_key, call, choice, step)
+_VERSION_3 = f"""
+CREATE TABLE uses_by_step ({_OF_USES}    UNIQUE (attempt_key, call, choice, step)
 );
 INSERT INTO uses_by_step SELECT seq, attempt_key, call, choice, step, credit, advantage, weight, dropped FROM uses;
 DROP TABLE uses;
 ALTER TABLE uses_by_step RENAME TO uses;
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3)
+# Before, an id began with its source: `langchain:…`, `otel:…`; one without a colon was of the agent's own code.
+_VERSION_4 = f"""
+CREATE TABLE tool_results ({_OF_TOOL_RESULTS}    source TEXT NOT NULL,
+    adapter TEXT,
+    UNIQUE (attempt_key, source, id)
+);
+INSERT INTO tool_results SELECT
+    seq, attempt_key, id, tool, status, tool_call_id, arguments, result, error, agent, span, parent_span,
+    started, ended,
+    CASE WHEN id LIKE 'otel:%' THEN 'span' ELSE 'adapter' END,
+    CASE WHEN instr(id, ':') THEN substr(id, 1, instr(id, ':') - 1) END
+FROM outcomes;
+DROP TABLE outcomes;
+ALTER TABLE runs RENAME COLUMN incarnation TO restart;
+ALTER TABLE rollouts RENAME COLUMN incarnation TO restart;
+ALTER TABLE uses RENAME TO training_records;
+UPDATE rewards SET source = 'tool_results' WHERE source = 'tool_outcomes';
+ALTER TABLE rollouts ADD COLUMN position INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE calls ADD COLUMN pruned INTEGER NOT NULL DEFAULT 0;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 
 

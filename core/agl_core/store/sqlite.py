@@ -9,27 +9,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from agl_core.errors import StoreError
-from agl_core.plugins import NoOptions
 from agl_core.store import queries
 from agl_core.store.codec import name_of
-from agl_core.store.database import WriterLock, check_folder, connect_writer
-from agl_core.store.faults import damaged, explain
+from agl_core.store.connections import Readers, Synchronous, check_folder, connect_writer, damaged, explain
+from agl_core.store.files import WriterLock
 from agl_core.store.interface import Record
 from agl_core.store.pieces import Pieces
-from agl_core.store.readers import Readers
+from agl_core.store.pruning import prune_calls
+from agl_core.store.tables import REWARDS, TOOL_RESULTS, TRAINING_RECORDS
 from agl_core.store.writer import GroupWriter
 from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
     Mode,
-    Outcome,
     Reward,
     Rollout,
     RolloutState,
     Run,
-    Use,
+    ToolResult,
+    TrainingRecord,
 )
 
 Result = TypeVar("Result")
@@ -47,9 +49,10 @@ class SqliteStore:
     that opened the store. Raises StoreError, naming the file and the remedy.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False, synchronous: Synchronous = "normal") -> None:
         self._path = path
         self._read_only = read_only
+        self._synchronous = synchronous
         self._readers: Readers | None = None
         self._writer: GroupWriter | None = None
         self._lock: WriterLock | None = None
@@ -57,11 +60,11 @@ class SqliteStore:
     async def open(self) -> None:
         if self._readers is not None:
             raise StoreError(f"The store {self._path} is open already. Open it once, and share it.")
-        readers = Readers(self._path)
+        readers = None
         try:
             if not self._read_only:
-                self._lock, connection, pieces = await asyncio.to_thread(self._claim)
-                self._writer = GroupWriter(connection, pieces)
+                self._writer, self._lock = await asyncio.to_thread(self._claim)
+            readers = Readers(self._path, None if self._writer is None else self._writer.check)
             await readers.run(lambda connection: None)
         except sqlite3.Error as error:
             await self._close(readers)
@@ -118,17 +121,28 @@ class SqliteStore:
         keys = tuple(attempts)
         return await self._read(lambda connection: queries.calls(connection, keys))
 
-    async def outcomes(self, attempts: Iterable[AttemptKey]) -> list[Outcome]:
+    async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
         keys = tuple(attempts)
-        return await self._read(lambda connection: queries.outcomes(connection, keys))
+        return await self._read(lambda connection: queries.recorded(connection, TOOL_RESULTS, keys))
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
         keys = tuple(attempts)
-        return await self._read(lambda connection: queries.rewards(connection, keys))
+        return await self._read(lambda connection: queries.recorded(connection, REWARDS, keys))
 
-    async def uses(self, attempts: Iterable[AttemptKey]) -> list[Use]:
+    async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         keys = tuple(attempts)
-        return await self._read(lambda connection: queries.uses(connection, keys))
+        return await self._read(lambda connection: queries.recorded(connection, TRAINING_RECORDS, keys))
+
+    async def prune(self, up_to: int) -> int:
+        """Take texts and tokens out of the calls of the steps up to `up_to`; returns of how many. All or nothing.
+
+        To be called before anything was put: what this removes may be remembered as written.
+        """
+        return await self._maintain(lambda connection: prune_calls(connection, up_to))
+
+    async def vacuum(self) -> None:
+        """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
+        await self._maintain(lambda connection: connection.execute("VACUUM"))
 
     async def __aenter__(self) -> SqliteStore:
         await self.open()
@@ -139,25 +153,34 @@ class SqliteStore:
     ) -> None:
         await self.close()
 
-    def _claim(self) -> tuple[WriterLock, sqlite3.Connection, Pieces]:
+    def _claim(self) -> tuple[GroupWriter, WriterLock]:
         check_folder(self._path)
-        lock = WriterLock(self._path)
+        connection, lock = connect_writer(self._path, self._synchronous)
         try:
-            connection = connect_writer(self._path)
-            return lock, connection, Pieces(queries.next_piece(connection))
+            return GroupWriter(self._path, connection, Pieces(queries.next_piece(connection))), lock
         except BaseException:
+            connection.close()
             lock.release()
             raise
 
-    async def _close(self, readers: Readers) -> None:
+    async def _close(self, readers: Readers | None) -> None:
         # The writer last: the connection that closes last folds the log into the file.
-        await readers.close()
+        if readers is not None:
+            await readers.close()
         writer, self._writer = self._writer, None
         if writer is not None:
             await writer.close()
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
+
+    async def _maintain(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        if self._writer is None:
+            raise StoreError(f"The store {self._path} is not open for writing. Open it first (`async with`).")
+        try:
+            return await self._writer.between_writes(work)
+        except sqlite3.Error as error:
+            raise explain(self._path, error) from error
 
     async def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result:
         if self._readers is None:
@@ -170,6 +193,18 @@ class SqliteStore:
             raise damaged(self._path, error) from error
 
 
-def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:
+class SqliteOptions(BaseModel):
+    """Settings of the store."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    synchronous: Synchronous = Field(
+        "normal",
+        description="What an acknowledged call survives. normal: the kill of any process, but a power cut may take the "
+        "last seconds; full: a power cut too, at the price of waiting for the disk with each group of calls.",
+    )
+
+
+def build(options: SqliteOptions, folder: Path, read_only: bool = False) -> SqliteStore:
     """One SQLite file in the run's folder; readable while training runs."""
-    return SqliteStore(folder / "store.sqlite", read_only=read_only)
+    return SqliteStore(folder / "store.sqlite", read_only=read_only, synchronous=options.synchronous)

@@ -1,20 +1,33 @@
-"""Checkpoints: whole or not there at all, and what a run has to remember besides its weights."""
+"""Checkpoints, which are complete or absent, and the state that a run keeps besides its weights."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from agl_core import private
 from agl_core.errors import CheckpointError
+from agl_core.types import Episode
 
+_log = logging.getLogger(__name__)
+
+HEADLINE_SET = "eval"
+CHECKPOINTS = "checkpoints"
+"""Their folder in a run's."""
 _STATE = "state.json"
 _PREFIX = "step-"
+_SUMS = "SHA256SUMS"
+"""One line for each file of a checkpoint, which `sha256sum --check` reads too."""
 
 
 @dataclass
@@ -23,57 +36,132 @@ class RunState:
 
     step: int = 0
     seconds: float = 0.0
-    """Time spent, earlier incarnations included."""
+    """Time spent, earlier restarts included."""
     groups_begun: int = 0
     """Groups of training rollouts."""
     groups_unfinished: list[int] = field(default_factory=list)
-    """Which of them, counted from 0, no step trained on: they are begun again."""
+    """The positions, from 0, of begun groups that no step trained on: they are begun again."""
     llm_calls: int = 0
     kept: int = 0
     """Transitions trained on."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Transitions left out, by reason."""
+    """Transitions dropped, by reason."""
+    endings: dict[str, int] = field(default_factory=dict)
+    """The number of training rollouts by ending."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """One entry per evaluation: step, set, mode, reward, rollouts, seconds."""
     train_rewards: list[float] = field(default_factory=list)
     """The mean reward of each step."""
     peak_rss_bytes: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    """The configuration with which the last step was made."""
 
     def count_dropped(self, reasons: Mapping[str, int]) -> None:
         for reason, count in reasons.items():
-            name = str(reason)  # A member of an enum is no key of JSON.
+            name = str(reason)  # JSON keys cannot be members of an enum.
             self.dropped[name] = self.dropped.get(name, 0) + count
+
+    def count_endings(self, episodes: Iterable[Episode]) -> None:
+        for episode in episodes:
+            self.endings[episode.ending.value] = self.endings.get(episode.ending.value, 0) + 1
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder/step-N`."""
+    """The checkpoints of one run, in `folder/step-N`, and beside the folder links to the latest weights.
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self._keep = folder, keep
+    The last `keep` are kept, and the best one if `keep_best`. The link is `model`, or `model-POLICY` for each of
+    several policies; transformers loads it. It is relative, so a run can be moved.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, keep_best: bool = True) -> None:
+        self.folder, self._keep, self._keep_best = folder, keep, keep_best
 
     def path(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:06d}"
 
     def begin(self, step: int) -> Path:
         """An empty folder to write into; it becomes the checkpoint by `commit`."""
-        part = self.folder / f".{_PREFIX}{step:06d}.part"
+        part = _part(self.path(step))
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        with self._written(part):
+            part.mkdir(parents=True)
         return part
 
     def commit(self, part: Path, state: RunState) -> Path:
-        """Make what was written the checkpoint of `state.step`, and remove those that are too old."""
-        (part / _STATE).write_bytes(orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2))
+        """Make the written files the checkpoint of `state.step`, and remove checkpoints that are too old.
+
+        All of it is on the disk, not only in caches, before an older checkpoint is removed. This reads every file once.
+        """
         target = self.path(state.step)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(part, target)
-        for old in self.all()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        with self._written(target):
+            private.write(part / _STATE, orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2))
+            _seal(part)
+            _give_mode_of(self.folder.parent, part)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(part, target)
+            _sync(self.folder)
+        self._link(target)
+        self.prune()
         return target
 
+    def prune(self) -> list[Path]:
+        """Remove the checkpoints that are not kept; returns them."""
+        old = [path for path in self.all()[: -self._keep] if not self._keep_best or path != self.best()]
+        for path in old:
+            self._remove(path)
+        return old
+
+    def best(self) -> Path | None:
+        """The one whose evaluation had the highest reward, the latest of equals; None if none was evaluated."""
+        rewards = {path: reward for path in self.all() if (reward := _evaluated(path)) is not None}
+        return max(reversed(rewards), key=rewards.__getitem__, default=None)
+
+    def _link(self, checkpoint: Path) -> None:
+        """Point the links to the weights of this checkpoint; each link always points to complete weights."""
+        for link, weights in model_links(checkpoint).items():
+            part = link.with_name(f".{link.name}.part")
+            try:
+                part.unlink(missing_ok=True)
+                part.symlink_to(os.path.relpath(weights, link.parent))
+                os.replace(part, link)
+            except OSError as error:
+                _log.warning("%s cannot be made a link to the weights in %s: %s", link, weights, error)
+
+    def _remove(self, checkpoint: Path) -> None:
+        """The checkpoint is complete or absent, even if this is interrupted."""
+        part = _part(checkpoint)
+        shutil.rmtree(part, ignore_errors=True)
+        os.replace(checkpoint, part)
+        shutil.rmtree(part, ignore_errors=True)
+
     def all(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Complete checkpoints, oldest first."""
         return sorted(path.parent for path in self.folder.glob(f"{_PREFIX}*/{_STATE}"))
+
+    def named(self, name: str) -> Path:
+        """The checkpoint of this name; otherwise a CheckpointError lists those that exist."""
+        found = {path.name: path for path in self.all()}
+        if name not in found:
+            kept = ", ".join(found) or "none"
+            raise CheckpointError(f"{self.folder} keeps no checkpoint {name}. It has: {kept}.")
+        return found[name]
+
+    def forget_after(self, step: int) -> list[Path]:
+        """Remove the checkpoints of later steps, which a run that goes on from this one supersedes; returns them."""
+        later = [path for path in self.all() if path.name > self.path(step).name]
+        for path in later:
+            self._remove(path)
+        return later
+
+    @contextmanager
+    def _written(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoint {path} cannot be written ({error}). Check the permissions and the disk, and resume "
+                f"the run from the checkpoint before."
+            ) from error
 
     def latest(self) -> Path:
         found = self.all()
@@ -82,9 +170,112 @@ class Checkpoints:
         return found[-1]
 
 
+def _evaluated(checkpoint: Path) -> float | None:
+    """The checkpoint's reward on the headline set; None if it was not evaluated at its step, or is damaged."""
+    try:
+        state = read_state(checkpoint)
+        return next((float(e["reward"]) for e in headline(state.evaluations) if e["step"] == state.step), None)
+    except (CheckpointError, LookupError, TypeError, ValueError):
+        return None
+
+
+def headline(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The evaluations of the set `eval`, or else of the first set, in the first mode; oldest first."""
+    sets = [e["set"] for e in evaluations]
+    chosen = [e for e in evaluations if e["set"] == (HEADLINE_SET if HEADLINE_SET in sets else sets[0])]
+    return [e for e in chosen if e["mode"] == chosen[0]["mode"]]
+
+
+def model_links(checkpoint: Path) -> dict[Path, Path]:
+    """The links in a run's folder to the weights of a checkpoint, and where they lead (`Engine.save`)."""
+    found = sorted(checkpoint.glob("*/model"))
+    run = checkpoint.parent.parent
+    return {run / ("model" if len(found) == 1 else f"model-{each.parent.name}"): each for each in found}
+
+
+def _give_mode_of(run: Path, part: Path) -> None:
+    """Give a checkpoint the permissions of its run: some libraries write files for their owner alone."""
+    mode = run.stat().st_mode & 0o777
+    for path in (part, *part.rglob("*")):
+        wanted = mode if path.is_dir() else mode & 0o666
+        if not path.is_symlink() and path.stat().st_mode & 0o777 != wanted:
+            path.chmod(wanted)
+
+
 def read_state(checkpoint: Path) -> RunState:
     """What the run had done when this checkpoint was written."""
     try:
         return RunState(**orjson.loads((checkpoint / _STATE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / _STATE} cannot be read: {error}. Resume from an earlier one.") from error
+        raise CheckpointError(f"{checkpoint / _STATE} cannot be read: {error}. {_instead_of(checkpoint)}") from error
+
+
+def verify(checkpoint: Path) -> bool:
+    """CheckpointError if a file of a checkpoint differs from what was written; False if it has no digests.
+
+    This reads every file once.
+    """
+    sums = checkpoint / _SUMS
+    if not sums.exists():
+        return False
+    try:
+        lines = sums.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{sums} cannot be read: {error}. {_instead_of(checkpoint)}") from error
+    expected = {checkpoint / name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    with ThreadPoolExecutor() as pool:
+        for (file, digest), found in zip(expected.items(), pool.map(_digest_if_readable, expected), strict=True):
+            if found != digest:
+                raise CheckpointError(
+                    f"{file} is damaged: its SHA-256 was {digest} when the checkpoint was written, and is {found} now. "
+                    f"{_instead_of(checkpoint)}"
+                )
+    return True
+
+
+def _part(checkpoint: Path) -> Path:
+    """The folder of a checkpoint while it is not complete."""
+    return checkpoint.with_name(f".{checkpoint.name}.part")
+
+
+def _instead_of(checkpoint: Path) -> str:
+    """What to do if this checkpoint cannot be used."""
+    earlier = [each for each in Checkpoints(checkpoint.parent, 1).all() if each.name < checkpoint.name]
+    if not earlier:
+        return "Restore the checkpoint from a copy; there is no earlier one, so otherwise start a new run."
+    return f"Restore the checkpoint from a copy, or go on from an earlier one: agl train --resume {earlier[-1]}."
+
+
+def _seal(folder: Path) -> None:
+    """Sync everything below a folder to the disk, and write a digest of each file."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(_digest, files))
+        sums = folder / _SUMS
+        lines = (
+            f"{digest}  {file.relative_to(folder).as_posix()}\n" for digest, file in zip(digests, files, strict=True)
+        )
+        sums.write_text("".join(lines), encoding="utf-8")
+        folders = (path for path in folder.rglob("*") if path.is_dir())
+        list(pool.map(_sync, (*files, sums, *folders, folder)))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _digest_if_readable(file: Path) -> str:
+    try:
+        return _digest(file)
+    except OSError as error:
+        return f"unknown ({error.strerror})"
+
+
+def _sync(path: Path) -> None:
+    """Sync a file, or the names in a folder, to the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agl_core.errors import PluginError
-from agl_core.learning import ScoringRule, score_all
+from agl_core.learning import ScoringRule, score_all, score_groups
+from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import Store
 from agl_core.training.progress import Phase
 from agl_core.training.recorded import recorded_episodes
@@ -23,7 +23,7 @@ _HEALTH_INTERVAL = 2.0
 
 @dataclass(frozen=True)
 class Collected:
-    """Groups of episodes, judged, and what reward rules raised on the way."""
+    """Groups of scored episodes, and the exceptions of reward rules."""
 
     groups: list[list[Episode]]
     reward_errors: list[Exception] = field(default_factory=list)
@@ -43,9 +43,9 @@ class Judged:
 
 
 class Collector:
-    """Makes episodes with rewards of rollouts.
+    """Runs rollouts and makes episodes with rewards of them.
 
-    `check_health` raises if a part of the run has died, so that nobody waits for ever.
+    `check_health` raises if a part of the run has died, so that no wait lasts for ever.
     """
 
     def __init__(
@@ -54,35 +54,38 @@ class Collector:
         queue: Queue,
         rules: Sequence[ScoringRule],
         endings: Mapping[Ending, float | Json],
-        hook: Any,
+        hook: RunHooks,
         check_health: Callable[[], None],
     ) -> None:
         self._store, self._queue, self._rules, self._endings, self._hook = store, queue, rules, endings, hook
         self._check_health = check_health
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> Collected:
-        """Enqueue the groups and wait for all of them; cancelled, it cancels what is still out."""
+        """Enqueue the groups and wait for all of them; if cancelled, cancel the rollouts that are not done."""
         planned = {rollout.id for group in groups for rollout in group}
         waiting = set(planned)
-        episodes: dict[str, Episode] = {}
-        errors: list[Exception] = []
+        found: dict[str, Judged] = {}
         await self.enqueue([rollout for group in groups for rollout in group])
         try:
             while waiting:
                 for done in await self.finished(waiting):
                     waiting.discard(done.rollout.id)
-                    episodes[done.rollout.id] = done.episode
-                    errors += done.reward_errors
-                phase.advance(1 - len(waiting) / len(planned), reward_note(episodes.values()))
+                    found[done.rollout.id] = done
+                note = reward_note(each.episode for each in found.values())
+                phase.advance(1 - len(waiting) / len(planned), note)
         finally:
             if waiting:
                 await self.cancel(waiting)
-        collected = Collected([[episodes[rollout.id] for rollout in group] for group in groups], errors)
+        complete = [await self.complete([found[rollout.id] for rollout in group]) for group in groups]
+        collected = Collected(
+            [[each.episode for each in group] for group in complete],
+            [error for group in complete for each in group for error in each.reward_errors],
+        )
         tell_of_failed_rules(collected)
         return collected
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Have these rollouts run; each is to be awaited with `finished`, or cancelled."""
+        """Enqueue these rollouts; each has to be awaited with `finished`, or cancelled."""
         await self._queue.enqueue(rollouts)
 
     async def finished(self, ids: Collection[str]) -> list[Judged]:
@@ -90,13 +93,22 @@ class Collector:
         rollouts = await self._done(ids)
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
         scored = await score_all(episodes, self._rules, self._endings)
-        new = [reward for episode, _ in scored for reward in _given(episode)]
-        if new:
-            await self._store.put(*new)
+        await self._put([reward for episode, _ in scored for reward in _given(episode)])
         return [Judged(rollout, *found) for rollout, found in zip(rollouts, scored, strict=True)]
 
+    async def complete(self, group: Sequence[Judged]) -> list[Judged]:
+        """A group of which all rollouts are done, with what the rules add that see a group at once."""
+        scored = await score_groups([(each.episode, each.reward_errors) for each in group], self._rules, self._endings)
+        known = {reward for each in group for reward in _given(each.episode)}
+        await self._put([reward for episode, _ in scored for reward in _given(episode) if reward not in known])
+        return [Judged(each.rollout, *found) for each, found in zip(group, scored, strict=True)]
+
+    async def _put(self, rewards: Sequence[Reward]) -> None:
+        if rewards:
+            await self._store.put(*rewards)
+
     async def cancel(self, ids: Collection[str]) -> None:
-        """End these rollouts as cancelled; nobody waits for them any more."""
+        """End these rollouts as cancelled; they are no longer awaited."""
         await self._queue.cancel(ids)
 
     async def _done(self, ids: Collection[str]) -> list[Rollout]:
@@ -112,7 +124,7 @@ class Collector:
 
 
 def tell_of_failed_rules(collected: Collected) -> None:
-    """Warn if reward rules failed; PluginError if they did so on every rollout."""
+    """Warn if reward rules failed; PluginError if they failed on every rollout."""
     errors = collected.reward_errors
     if errors and all(e.dropped is DropReason.REWARD_FAILED for e in collected.episodes):
         raise PluginError(
@@ -125,12 +137,12 @@ def tell_of_failed_rules(collected: Collected) -> None:
 
 
 def reward_note(episodes: Iterable[Episode]) -> str:
-    """The mean reward so far, for whoever watches."""
+    """The mean reward so far, for the progress display."""
     judged = [e.terminal for e in episodes if e.terminal is not None]
     return f"reward {sum(judged) / len(judged):.3f}" if judged else ""
 
 
 def _given(episode: Episode) -> list[Reward]:
-    """The rewards that rules gave (what the agent reported is stored already)."""
+    """The rewards of rules (those that the agent reported are already stored)."""
     terminal = [r for r in episode.rewards if r.source != "agent"]
     return terminal + [r for t in episode.transitions for r in t.rewards]

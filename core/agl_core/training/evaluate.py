@@ -9,11 +9,13 @@ from typing import Any
 
 from agl_core.config.models import EvalSection
 from agl_core.protocols import TaskSource
+from agl_core.store.interface import Store
 from agl_core.training.collect import Collector
+from agl_core.training.lessons import common_failure, told_failure
 from agl_core.training.metrics import episode_metrics
 from agl_core.training.plan import plan_groups
 from agl_core.training.progress import Observer
-from agl_core.types import Mode
+from agl_core.types import Episode, Mode
 
 
 @dataclass(frozen=True)
@@ -24,26 +26,39 @@ class Evaluator:
     sets: Mapping[str, TaskSource]
     settings: EvalSection
     run: str
-    incarnation: int
+    restart: int
     observer: Observer
+    store: Store
 
     async def evaluate(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float], int]:
-        """Every set in every mode: the entries for the run's record, the metrics, and the LLM calls made."""
+        """Every set in every mode: the entries for the run's record, the metrics, and the LLM calls made.
+
+        The first evaluation reports if some rollouts failed, later ones only if all did.
+        """
         entries: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
-        calls = 0
+        position = 0
+        episodes: list[Episode] = []
         for name, source in self.sets.items():
             for mode in self.settings.modes:
                 started = time.monotonic()
                 count = min(self.settings.tasks, source.size or self.settings.tasks)
                 groups = plan_groups(
-                    source, range(count), run=self.run, incarnation=self.incarnation, step=step, mode=mode, split=name
+                    source,
+                    range(count),
+                    run=self.run,
+                    restart=self.restart,
+                    step=step,
+                    mode=mode,
+                    split=name,
+                    position=position,
                 )
+                position += count
                 with self.observer.phase(f"evaluation {name} {short(mode)}", step) as phase:
                     collected = await self.collector.collect(groups, phase)
                 found = episode_metrics(collected.episodes)
                 metrics |= {f"{name}/{short(mode)}/{key}": value for key, value in found.items()}
-                calls += sum(len({t.key.call for t in e.transitions}) for e in collected.episodes)
+                episodes += collected.episodes
                 entries.append(
                     {
                         "step": step,
@@ -54,7 +69,9 @@ class Evaluator:
                         "seconds": time.monotonic() - started,
                     }
                 )
-        return entries, metrics, calls
+        if (step == 0 or common_failure(episodes)) and (failure := await told_failure(self.store, episodes)):
+            self.observer.say(f"step {step}, evaluation: {failure}")
+        return entries, metrics, sum(len({t.key.call for t in e.transitions}) for e in episodes)
 
 
 def short(mode: Mode) -> str:

@@ -1,10 +1,10 @@
-"""What training learns from: groups of rollouts that are begun ahead, and the first that are complete.
+"""The rollouts that training learns from: groups are begun ahead, and the first complete ones are drawn.
 
     planned ──▶ queued, running ──▶ complete, in the buffer ──▶ drawn for an update
                └──────────── at most `in_flight` groups ────┘
 
-With as many in flight as an update takes, each step waits for exactly those that it began: the synchronous loop. With
-more, the others run on while the weights are updated, and carry over to later steps.
+If as many groups are in flight as an update takes, each step waits for exactly the groups that it began: this is the
+synchronous loop. If there are more, the others run on while the weights are updated, and carry over to later steps.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class Drawn(Collected):
     """The groups of one update."""
 
     weights: list[float] = field(default_factory=list)
-    """Of each group in the loss."""
+    """The weight of each group in the loss."""
     new: list[Episode] = field(default_factory=list)
-    """The episodes of the groups that no earlier update had,"""
+    """The episodes of the groups that no earlier update had."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """and their rollouts."""
+    """The rollouts of `new`."""
     replayed: int = 0
-    """Groups that an earlier update had too."""
+    """Groups that an earlier update also had."""
     buffered: int = 0
     """Groups that the buffer holds afterwards."""
     carried_over: int = 0
     """Groups of the update that were under way before its step began."""
     in_flight: int = 0
-    """Groups that go on while the update is made."""
+    """Groups that run during the update."""
 
 
 class Experience:
-    """Keeps groups in flight and hands them over. `plan` makes the group at a position (0, 1, …) of training.
+    """Keeps groups in flight and draws them for updates. `plan` makes the group at a position (0, 1, …) of training.
 
-    `begun` and `unfinished` say where to go on: how many groups were begun, and the positions of those among them
-    that no update has had; these are begun again, first.
+    A resumed run passes `begun`, the number of groups that were begun, and `unfinished`, the positions of those that no
+    update has had; these are begun again first.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Experience:
         self._again = sorted(unfinished)
         self._position: dict[str, int] = {}
         self._running: dict[str, dict[str, Judged | None]] = {}
-        """By group, what is known of its rollouts, in the order of the members."""
+        """By group: its rollouts in the order of the members, each with its scored episode once it is done."""
         self._complete: dict[str, list[Judged]] = {}
-        """By group, those in the buffer that were not drawn yet."""
+        """By group: those in the buffer that were not drawn yet."""
 
     @property
     def unfinished(self) -> list[int]:
@@ -90,7 +90,7 @@ class Experience:
         return drawn
 
     async def cancel(self) -> None:
-        """End what is running; it stays unfinished."""
+        """Cancel running groups; they stay unfinished."""
         running = {id for rollouts in self._running.values() for id, judged in rollouts.items() if judged is None}
         if running:
             await self._collector.cancel(running)
@@ -112,7 +112,7 @@ class Experience:
             await self._collector.enqueue(rollouts)
 
     async def _receive(self) -> list[Episode]:
-        """Wait for rollouts; groups of which they were the last go into the buffer."""
+        """Wait for rollouts; groups that they complete go into the buffer."""
         waiting = {id for rollouts in self._running.values() for id, judged in rollouts.items() if judged is None}
         found = await self._collector.finished(waiting)
         for each in found:
@@ -120,6 +120,7 @@ class Experience:
         for name, rollouts in list(self._running.items()):
             done = [judged for judged in rollouts.values() if judged is not None]
             if len(done) == len(rollouts):
+                done = await self._collector.complete(done)
                 del self._running[name]
                 self._complete[name] = done
                 self._buffer.add([judged.episode for judged in done])
@@ -132,7 +133,7 @@ class Experience:
             what = "no new group" if not new else "a group twice"
             raise PluginError(
                 f"The buffer gave an update {what} ({', '.join(by_name) or 'it gave none'}). Mend its `draw`: each "
-                f"group once, at least one of them new (docs/asynchronous.md, Buffers)."
+                f"group once, at least one of them new (docs/plugins.md, Buffer)."
             )
         names = sorted(by_name, key=self._position.__getitem__)
         first_time = [judged for name in names for judged in self._complete.pop(name, ())]
@@ -150,7 +151,7 @@ class Experience:
         )
 
     def _share_complete(self) -> float:
-        """How much is done of the groups that are nearest to completion, as many as an update takes."""
+        """The share that is done of the groups nearest to completion, as many as an update takes."""
         shares = [sum(judged is not None for judged in each.values()) / len(each) for each in self._running.values()]
         nearest = sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]
         return sum(nearest) / self._per_update

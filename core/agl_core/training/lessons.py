@@ -1,16 +1,37 @@
-"""Why a step taught nothing, if that is for the user to mend."""
+"""Why a step had nothing to learn from, in words, and when training stops because of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from agl_core.errors import TrainingError
 from agl_core.learning import was_rewarded
-from agl_core.types import DropReason, Episode, Use
+from agl_core.store.interface import Store
+from agl_core.types import DropReason, Ending, Episode, TrainingRecord
+
+_REMEDIES: Mapping[Ending | DropReason, str] = {
+    Ending.CRASHED: "Mend what the agent raises.",
+    Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
+    Ending.CONTEXT_OVERFLOW: "Shorten what the agent asks, or train a model with a longer context.",
+    Ending.NO_CALL: "Send the calls of the agent's LLM client through agl: let it read OPENAI_BASE_URL or "
+    "ANTHROPIC_BASE_URL.",
+    Ending.LOST: "See what the workers say, and their memory (workers.memory_mib).",
+    DropReason.NO_TOKEN_IDS: "Serve the policy with agl's own engine, or with one that returns token ids.",
+    DropReason.NO_LOGPROBS: "Serve the policy with agl's own engine, or with one that returns log-probabilities.",
+    DropReason.UNTRAINED_AGENT: "Name agents in train.agents that make calls.",
+    DropReason.PLUGIN: "See which `episode_built` hook takes them out.",
+    DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
+}
+_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE})
+"""Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 
 
-def missing_lessons(episodes: Sequence[Episode], uses: Sequence[Use], agents: Sequence[str]) -> Iterator[str]:
-    """What to say of a step in which nobody rewarded anything, or none of the chosen agents made a call."""
+def missing_lessons(
+    episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], agents: Sequence[str]
+) -> Iterator[str]:
+    """Messages about a step in which no rule rewarded anything, or none of the chosen agents made a call."""
     judged = [episode for episode in episodes if episode.dropped is None]
     if judged and not any(map(was_rewarded, judged)):
         yield (
@@ -18,10 +39,66 @@ def missing_lessons(episodes: Sequence[Episode], uses: Sequence[Use], agents: Se
             f"reward, so that all count as 0. Name a rule in [rewards], or have the agent return a number or call "
             f"agl_core.reward."
         )
-    if uses and all(use.dropped == DropReason.UNTRAINED_AGENT for use in uses):
+    if training_records and all(record.dropped == DropReason.UNTRAINED_AGENT for record in training_records):
         calls = Counter(transition.agent for episode in episodes for transition in episode.transitions)
         seen = ", ".join(f"{agent or 'unnamed'} ({count} calls)" for agent, count in calls.most_common(5))
         yield (
             f"nothing to train: train.agents = {list(agents)} names none of the agents that made calls: {seen}. Agents "
             f"get their names from an adapter, or from agl_core.agent."
+        )
+
+
+def common_failure(episodes: Sequence[Episode]) -> Ending | None:
+    """The ending of all these rollouts, if it is the same and not `finished`."""
+    endings = {episode.ending for episode in episodes}
+    return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
+
+
+async def told_failure(store: Store, episodes: Sequence[Episode]) -> str | None:
+    """The most common failure of these rollouts: how many ended so, the first error, and what to check."""
+    failed = [episode for episode in episodes if episode.ending is not Ending.FINISHED]
+    if not failed:
+        return None
+    [(ending, count)] = Counter(episode.ending for episode in failed).most_common(1)
+    first = next(episode for episode in failed if episode.ending is ending)
+    errors = [a.error for a in await store.attempts(first.rollout) if a.attempt == first.attempt and a.error]
+    said = f"{count} of {len(episodes)} rollouts ended as {ending.value}. {_REMEDIES.get(ending, '')}".rstrip()
+    return f"{said} The first, {first.rollout}:\n{errors[0]}" if errors else said
+
+
+def why_nothing(
+    episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], episodes_dropped: Mapping[DropReason, int]
+) -> Ending | DropReason | None:
+    """The only reason for which a step had nothing to train on; None if it had data, or several or passing reasons.
+
+    `episodes` are the step's new ones. `group_too_small` does not count, because it follows from other reasons.
+    """
+    if any(record.dropped is None for record in training_records):
+        return None
+    if (ending := common_failure(episodes)) is not None:
+        return ending
+    reasons = {DropReason(record.dropped) for record in training_records if record.dropped} | episodes_dropped.keys()
+    reasons -= {DropReason.GROUP_TOO_SMALL}
+    return reasons.pop() if len(reasons) == 1 and not reasons & _PASSING else None
+
+
+@dataclass
+class Patience:
+    """Ends training after `steps` in a row that had nothing to train on for one reason; 0: never."""
+
+    steps: int
+    _reason: Ending | DropReason | None = field(default=None, init=False)
+    _count: int = field(default=0, init=False)
+
+    def check(self, step: int, reason: Ending | DropReason | None) -> None:
+        """`reason` is why the step had nothing to train on, if so. TrainingError if it is one too many."""
+        self._count = 0 if reason is None else self._count + 1 if reason is self._reason else 1
+        self._reason = reason
+        if reason is None or self._count != self.steps:
+            return
+        what = "all rollouts ended as" if isinstance(reason, Ending) else "all was dropped for one reason:"
+        steps = f"step {step}" if self._count == 1 else f"steps {step - self._count + 1} to {step}"
+        raise TrainingError(
+            f"There was nothing to train on in {steps}: {what} {reason.value}. {_REMEDIES.get(reason, '')} See "
+            f"docs/bad-input.md. The run can be resumed; train.patience = N lets N such steps pass, 0 any number."
         )

@@ -16,22 +16,24 @@ from agl_core.config import PolicyPlan, RunConfig
 from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource, UpdateResult
+from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import Store
+from agl_core.training.assertions import Assertions
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.experience import Drawn, Experience
-from agl_core.training.lessons import missing_lessons
+from agl_core.training.lessons import Patience, common_failure, missing_lessons, told_failure, why_nothing
 from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, staleness_metrics, update_metrics
 from agl_core.training.plan import plan_train_group
-from agl_core.training.progress import Observer, Phase
-from agl_core.types import Rollout, Use
+from agl_core.training.progress import Observer, Phase, evaluation_line, step_line
+from agl_core.types import Rollout, TrainingRecord
 
 Result = TypeVar("Result")
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Finish `work` even if the caller is cancelled meanwhile; the cancellation follows afterwards."""
+    """Finish `work` even if the caller is cancelled; the cancellation takes effect afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -41,19 +43,19 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _part(phase: Phase, number: int, count: int) -> Progress:
-    """Reports on the one of `count` equal parts of a phase that has this number."""
+    """The progress of part `number` of `count` equal parts of a phase."""
     return lambda share: phase.advance((number + share) / count)
 
 
 @dataclass
 class Trainer:
-    """One run's training; every part is handed in, started."""
+    """One run's training; all parts are passed in, started."""
 
     config: RunConfig
     policies: Mapping[str, PolicyPlan]
     """How each policy learns."""
     run: str
-    incarnation: int
+    restart: int
     tasks: TaskSource
     engine: Engine
     store: Store
@@ -63,20 +65,24 @@ class Trainer:
     checkpoints: Checkpoints
     log: MetricsLog
     observer: Observer
-    hook: Any
+    hook: RunHooks
     versions: dict[str, int]
     """The version being served of each policy."""
     publish: Callable[[dict[str, int]], Awaitable[None]]
     """Tells the gateway of new versions."""
+    assertions: Assertions = field(default_factory=Assertions)
+    """Cautions about what the agent's side alone asserts."""
     state: RunState = field(default_factory=RunState)
     saved_step: int = 0
     """The step of the latest checkpoint."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _credit: Mapping[str, PolicyCredit] = field(init=False)
     _experience: Experience = field(init=False)
+    _patience: Patience = field(init=False)
 
     def __post_init__(self) -> None:
         self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.policies.items()}
+        self._patience = Patience(self.config.train.patience)
         settings, per_step = self.config.asynchronous, self.config.train.groups_per_step
         self._experience = Experience(
             self.collector,
@@ -89,11 +95,12 @@ class Trainer:
         )
 
     async def train(self) -> None:
-        """Train from where `state` is to the last step."""
+        """Train from where `state` is to the last step. TrainingError if the steps have nothing to train on."""
         settings = self.config.train
         last = settings.steps
         self._resumed = time.monotonic() - self.state.seconds
-        if not self.state.evaluations:
+        every = self.config.eval.every
+        if every and not self.state.evaluations:
             await self._evaluate()
         try:
             while self.state.step < last:
@@ -102,7 +109,7 @@ class Trainer:
                 with self.observer.phase("rollouts", step) as phase:
                     drawn = await self._experience.draw(last - self.state.step, self._draw_context(step), phase)
                 await uninterrupted(self._learn(step, drawn, started, tokens))
-                if step % self.config.eval.every == 0 or step == last:
+                if every and (step % every == 0 or step == last):
                     await self._evaluate()
                 if step % settings.checkpoint_every == 0 or step == last:
                     await uninterrupted(self.checkpoint())
@@ -118,7 +125,7 @@ class Trainer:
             size=settings.group_size,
             seed=self.config.seed,
             run=self.run,
-            incarnation=self.incarnation,
+            restart=self.restart,
         )
 
     @property
@@ -131,7 +138,7 @@ class Trainer:
         return DrawContext(step, self.config.seed, self.versions, staleness, self._min_group_size)
 
     async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
-        """Credit, update and record; once the weights move, the record has to follow."""
+        """Credit, update and record. Once the weights move, the training records have to be stored."""
         ages = staleness_metrics(drawn.episodes, self.versions)
         prepared = make_batches(
             without_stale(drawn.groups, self.versions, self.config.asynchronous.max_staleness),
@@ -144,10 +151,14 @@ class Trainer:
         rolled_out = time.monotonic()
         results = await self._update(step, prepared)
         updated = time.monotonic()
-        uses = await self._record(step, prepared, results, drawn.rollouts)
-        for missing in missing_lessons(drawn.episodes, uses, self.config.train.agents):
+        training_records = await self._record(step, prepared, results, drawn.rollouts)
+        for missing in missing_lessons(drawn.episodes, training_records, self.config.train.agents):
             self.observer.say(f"step {step}: {missing}")
-        drops = Counter(use.dropped for use in uses if use.dropped)
+        for caution in self.assertions.noticed(drawn.new):
+            self.observer.say(caution)
+        if common_failure(drawn.new):
+            self.observer.say(f"step {step}: {await told_failure(self.store, drawn.new)}")
+        drops = Counter(record.dropped for record in training_records if record.dropped)
         found = episode_metrics(drawn.new)
         stats = await self.engine.stats()
         metrics = {
@@ -155,9 +166,9 @@ class Trainer:
             **ages,
             **update_metrics({name: each.metrics for name, each in results.items()}, several=len(self.policies) > 1),
             **{f"tokens/{key}": value - tokens[key] for key, value in (await self._tokens()).items()},
-            **drop_metrics(use.dropped for use in uses),
+            **drop_metrics(record.dropped for record in training_records),
             **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
-            "transitions/kept": float(len(uses) - drops.total()),
+            "transitions/kept": float(len(training_records) - drops.total()),
             "transitions/dropped": float(drops.total()),
             "groups/in_flight": float(drawn.in_flight),
             "groups/carried_over": float(drawn.carried_over),
@@ -172,10 +183,13 @@ class Trainer:
         state.step = step
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
         state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in drawn.new)
-        state.kept += len(uses) - drops.total()
+        state.kept += len(training_records) - drops.total()
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
+        self.observer.say(step_line(step, self.config.train.steps, metrics))
+        state.count_endings(drawn.new)
         self._count_memory(stats)
+        self._patience.check(step, why_nothing(drawn.new, training_records, prepared.episodes_dropped))
 
     async def _update(self, step: int, prepared: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
@@ -198,13 +212,13 @@ class Trainer:
 
     async def _record(
         self, step: int, prepared: StepBatches, results: Mapping[str, UpdateResult], rollouts: Sequence[Rollout]
-    ) -> list[Use]:
-        """Store, all or nothing, what training made of every transition, and of which step each rollout is.
+    ) -> list[TrainingRecord]:
+        """Store the training records, and the step of each rollout, all or nothing.
 
-        That is the step that trained on it, which may not be the one that it was planned for.
+        The step of a rollout is the one that trained on it, which may differ from the one that it was planned for.
         """
-        uses = [
-            Use(*key, step=step, credit=credit, advantage=advantage, weight=weight, dropped=reason)
+        training_records = [
+            TrainingRecord(*key, step=step, credit=credit, advantage=advantage, weight=weight, dropped=reason)
             for policy, result in results.items()
             for key, credit, advantage, weight, reason in zip(
                 prepared.batches[policy].keys,
@@ -215,10 +229,10 @@ class Trainer:
                 strict=True,
             )
         ]
-        uses += prepared.dropped
+        training_records += prepared.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
-        await self.store.put(*uses, *moved)
-        return uses
+        await self.store.put(*training_records, *moved)
+        return training_records
 
     async def _tokens(self) -> dict[str, float]:
         """The engine's counters of tokens prefilled, reused and decoded, since it started."""
@@ -233,8 +247,7 @@ class Trainer:
         self._count_memory(await self.engine.stats())
         if entries:
             self.log.write(step, "eval", metrics)
-            rewards = ", ".join(f"{e['set']} {e['mode']} {e['reward']:.3f}" for e in entries)
-            self.observer.say(f"step {step}: {rewards}")
+            self.observer.say(evaluation_line(step, self.config.train.steps, entries))
 
     async def checkpoint(self) -> Path:
         """Save everything that resuming needs."""
@@ -242,7 +255,7 @@ class Trainer:
         part = self.checkpoints.begin(self.state.step)
         await self.engine.save(part)
         self.saved_step = self.state.step
-        return self.checkpoints.commit(part, self.state)
+        return await asyncio.to_thread(self.checkpoints.commit, part, self.state)
 
     def count_time(self) -> None:
         """Bring `state.seconds` up to now."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from agl_core.errors import CheckpointError
+from agl_core import private
+from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import staleness
 from agl_core.protocols import Tracker
 from agl_core.types import Episode, FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -36,13 +41,13 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "rollouts": float(len(episodes)),
         "rollout/turns": mean(len(e.transitions) for e in episodes),
         "rollout/calls": mean(len({t.key.call for t in e.transitions}) for e in episodes),
-        "rollout/outcomes": mean(sum(len(t.outcomes) for t in e.transitions) for e in episodes),
+        "rollout/tool_results": mean(sum(len(t.tool_results) for t in e.transitions) for e in episodes),
         "length/prompt": mean(len(t.prompt_ids) for t in transitions if t.prompt_ids is not None),
         "length/response": mean(len(t.response_ids) for t in transitions if t.response_ids is not None),
-        "length/cut": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
+        "length/truncated": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
         "calls/prefix_broken": float(sum(t.prefix_broken for t in transitions)),
         "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
-        "outcomes/unjoined": float(sum(len(e.unjoined) for e in episodes)),
+        "tool_results/unjoined": float(sum(len(e.unjoined) for e in episodes)),
     }
     parts: dict[str, float] = {}
     for reward in (r for e in episodes for r in e.rewards):
@@ -60,7 +65,7 @@ def staleness_metrics(episodes: Sequence[Episode], versions: Mapping[str, int]) 
 
 
 def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: bool) -> dict[str, float]:
-    """What the engine said of a step's updates: `update/KEY`; in a run with several policies, `update/POLICY/KEY`.
+    """The engine's metrics of a step's updates: `update/KEY`; in a run with several policies, `update/POLICY/KEY`.
 
     >>> update_metrics({"writer": {"loss": 0.5}}, several=True)
     {'update/writer/loss': 0.5}
@@ -73,20 +78,29 @@ def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: boo
 
 
 def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:
-    """Transitions left out of training, by reason."""
+    """The number of dropped transitions, by reason."""
     return {f"dropped/{reason}": float(n) for reason, n in Counter(r for r in reasons if r).items()}
 
 
-class MetricsLog:
-    """`metrics.jsonl`: one line per training step and per evaluation, and whatever trackers the run has."""
+def has_trained(path: Path) -> bool:
+    """Whether a run's `metrics.jsonl` has a training step, and not only evaluations."""
+    return path.exists() and any(b'"kind":"train"' in line for line in path.read_bytes().splitlines())
 
-    def __init__(self, path: Path, trackers: Sequence[Tracker], incarnation: int) -> None:
-        self._path, self._trackers, self._incarnation = path, trackers, incarnation
+
+class MetricsLog:
+    """`metrics.jsonl`, one line per training step and per evaluation, and the trackers of the run."""
+
+    def __init__(self, path: Path, trackers: Mapping[str, Tracker], restart: int = 0) -> None:
+        self._path, self._trackers = path, trackers
+        self.restart = restart
+        """The restart of the lines that are written from now on."""
+        self._failed: set[str] = set()
+        """The trackers that raised, by name."""
 
     def forget_after(self, step: int) -> None:
-        """Take out the lines of superseded steps, when a run resumes from an earlier checkpoint.
+        """Remove the lines of superseded steps, when a run resumes from an earlier checkpoint.
 
-        A last line that a kill or a full disk cut off goes with them; CheckpointError if another one cannot be read.
+        A last line that a kill or a full disk truncated is removed too; CheckpointError if another line cannot be read.
         """
         if not self._path.exists():
             return
@@ -102,17 +116,41 @@ class MetricsLog:
                         f"resume again."
                     ) from error
         part = self._path.with_suffix(".part")
-        part.write_bytes(b"".join(line + b"\n" for line in kept))
+        private.write(part, b"".join(line + b"\n" for line in kept))
         os.replace(part, self._path)
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
-        """Append one line; `kind` is `train` or `eval`."""
-        line: dict[str, Any] = {"step": step, "kind": kind, "incarnation": self._incarnation, **metrics}
-        with self._path.open("ab") as file:
+        """Append one line; `kind` is `train` or `eval`.
+
+        Trackers get the numbers of a step under `train/`; those of an evaluation begin with the name of its set.
+        """
+        line: dict[str, Any] = {"step": step, "kind": kind, "restart": self.restart, **metrics}
+        with open(self._path, "ab", opener=private.opener) as file:
             file.write(orjson.dumps(line) + b"\n")
-        for tracker in self._trackers:
-            tracker.log(step, {f"{kind}/{key}": value for key, value in metrics.items()})
+        tracked = {f"train/{key}": value for key, value in metrics.items()} if kind == "train" else metrics
+        for name, tracker in self._trackers.items():
+            with self._reported(name):
+                tracker.log(step, tracked)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        for name, tracker in self._trackers.items():
+            with self._reported(name):
+                tracker.close()
+
+    @contextmanager
+    def _reported(self, tracker: str) -> Iterator[None]:
+        """An exception of a tracker does not stop training: it is logged once."""
+        try:
+            yield
+        except Exception as error:
+            if tracker not in self._failed:
+                logger.warning(
+                    "The tracker '%s' failed (%s: %s). Training goes on, and the tracker is given what comes later; "
+                    "what it misses is in %s.\n%s",
+                    tracker,
+                    type(error).__name__,
+                    error,
+                    self._path,
+                    last_frames(error),
+                )
+            self._failed.add(tracker)

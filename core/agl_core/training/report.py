@@ -1,52 +1,56 @@
-"""What a run ends with: `summary.json`, and the same for the screen."""
+"""The result of a run: `summary.json`, and the same for the screen."""
 
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from agl_core.training.checkpoints import RunState
-
-HEADLINE_SET = "eval"
+from agl_core import private
+from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcome of a run."""
+    """The result of a run."""
 
     run_dir: Path
     seed: int
     state: RunState
-    interrupted: bool
+    stopped_by: signal.Signals | None
+    """The signal that stopped it early: Ctrl-C is SIGINT."""
     checkpoint: Path | None
     abandoned: int
     """Agents that could not be ended when their time was up."""
     problems: dict[str, int]
-    """What adapters could not do."""
+    """Failures of adapters."""
     server: str | None = None
     """The address of the server that has the store; None: the store is in the run's folder."""
 
     def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
-        """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set."""
+        """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set; None: not evaluated (again)."""
         of_set = [e for e in self.state.evaluations if e["set"] == set_name]
         steps = sorted({e["step"] for e in of_set})
 
-        def at(step: int) -> dict[str, float | None]:
-            found = {e["mode"]: e["reward"] for e in of_set if e["step"] == step}
+        def at(evaluated: list[int]) -> dict[str, float | None]:
+            found = {e["mode"]: e["reward"] for e in of_set if e["step"] in evaluated}
             return {mode: found.get(mode) for mode in ("greedy", "sampled")}
 
-        if not steps:
-            return {"before": {"greedy": None, "sampled": None}, "after": {"greedy": None, "sampled": None}}
-        return {"before": at(steps[0]), "after": at(steps[-1])}
+        return {"before": at(steps[:1]), "after": at(steps[1:][-1:])}
 
     @property
     def sets(self) -> list[str]:
         """The held-out sets, in the order of their evaluation."""
         return list(dict.fromkeys(e["set"] for e in self.state.evaluations))
+
+    @property
+    def models(self) -> list[Path]:
+        """The latest weights of each policy, as transformers loads them."""
+        return [] if self.checkpoint is None else [link for link in model_links(self.checkpoint) if link.exists()]
 
     @property
     def headline(self) -> str:
@@ -61,11 +65,13 @@ class Summary:
             "steps": state.step,
             "seconds": state.seconds,
             "peak_rss_bytes": state.peak_rss_bytes,
+            "rollouts": state.endings,
             "llm_calls": state.llm_calls,
             "transitions": {"kept": state.kept, "dropped": state.dropped},
             "seed": self.seed,
-            "interrupted": self.interrupted,
+            "interrupted": self.stopped_by is not None,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "models": [str(model) for model in self.models],
             "agents_abandoned": self.abandoned,
             "adapter_problems": self.problems,
             "evaluations": state.evaluations,
@@ -73,7 +79,7 @@ class Summary:
         }
 
     def write(self) -> None:
-        """Write `summary.json`, whole."""
+        """Write `summary.json` as a whole."""
         part = self.run_dir / "summary.json.part"
-        part.write_bytes(orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
+        private.write(part, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
         os.replace(part, self.run_dir / "summary.json")

@@ -1,27 +1,34 @@
-"""A whole run: its folder, its incarnations, and what happens when it is interrupted."""
+"""A whole run: its folder, its restarts and its interruption."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agl_core.client import BlockingClient, FarServer, Server
+from agl_core import private
+from agl_core.client import BlockingClient, RemoteServer, ServerAddress
 from agl_core.config.check import cautions
-from agl_core.config.load import CONFIG_FILE, LoadedConfig, dump
-from agl_core.errors import CheckpointError, StoreError
-from agl_core.server import LightningServer
-from agl_core.training.checkpoints import Checkpoints, RunState, read_state
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
+from agl_core.config.resolve import Chosen
+from agl_core.errors import AglError, CheckpointError, ConfigError, PluginError, StoreError, last_frames
+from agl_core.protocols import Tracker
+from agl_core.store.interface import Store
+from agl_core.training.assertions import Assertions
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
 from agl_core.training.loop import Trainer, uninterrupted
-from agl_core.training.metrics import MetricsLog
+from agl_core.training.metrics import MetricsLog, has_trained
 from agl_core.training.progress import Observer
 from agl_core.training.report import Summary
-from agl_core.training.serving import near_server
+from agl_core.training.resuming import changes, check_changes
+from agl_core.training.serving import TrainingServer, local_server
 from agl_core.training.session import Session, open_session
-from agl_core.wire.operators import FinishRequest, VersionsRequest
+from agl_core.wire.trainers import FinishRequest, VersionsRequest
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -29,107 +36,211 @@ METRICS_FILE = "metrics.jsonl"
 def new_run_dir(loaded: LoadedConfig) -> Path:
     """`runs/NAME`, or `runs/NAME-2` and so on if it is taken; holds the configuration as resolved."""
     base = loaded.config.runs / loaded.config.name
-    candidates = (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in range(1, 10_000))
-    for folder in candidates:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        (folder / CONFIG_FILE).write_text(dump(loaded.config))
-        return folder
+    return first_free(base, partial(store_config, loaded.config))
+
+
+def first_free(base: Path, write: Callable[[Path], None]) -> Path:
+    """Make the folder `base`, or `base-2` and so on if it is taken, with the configuration that `write` puts there."""
+    for number in range(1, 10_000):
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        with suppress(FileExistsError):
+            make_run_dir(folder, write, may_exist=False)
+            return folder
     raise CheckpointError(f"{base} and thousands of folders beside it are taken. Remove some or set `name`.")
 
 
-def folder_of_served(loaded: LoadedConfig, far: Server) -> Path:
-    """The folder, here, of the run that a server elsewhere serves: of the same name, and without a trained run.
+def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool = True) -> None:
+    """Make a run's folder and have `write` put its configuration there. It may be there only if
+    `may_exist`; else FileExistsError."""
+    try:
+        private.make_folder(folder, exist_ok=may_exist)
+        write(folder)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not may_exist:
+            raise
+        raise ConfigError(
+            f"The run's folder {folder} cannot be made or written ({error.strerror}: {error.filename}). Check the "
+            f"permissions and the disk, or have runs elsewhere: --set runs=FOLDER."
+        ) from error
 
-    On the server's own machine it is the very folder that has the store.
+
+def is_new(run_dir: Path) -> bool:
+    """Whether a run's folder has nothing but its configuration."""
+    return all(each.name == CONFIG_FILE for each in run_dir.iterdir())
+
+
+@contextmanager
+def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Remove a new run's folder if the block fails before it calls the function that it gets: nothing is in it yet.
+
+    If the engine left a log, which its errors name, the folder stays. None: there is nothing to remove.
     """
-    with BlockingClient(far.base_url, far.key) as client:
+    has_begun = False
+
+    def begun() -> None:
+        nonlocal has_begun
+        has_begun = True
+
+    try:
+        yield begun
+    except BaseException:
+        if folder is not None and not has_begun and not any(log.stat().st_size for log in folder.glob("*.log")):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def folder_of_served(loaded: LoadedConfig, remote: ServerAddress) -> Path:
+    """The local folder of the run that a remote server serves: of the same name, and without a trained run.
+
+    On the server's own machine it is the folder with the store.
+    """
+    with BlockingClient(remote.base_url, remote.key) as client:
         name = client.health().run or loaded.config.name
     folder = loaded.config.runs / name
-    if (folder / METRICS_FILE).exists():
+    if has_trained(folder / METRICS_FILE):
         raise CheckpointError(
-            f"The run {name} that the server at {far.base_url} serves has been trained already, in {folder}. Go on "
-            f"with `agl train --resume {folder} --server {far.base_url}`, or serve a new one (`agl serve CONFIG --set "
-            f"name=ANOTHER`)."
+            f"The run {name} that the server at {remote.base_url} serves has been trained already, in {folder}. Go on "
+            f"with `agl train --resume {folder} --server {remote.base_url}`, or serve a new one "
+            f"(`agl serve CONFIG --set name=ANOTHER`)."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(dump(loaded.config))
+    make_run_dir(folder, partial(store_config, loaded.config))
     return folder
 
 
 async def train(
-    loaded: LoadedConfig, run_dir: Path, observer: Observer, *, resume: bool = False, far: Server | None = None
+    loaded: LoadedConfig,
+    run_dir: Path,
+    observer: Observer,
+    *,
+    resume: bool = False,
+    checkpoint: Path | None = None,
+    remote: ServerAddress | None = None,
 ) -> Summary:
-    """Train in `run_dir`, from its last checkpoint if `resume`; returns what came of it, also when interrupted.
+    """Train in `run_dir`; returns the result, also when interrupted.
 
-    `far` is the server to use instead of one in this process. StoreError if the run goes on, but its store is empty.
+    If `resume`, the run goes on from `checkpoint`, by default its last one. What came after the checkpoint is
+    superseded. Changes of the configuration are printed, and hold from now on. `remote` is the server to use instead of
+    one in this process. ConfigError if a change does not fit the checkpoint; StoreError if the run's store is empty.
+    The folder of a new run is removed if the run cannot be started.
     """
+    with removed_unless_begun(run_dir if is_new(run_dir) and not resume else None) as begun:
+        return await _train(loaded, run_dir, observer, resume, checkpoint, remote, begun)
+
+
+async def _train(
+    loaded: LoadedConfig,
+    run_dir: Path,
+    observer: Observer,
+    resume: bool,
+    checkpoint: Path | None,
+    remote: ServerAddress | None,
+    begun: Callable[[], None],
+) -> Summary:
     config = loaded.config
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.train.keep_checkpoints)
-    weights = checkpoints.latest() if resume and checkpoints.all() else None
+    checkpoints = Checkpoints(
+        run_dir / CHECKPOINTS, config.train.keep_checkpoints, keep_best=config.train.keep_best_checkpoint
+    )
+    weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)
     state = read_state(weights) if weights else RunState()
+    if weights and state.config:
+        _tell_changes(loaded, state, weights, observer)
+    state.config = config.model_dump(mode="json")
     for caution in cautions(loaded):
         observer.say(caution)
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(_open_server(loaded, run_dir, far))
+        trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
+        log = MetricsLog(run_dir / METRICS_FILE, trackers)
+        stack.callback(log.close)
+        server = await stack.enter_async_context(_open_server(loaded, run_dir, remote))
         if state.step:
-            await _check_recorded(server, run_dir, state.step)
+            name = str(run_dir / "store.sqlite") if remote is None else f"of {remote.base_url}"
+            await _check_recorded(server.run.store, name, run_dir, state.step)
         session = await stack.enter_async_context(
             open_session(
                 loaded, run_dir, server, observer, weights=weights, resumed_step=state.step if resume else None
             )
         )
-        log = MetricsLog(
-            run_dir / METRICS_FILE,
-            [tracker.build(run_dir) for tracker in loaded.trackers.values()],
-            session.incarnation,
-        )
-        stack.callback(log.close)
+        begun()
+        log.restart = session.restart
         log.forget_after(state.step if weights else -1)
+        if resume:
+            store_config(config, run_dir)
+            for superseded in checkpoints.forget_after(state.step):
+                observer.say(f"removed {superseded}, which is superseded")
         trainer = _trainer(loaded, run_dir, session, checkpoints, log, observer, state)
-        interrupted = await _until_done(trainer, observer)
-        await session.serving.finish(FinishRequest(incarnation=session.incarnation, over=not interrupted))
+        stopped_by = await _until_done(trainer, observer)
+        await session.control.finish(FinishRequest(restart=session.restart, over=stopped_by is None))
         worker = session.worker and session.worker.worker
         return Summary(
             run_dir=run_dir,
             seed=config.seed,
             state=state,
-            interrupted=interrupted,
+            stopped_by=stopped_by,
             checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
             abandoned=worker.abandoned if worker else 0,
             problems=dict(worker.problems) if worker else {},
-            server=far.base_url if far else None,
+            server=remote.base_url if remote else None,
         )
 
 
 async def evaluate(
-    loaded: LoadedConfig, run_dir: Path, checkpoint: Path | None, observer: Observer, *, far: Server | None = None
+    loaded: LoadedConfig,
+    run_dir: Path,
+    checkpoint: Path | None,
+    observer: Observer,
+    *,
+    remote: ServerAddress | None = None,
 ) -> list[Any]:
-    """Evaluate a checkpoint (None: the initial weights) on every held-out set; one entry per set and mode."""
+    """Evaluate a checkpoint (None: the initial weights) on every held-out set; one entry per set and mode.
+
+    The numbers are also a line of the run's metrics.jsonl. The records of later steps stay as they are: an evaluation
+    does not resume the run. The folder of a new run is removed if it cannot be started.
+    """
     step = read_state(checkpoint).step if checkpoint else 0
-    async with (
-        _open_server(loaded, run_dir, far) as server,
-        open_session(loaded, run_dir, server, observer, weights=checkpoint, resumed_step=step) as session,
-    ):
-        entries, _, _ = await session.evaluator.evaluate(step)
-        return entries
+    with removed_unless_begun(run_dir if is_new(run_dir) else None) as begun:
+        async with (
+            _open_server(loaded, run_dir, remote) as server,
+            open_session(loaded, run_dir, server, observer, weights=checkpoint) as session,
+        ):
+            begun()
+            entries, metrics, _ = await session.evaluator.evaluate(step)
+            MetricsLog(run_dir / METRICS_FILE, {}, session.restart).write(step, "eval", metrics)
+            return entries
+
+
+def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:
+    """A tracker. PluginError if it does not start, because the configuration asks for it."""
+    try:
+        tracker: Tracker = chosen.build(run_dir)
+    except AglError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"[trackers.{name}]: it does not start ({type(error).__name__}: {error}). Mend it, or leave it out: "
+            f"--set trackers.{name}=false.\n{last_frames(error)}"
+        ) from error
+    return tracker
+
+
+def _tell_changes(loaded: LoadedConfig, state: RunState, checkpoint: Path, observer: Observer) -> None:
+    """Print what the configuration changes; ConfigError if a change is refused."""
+    found = changes(state.config, loaded.config.model_dump(mode="json"))
+    check_changes(found, state.config, loaded.folder, checkpoint)
+    for change in found:
+        observer.say(f"changed since {checkpoint.name}: {change}")
 
 
 def _open_server(
-    loaded: LoadedConfig, run_dir: Path, far: Server | None
-) -> AbstractAsyncContextManager[LightningServer | FarServer]:
-    """The server of a run, in this process or at `far`."""
-    return near_server(loaded, run_dir) if far is None else FarServer(far.base_url, far.key)
+    loaded: LoadedConfig, run_dir: Path, remote: ServerAddress | None
+) -> AbstractAsyncContextManager[TrainingServer]:
+    """The server of a run, in this process or at `remote`."""
+    if remote is None:
+        return local_server(loaded, run_dir)
+    return RemoteServer(remote.base_url, remote.key, loaded.config.server.lease)
 
 
-async def _check_recorded(server: LightningServer | FarServer, run_dir: Path, step: int) -> None:
-    """StoreError if the store of a run that has been trained knows of no run: it was emptied, or is another one."""
-    if isinstance(server, LightningServer):
-        store, name = server.run.store, str(run_dir / "store.sqlite")
-    else:
-        store, name = server.store, f"of {server.base_url}"
+async def _check_recorded(store: Store, name: str, run_dir: Path, step: int) -> None:
+    """StoreError if the store of a trained run has no run: it was emptied, or is another store."""
     if not await store.runs():
         raise StoreError(
             f"The store {name} is empty, but {run_dir} has been trained up to step {step}: what was recorded of it is "
@@ -148,16 +259,16 @@ def _trainer(
     state: RunState,
 ) -> Trainer:
     async def publish(versions: dict[str, int]) -> None:
-        await session.serving.publish(VersionsRequest(incarnation=session.incarnation, versions=versions))
+        await session.control.publish(VersionsRequest(restart=session.restart, versions=versions))
 
     return Trainer(
         config=loaded.config,
         policies=loaded.policies,
-        run=run_dir.name,
-        incarnation=session.incarnation,
+        run=session.run,
+        restart=session.restart,
         tasks=session.tasks["train"],
         engine=session.engine,
-        store=session.serving.store,
+        store=session.control.store,
         collector=session.collector,
         buffer=loaded.buffer.build(),
         evaluator=session.evaluator,
@@ -167,42 +278,45 @@ def _trainer(
         hook=loaded.plugins.hook,
         versions=session.versions,
         publish=publish,
+        assertions=Assertions.in_run(loaded),
         state=state,
         saved_step=state.step,
     )
 
 
-async def _until_done(trainer: Trainer, observer: Observer) -> bool:
-    """Train; on Ctrl-C or SIGTERM stop at once, save what was learned, and return True."""
+async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | None:
+    """Train; on Ctrl-C or SIGTERM stop at once, save what was learned, and return the signal."""
     task = asyncio.ensure_future(trainer.train())
-    with _on_signal(task):
+    with _on_signal(task) as received:
         try:
             await task
         except asyncio.CancelledError:
             observer.say("stopping; saving a checkpoint")
             if trainer.state.step > trainer.saved_step:
                 await uninterrupted(trainer.checkpoint())
-            return True
+            return received[0]
         finally:
             trainer.count_time()
-    return False
+    return None
 
 
 @contextmanager
-def _on_signal(task: asyncio.Task[None]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM cancels `task`; a second one gets the default treatment."""
+def _on_signal(task: asyncio.Task[None]) -> Iterator[list[signal.Signals]]:
+    """The first Ctrl-C or SIGTERM is recorded and cancels `task`; a second one gets the default treatment."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
+    received: list[signal.Signals] = []
 
-    def stop() -> None:
+    def stop(which: signal.Signals) -> None:
         for each in signals:
             loop.remove_signal_handler(each)
+        received.append(which)
         task.cancel()
 
     for each in signals:
-        loop.add_signal_handler(each, stop)
+        loop.add_signal_handler(each, stop, each)
     try:
-        yield
+        yield received
     finally:
         for each in signals:
             loop.remove_signal_handler(each)

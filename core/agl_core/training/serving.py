@@ -1,4 +1,4 @@
-"""What the trainer needs of a Lightning Server, and the two that it can have: in its own process, or elsewhere."""
+"""The Lightning Server as the trainer sees it, and how a run's server is started."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from agl_core.config.load import ServedConfig
+from agl_core.config.load import ServerConfig
 from agl_core.config.models import RunConfig
-from agl_core.errors import EngineError, ServerError
+from agl_core.errors import EngineError, ServerError, StoreError
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import is_loopback
 from agl_core.store.interface import Store
 from agl_core.types import Rollout
-from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile
-from agl_core.wire.operators import (
+from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile
+from agl_core.wire.trainers import (
     BeginReply,
     BeginRequest,
     FinishRequest,
@@ -32,91 +32,135 @@ class Queue(Protocol):
     """The rollout queue."""
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Have these run, after those that were added before; adding them again changes nothing."""
+        """Add these rollouts after those that were added before; adding them again changes nothing."""
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
         """Those of `ids` that are done; waits until one is. Asking changes nothing."""
 
     async def cancel(self, ids: Collection[str]) -> None:
-        """End these; they are done as soon as this returns."""
+        """End these; they are done when this returns."""
 
 
-class Serving(Protocol):
-    """A Lightning Server as the trainer sees it."""
+class RunControl(Protocol):
+    """The run that a server serves, as its trainer controls it."""
 
     @property
     def queue(self) -> Queue:
-        """Where rollouts are run."""
+        """Runs the rollouts."""
 
     @property
     def store(self) -> Store:
-        """Where everything is recorded."""
+        """Records everything."""
 
     async def begin(self, request: BeginRequest) -> BeginReply:
-        """Begin the run's next incarnation; what earlier ones left unfinished ends as lost."""
+        """Begin the run's next restart; what earlier ones left unfinished ends as lost."""
 
     async def serve(self, registration: Registration) -> None:
-        """From now on, rollouts are lent to workers, and their model calls are answered by this engine."""
+        """From now on, workers lease rollouts, and this engine answers their model calls."""
 
     async def publish(self, request: VersionsRequest) -> None:
         """Policies were updated."""
 
     async def finish(self, request: FinishRequest) -> None:
-        """The trainer stops: rollouts wait for the next one, unless the run is over, which workers are told."""
+        """The trainer stops: rollouts wait for the next one. If the run is over, workers end."""
+
+    def check(self) -> None:
+        """ServerError if the server no longer hears this trainer."""
+
+
+class TrainingServer(Protocol):
+    """A Lightning Server as the trainer sees it, in its own process (`local_server`) or elsewhere (`RemoteServer`)."""
+
+    @property
+    def base_url(self) -> str:
+        """Where it listens."""
+
+    @property
+    def worker_key(self) -> str | None:
+        """The workers' key; None: the trainer does not have it, and starts no worker of its own."""
+
+    @property
+    def run(self) -> RunControl:
+        """The run that it serves."""
 
 
 @asynccontextmanager
-async def near_server(loaded: ServedConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
+async def local_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, in the trainer's own process; they end with it.
 
-    Workers on this machine find it by the file in the run's folder, which also tells those that are away that the run
-    is over. If it ends by an error, they wait for the run to be resumed.
+    Workers on this machine find it by the file in the run's folder, which also says whether the run is over. If the
+    trainer ends by an error, workers wait until the run is resumed.
     """
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
     keys.check_host(loaded.config.server.host)
     async with loaded.store.build(run_dir) as store:
-        server = _server(loaded, store, keys, loaded.config.server.port)
+        begun = await _has_begun(store, file)
+        server = _server(loaded, store, keys, file, loaded.config.server.port)
         await server.start()
         failed = True
         try:
-            keys.write(file, server.base_url)
+            keys.write(file, server.base_url, begun=begun)
             yield server
             failed = False
             if server.run.over:
-                keys.write(file, server.base_url, over=True)
+                keys.write(file, server.base_url, begun=True, over=True)
         finally:
             await server.stop(over=not failed)
 
 
 @asynccontextmanager
-async def server_apart(loaded: ServedConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
-    """The server and the store of a run, for a trainer elsewhere; what an earlier server left there is taken up.
+async def standalone_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
+    """The server and the store of a run, for a trainer elsewhere; it goes on where an earlier server left off.
 
-    With port 0 it listens where that one did, if it can, so that those who wait for it find it again.
+    With port 0 it listens where that one did, if it can, so that trainer and workers find it again.
     """
     host, port = loaded.config.server.host, loaded.config.server.port
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
     keys.check_host(host, (WORKER_KEY, OPERATOR_KEY))
     async with loaded.store.build(run_dir) as store:
-        server = _server(loaded, store, keys, port or _port_before(file), run_dir.name)
+        begun = await _has_begun(store, file)
+        run = await recorded_name(store, run_dir)
+        server = _server(loaded, store, keys, file, port or _port_before(file), run)
         try:
             await server.start()
         except ServerError:
             if port:
                 raise
-            server = _server(loaded, store, keys, 0, run_dir.name)
+            server = _server(loaded, store, keys, file, 0, run)
             await server.start()
         try:
-            keys.write(file, server.base_url)
+            keys.write(file, server.base_url, begun=begun)
             yield server
         finally:
             await server.stop(over=False)
 
 
-def _server(loaded: ServedConfig, store: Store, keys: Keys, port: int, run: str | None = None) -> LightningServer:
-    return LightningServer(
+async def recorded_name(store: Store, run_dir: Path) -> str:
+    """The run's name: the one in its store, so that its folder may be moved; at first that of its folder."""
+    runs = await store.runs()
+    return runs[-1].id if runs else run_dir.name
+
+
+async def _has_begun(store: Store, file: Path) -> bool:
+    """Whether the store has a run; StoreError if it has none, but the file of an earlier server names one."""
+    if await store.runs():
+        return True
+    before = ServerFile.read(file)
+    if before is not None and before.begun:
+        raise StoreError(
+            f"The store {file.with_name('store.sqlite')} is empty, but {file} says that a run was begun: what "
+            f"was recorded of it is lost, or is elsewhere. Put the store back, with its log (-wal) if it has one, or "
+            f"restore a backup. To start anew, remove {file}."
+        )
+    return False
+
+
+def _server(
+    loaded: ServerConfig, store: Store, keys: Keys, file: Path, port: int, run: str | None = None
+) -> LightningServer:
+    server = LightningServer(
         store,
         None,
         **dict(run_settings(loaded.config)),
@@ -124,14 +168,17 @@ def _server(loaded: ServedConfig, store: Store, keys: Keys, port: int, run: str 
         hook=loaded.plugins.hook,
         keys=keys,
         run=run,
+        begun=lambda: keys.write(file, server.base_url, begun=True),
     )
+    return server
 
 
 def _port_before(file: Path) -> int:
     """The port of the server that wrote this file; 0 if there was none."""
+    before = ServerFile.read(file)
     try:
-        return urlsplit(ServerFile.model_validate_json(file.read_bytes()).base_url).port or 0
-    except (OSError, ValueError):
+        return 0 if before is None else urlsplit(before.base_url).port or 0
+    except ValueError:
         return 0
 
 
@@ -146,12 +193,10 @@ def run_settings(config: RunConfig) -> RunSettings:
     )
 
 
-def registration(
-    config: RunConfig, incarnation: int, upstream: Upstream, versions: dict[str, int], expires: float | None
-) -> Registration:
-    """What a server has to know of a trainer's engine."""
+def registration(config: RunConfig, restart: int, upstream: Upstream, versions: dict[str, int]) -> Registration:
+    """The registration of a trainer's engine with a server. With a `RemoteServer` it expires unless it is repeated."""
     return Registration(
-        incarnation=incarnation,
+        restart=restart,
         urls=upstream.urls,
         models=dict(upstream.models),
         api_key=upstream.api_key,
@@ -159,12 +204,12 @@ def registration(
         context_length=upstream.context_length,
         versions=versions,
         settings=run_settings(config),
-        expires=expires,
+        expires=None,
     )
 
 
 def check_reachable(upstream: Upstream, server_url: str) -> None:
-    """EngineError if the engine listens to this machine alone, and the server is on another one."""
+    """EngineError if the engine listens on this machine only, and the server is on another one."""
     server = urlsplit(server_url).hostname or ""
     for url in upstream.urls:
         if is_loopback(urlsplit(url).hostname or "") and not _is_here(server):
@@ -176,7 +221,7 @@ def check_reachable(upstream: Upstream, server_url: str) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host is this machine: only its own addresses can be listened at."""
+    """Whether a host is this machine: a process can listen only at the machine's own addresses."""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

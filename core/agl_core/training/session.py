@@ -10,29 +10,33 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 from pydantic_core import to_jsonable_python
 
 from agl_core.capture import attach, installed_adapters
-from agl_core.client import FarServer, WorkerThread, agent_environment, choose_runner, client_variables
 from agl_core.config.load import LoadedConfig
-from agl_core.errors import EngineError
+from agl_core.config.models import RunConfig
+from agl_core.errors import AglError, ConfigError, EngineError, last_frames
 from agl_core.protocols import Engine, EngineContext, PolicySpec, TaskSource
-from agl_core.server import LightningServer
+from agl_core.training.checkpoints import verify
 from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.progress import Observer
 from agl_core.training.recorded import scoring_rules
-from agl_core.training.serving import Serving, check_reachable, registration
-from agl_core.wire.operators import BeginRequest, FinishRequest
+from agl_core.training.serving import RunControl, TrainingServer, check_reachable, recorded_name, registration
+from agl_core.wire.trainers import BeginRequest, FinishRequest
+from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
 
 @dataclass(frozen=True)
 class Session:
     """Everything that is running."""
 
-    serving: Serving
-    """The server, as the trainer uses it."""
-    incarnation: int
+    control: RunControl
+    """The server's, for this run."""
+    run: str
+    """The run's name in its store."""
+    restart: int
     engine: Engine
     versions: dict[str, int]
     """The version being served of each policy, at the start."""
@@ -47,99 +51,127 @@ class Session:
 async def open_session(
     loaded: LoadedConfig,
     run_dir: Path,
-    server: LightningServer | FarServer,
+    server: TrainingServer,
     observer: Observer,
     *,
     weights: Path | None = None,
     resumed_step: int | None = None,
 ) -> AsyncIterator[Session]:
-    """Begin a run's next incarnation on a server, start the engine and, if the server is in this process, a worker.
+    """Begin a run's next restart on a server, start the engine and, if the workers' key is here, a worker.
 
-    `weights` is a checkpoint to start from, of the step `resumed_step`.
+    `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there.
     """
     config = loaded.config
-    near = server if isinstance(server, LightningServer) else None
-    serving: Serving = server.run if isinstance(server, LightningServer) else server
-    tasks = {name: chosen.build(loaded.folder, config.seed) for name, chosen in loaded.tasks.items()}
-    rules = scoring_rules(loaded)  # Here, for what they lack is to be told before an engine is started.
-    began = BeginRequest(
-        run=run_dir.name, started=time.time(), config=config.model_dump(mode="json"), resumed_step=resumed_step
-    )
-    incarnation = (await serving.begin(began)).incarnation
+    if weights is not None and not await asyncio.to_thread(verify, weights):
+        observer.say(
+            f"caution: the checkpoint {weights} has no digests of its files, since an earlier version of agl wrote "
+            f"it: if it is damaged, agl may not notice"
+        )
+    control = server.run
+    # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
+    tasks = {name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()}
+    rules = scoring_rules(loaded)
+    worker_key = server.worker_key if config.workers.embedded else None
+    runner = None if worker_key is None else await choose_own_runner(loaded, server.base_url)
+    run = await recorded_name(control.store, run_dir)
+    began = BeginRequest(run=run, started=time.time(), config=config.model_dump(mode="json"), resumed_step=resumed_step)
+    restart = (await control.begin(began)).restart
     async with AsyncExitStack() as stack:
         observer.say("starting the engine")
         engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
         stack.push_async_callback(engine.stop)
         upstream = await engine.start()
-        if near is None:
-            check_reachable(upstream, server.base_url)
+        check_reachable(upstream, server.base_url)
         if weights is not None:
             await engine.load(weights)
         versions = dict(await engine.versions())
-        expires = config.server.lease if near is None else None
-        await serving.serve(registration(config, incarnation, upstream, versions, expires))
-        stack.push_async_callback(serving.finish, FinishRequest(incarnation=incarnation, over=False))
+        await control.serve(registration(config, restart, upstream, versions))
+        stack.push_async_callback(control.finish, FinishRequest(restart=restart, over=False))
         worker = None
-        if near is not None and config.workers.embedded:
-            worker = await start_worker(loaded, near, stack)
+        if runner is not None and worker_key is not None:
+            worker = start_worker(config, runner, server.base_url, worker_key, stack)
         else:
-            target = str(run_dir) if near is not None else f"CONFIG --server {server.base_url}"
+            target = str(run_dir) if server.worker_key is not None else f"CONFIG --server {server.base_url}"
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {target}")
         collector = Collector(
-            serving.store,
-            serving.queue,
+            control.store,
+            control.queue,
             rules,
             config.train.endings,
             loaded.plugins.hook,
-            health_check(worker) if isinstance(server, LightningServer) else server.check,
+            health_check(control, worker),
         )
         held_out = {name: source for name, source in tasks.items() if name != "train"}
-        evaluator = Evaluator(collector, held_out, config.eval, run_dir.name, incarnation, observer)
-        yield Session(serving, incarnation, engine, versions, worker, collector, evaluator, tasks)
+        evaluator = Evaluator(collector, held_out, config.eval, run, restart, observer, control.store)
+        yield Session(control, run, restart, engine, versions, worker, collector, evaluator, tasks)
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
-    """What the configuration tells the engine."""
+    """The engine's part of the configuration."""
     config = loaded.config
     return EngineContext(
         run_dir=run_dir,
         seed=config.seed,
         policies={
             name: PolicySpec(
-                model=policy.model.path,
+                model=loaded.weights[name],
                 dtype=policy.model.dtype,
                 trust_remote_code=policy.model.trust_remote_code,
                 lora=policy.model.lora.model_dump() if policy.model.lora else None,
                 optimizer=policy.optimizer.model_dump(),
                 algorithm=loaded.policies[name].algorithm.component.name,
                 algorithm_options=to_jsonable_python(loaded.policies[name].algorithm.options.model_dump()),
+                name=policy.model.path,
             )
             for name, policy in config.policies.items()
         },
         deterministic=config.train.deterministic,
-        updates=config.train.steps,
-        plugin_files=config.plugins,
+        steps=config.train.steps,
+        plugin_files=config.plugin_files,
         api_key=os.urandom(16).hex(),
     )
 
 
-async def start_worker(loaded: LoadedConfig, server: LightningServer, stack: AsyncExitStack) -> WorkerThread:
-    """A worker in this process, until the stack is closed; so long, clients that agents make find the server."""
-    stack.enter_context(agent_environment(client_variables(server.base_url, server.agent_key)))
+def first_made(name: str, source: TaskSource) -> TaskSource:
+    """The source of tasks, once its first task was made. ConfigError if that fails, or if it has none."""
+    try:
+        if source.size == 0:
+            raise ValueError("it has no tasks")
+        orjson.dumps(source.task(0).input)
+    except AglError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n{last_frames(error)}"
+        ) from error
+    return source
+
+
+async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:
+    """The runner of the agent in this process, imported; clients that its import makes find the server."""
     config = loaded.config
-    if config.agent.attach:
-        attach(installed_adapters(loaded.plugins))
-    worker = WorkerThread(
-        await asyncio.to_thread(
+    with agent_environment(client_variables(base_url)):
+        if config.agent.attach:
+            attach(installed_adapters(loaded.plugins))
+        return await asyncio.to_thread(
             choose_runner,
             config.agent,
             config.workers,
             folder=loaded.folder,
-            plugins=config.plugins,
-            base_url=server.base_url,
-        ),
-        base_url=server.base_url,
-        worker_key=server.worker_key,
+            plugins=config.plugin_files,
+            base_url=base_url,
+        )
+
+
+def start_worker(
+    config: RunConfig, runner: Runner, base_url: str, worker_key: str, stack: AsyncExitStack
+) -> WorkerThread:
+    """A worker in this process. Until the stack is closed, clients that agents make find the server."""
+    stack.enter_context(agent_environment(client_variables(base_url)))
+    worker = WorkerThread(
+        runner,
+        base_url=base_url,
+        worker_key=worker_key,
         concurrency=config.workers.concurrency,
     )
     worker.start()
@@ -147,10 +179,11 @@ async def start_worker(loaded: LoadedConfig, server: LightningServer, stack: Asy
     return worker
 
 
-def health_check(worker: WorkerThread | None) -> Callable[[], None]:
-    """Raises once our own worker is gone, so that the trainer does not wait for rollouts that nobody runs."""
+def health_check(control: RunControl, worker: WorkerThread | None) -> Callable[[], None]:
+    """Raises once rollouts are no longer run: the server follows another trainer, or this process's worker is gone."""
 
     def check() -> None:
+        control.check()
         if worker is not None and not worker.alive:
             raise EngineError("The worker stopped unexpectedly; see the log above. The run can be resumed.")
 

@@ -8,8 +8,9 @@ from agl_core.types.names import (
     Ending,
     FinishReason,
     Mode,
-    OutcomeStatus,
     RolloutState,
+    Source,
+    ToolStatus,
 )
 from agl_core.types.records import (
     Attempt,
@@ -19,7 +20,6 @@ from agl_core.types.records import (
     Identity,
     Json,
     Logprobs,
-    Outcome,
     Reward,
     Rollout,
     Run,
@@ -27,8 +27,9 @@ from agl_core.types.records import (
     Task,
     TokenMask,
     Tokens,
+    ToolResult,
+    TrainingRecord,
     TransitionKey,
-    Use,
 )
 
 __all__ = [
@@ -46,17 +47,18 @@ __all__ = [
     "Json",
     "Logprobs",
     "Mode",
-    "Outcome",
-    "OutcomeStatus",
     "Reward",
     "Rollout",
     "RolloutState",
     "Run",
     "Sampling",
+    "Source",
     "Task",
     "TokenMask",
     "Tokens",
+    "ToolResult",
+    "ToolStatus",
+    "TrainingRecord",
     "Transition",
     "TransitionKey",
-    "Use",
 ]

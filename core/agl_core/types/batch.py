@@ -43,8 +43,9 @@ class Batch:
     """The terminal reward of each transition's rollout (for statistics over rollouts)."""
     keys: tuple[TransitionKey, ...]
     weight_N: NDArray[np.float64] = field(default_factory=lambda: np.ones(0))
-    """What each transition's share in the loss is multiplied by, at least 0 (`agl_core.protocols.DrawnGroup`); by
-    default 1."""
+    """A factor of at least 0 on each transition's share in the loss (`agl_core.protocols.DrawnGroup`); by default 1."""
+    step: int = 0
+    """The training step (1, 2, …) of the batch. Schedules use it, because not every policy has a batch in each step."""
 
     def __post_init__(self) -> None:
         if not len(self.weight_N):

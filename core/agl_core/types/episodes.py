@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agl_core.types.names import DropReason, Ending, FinishReason, Mode
-from agl_core.types.records import Json, Logprobs, Outcome, Reward, Task, TokenMask, Tokens, TransitionKey
+from agl_core.types.records import Json, Logprobs, Reward, Task, TokenMask, Tokens, ToolResult, TransitionKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,13 +38,13 @@ class Transition:
     """[T] bool: which response tokens the policy sampled; None: all."""
     parse_error: str | None = None
     prefix_broken: bool = False
-    outcomes: tuple[Outcome, ...] = ()
-    """What the tools did that this response asked for, in the order of the tool calls."""
+    tool_results: tuple[ToolResult, ...] = ()
+    """The tool results of this response's tool calls, in their order."""
     rewards: tuple[Reward, ...] = ()
     """Intermediate rewards, with provenance."""
     parent_span: str | None = None
     state: Mapping[str, Json] | None = None
-    """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if nobody told them."""
+    """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if they were not set."""
 
     @property
     def has_ids(self) -> bool:
@@ -77,6 +77,6 @@ class Episode:
     """The terminal reward R; None until rewards were computed."""
     dropped: DropReason | None = None
     """Why the whole episode is not trained on, if it is not."""
-    unjoined: tuple[Outcome, ...] = ()
-    """Outcomes that belong to no recorded call; counted and shown."""
+    unjoined: tuple[ToolResult, ...] = ()
+    """Tool results that belong to no recorded call; counted and shown."""
     step: int = 0

@@ -1,10 +1,10 @@
-"""The closed vocabularies of agl: enums where another system would have strings."""
+"""The closed vocabularies of agl, as enums instead of strings."""
 
 from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """What a rollout is for; it fixes the sampling at the gateway, whatever the agent asks for."""
+    """What a rollout is for; it fixes the sampling at the gateway, over what the agent asks for."""
 
     TRAIN = "train"
     EVAL_GREEDY = "eval-greedy"
@@ -49,14 +49,32 @@ class FinishReason(StrEnum):
     CONTENT_FILTER = "content_filter"
 
 
-class OutcomeStatus(StrEnum):
-    """What became of a tool call."""
+class ToolStatus(StrEnum):
+    """How a tool call ended."""
 
     OK = "ok"
     ERROR = "error"
     TIMEOUT = "timeout"
     EMPTY = "empty"
     """It returned None, an empty string or an empty container."""
+
+
+class Source(StrEnum):
+    """Where a tool result comes from."""
+
+    CONVERSATION = "conversation"
+    """A later request of the agent, as the gateway recorded it: the model itself was given this result."""
+    ADAPTER = "adapter"
+    """Code in the agent's own process: a framework's adapter, or `agl_core.tool`."""
+    SPAN = "span"
+    """A span that was exported over OTLP."""
+    COMMAND = "command"
+    """A report of a process of the agent's command."""
+
+    @property
+    def is_asserted(self) -> bool:
+        """Whether only the agent's side asserts it, and nothing that the gateway recorded shows it."""
+        return self is not Source.CONVERSATION
 
 
 class CreditKind(StrEnum):
@@ -77,7 +95,7 @@ class DropReason(StrEnum):
     FULLY_MASKED = "fully_masked"
     """No token of the response was sampled by the policy (all were forced)."""
     PLUGIN = "plugin"
-    """An `episode_built` hook took it out."""
+    """An `episode_built` hook dropped it."""
     ENDING = "ending"
     """The run's table of endings drops rollouts that ended like this."""
     NO_TRANSITION = "no_transition"

@@ -1,21 +1,25 @@
-"""What is recorded of a run: one frozen dataclass per kind of row, keyed as DESIGN's section 4 says.
+"""The records of a run: one frozen dataclass per kind of row.
 
-Everything that happens becomes one of these, and everything that is learned is computed from them alone.
+Everything that happens is stored as one of these, and training is computed from them alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types.names import Ending, FinishReason, Mode, OutcomeStatus, RolloutState
+from agl_core.types.names import Ending, FinishReason, Mode, RolloutState, Source, ToolStatus
 
 Json = Any
 """Any JSON value: None, bool, int, float, str, list or dict of these."""
+Text = Annotated[str, "may hold lone surrogates"]
+"""What a model, a tool or an exception wrote: it may hold lone surrogates, which are no UTF-8."""
+Time = Annotated[float, "Unix seconds"]
+"""Unix seconds. NaN is none: where a time may be missing, it is stored as missing; elsewhere it is refused."""
 
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -32,22 +36,22 @@ class Task:
     """What the agent is called with."""
     split: str = "train"
     metadata: Mapping[str, Json] = field(default_factory=dict)
-    """What rewards need and the agent must not see (the expected answer, say)."""
+    """What rewards need and the agent must not see, for instance the expected answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training or evaluation run; resuming it starts its next incarnation."""
+    """One training or evaluation run; resuming it starts its next restart."""
 
     id: str
-    incarnation: int
+    restart: int
     """0 at first; each resume adds one."""
-    started: float
+    started: Time
     """Unix seconds."""
     config: Json
     """The configuration as resolved."""
     resumed_step: int | None = None
-    """The step of the checkpoint this incarnation went on from; later steps of earlier ones are superseded."""
+    """The step of the checkpoint this restart went on from; later steps of earlier ones are superseded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Rollout:
 
     id: str
     run: str
-    incarnation: int
+    restart: int
     group: str
     """Ties the rollouts of one task that are compared."""
     task: Task
@@ -70,6 +74,8 @@ class Rollout:
     """The attempt that counts, once done."""
     ending: Ending | None = None
     """How the counted attempt ended."""
+    position: int = 0
+    """The group's place (0, 1, …) among all of training, or of the evaluation: a resumed run repeats it."""
 
 
 class AttemptKey(NamedTuple):
@@ -87,12 +93,12 @@ class Attempt:
     attempt: int
     """0 for the first try."""
     worker: str
-    started: float
-    ended: float | None = None
+    started: Time
+    ended: Time | None = None
     ending: Ending | None = None
     result: Json = None
     """What the agent returned."""
-    error: str | None = None
+    error: Text | None = None
     """The exception's type and message, when it crashed; a hint what to do, when it made no call."""
 
     @property
@@ -102,7 +108,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who makes a call."""
+    """The agent and the spans of a call."""
 
     agent: str | None = None
     """The agent's or node's name."""
@@ -114,7 +120,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of one call; None where the caller said nothing."""
+    """Sampling parameters of one call; None if the caller did not set them."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -136,7 +142,7 @@ class Choice:
     """[T] float32, natural log-probabilities under the sampling temperature (behaviour log-probabilities)."""
     mask: TokenMask | None = None
     """[T] bool, True where the policy sampled the token, False where it was forced; None: all sampled."""
-    parse_error: str | None = None
+    parse_error: Text | None = None
     """What was wrong with the tool calls in this response, if they did not parse."""
 
 
@@ -156,21 +162,19 @@ class Call:
     request: Mapping[str, Json]
     """The request; its conversation and tools as a chat completion has them, whatever the API."""
     choices: tuple[Choice, ...]
-    started: float
-    ended: float
+    started: Time
+    ended: Time
     api: str = "chat.completions"
-    agent: str | None = None
-    """Who made the call, as an adapter told; None if no adapter did."""
-    parent_span: str | None = None
+    agent: Text | None = None
+    """The agent that made the call, from an adapter; None if no adapter named it."""
+    parent_span: Text | None = None
     """The span that enclosed the call, for tools without call ids."""
-    state: Mapping[str, Json] | None = None
-    """The agent's semantic variables when it made the call; None if nobody told them."""
     prompt_ids: Tokens | None = None
     """[P] int32; None if the upstream returned none."""
     requested: Sampling = Sampling()
-    """What the agent's code asked for."""
+    """The sampling that the agent's code requested."""
     effective: Sampling = Sampling()
-    """What the rollout's mode made of it."""
+    """The sampling that was used, as the rollout's mode requires."""
     prefix_broken: bool = False
     """An earlier reply was echoed, but its recorded ids could not be spliced in."""
     prefilled: int = 0
@@ -178,9 +182,13 @@ class Call:
     reused: int = 0
     """Prompt tokens taken from the cache."""
     late: bool = False
-    """It does not count: it ended after its attempt was closed, or its client never got the reply and asked again."""
-    retry_of: str | None = None
+    """It does not count: it ended after its attempt was closed, or its client never got the reply and repeated it."""
+    retry_of: Text | None = None
     """The marker of the client's own retry: calls of one attempt with the same marker are one call."""
+    state: Mapping[str, Json] | None = None
+    """The agent's semantic variables when it made the call; None if they were not set."""
+    pruned: bool = False
+    """Its texts and tokens were removed to save space (`agl runs prune`); the rest is as it was recorded."""
 
     @property
     def key(self) -> AttemptKey:
@@ -188,26 +196,30 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ToolResult:
     """What a tool did after a call."""
 
     id: str
-    """Unique: the same outcome reported twice is recorded once."""
+    """Unique among the tool results of its source and attempt: one that is reported twice is recorded once."""
     rollout: str
     attempt: int
-    tool: str
-    status: OutcomeStatus
-    tool_call_id: str | None = None
+    tool: Text
+    status: ToolStatus
+    tool_call_id: Text | None = None
     arguments: Json = None
     result: Json = None
-    error: str | None = None
+    error: Text | None = None
     """The exception's type and message."""
-    agent: str | None = None
-    span: str | None = None
-    parent_span: str | None = None
-    """Joins the outcome to the call of the same parent when there is no tool_call_id."""
-    started: float | None = None
-    ended: float | None = None
+    agent: Text | None = None
+    span: Text | None = None
+    parent_span: Text | None = None
+    """Joins the tool result to the call with the same parent if it has no tool_call_id, or several calls share it."""
+    started: Time | None = None
+    ended: Time | None = None
+    source: Source = Source.ADAPTER
+    """Where the tool result comes from."""
+    adapter: Text | None = None
+    """Which adapter or instrumentation saw it; None: the agent's own code, or the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +247,8 @@ class TransitionKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """What one step made of one transition; answers "why did this token get this advantage?"."""
+class TrainingRecord:
+    """What one training step made of one transition. It answers "why did this token get this advantage?"."""
 
     rollout: str
     attempt: int

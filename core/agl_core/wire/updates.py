@@ -1,4 +1,4 @@
-"""One update of a policy as bytes: what a run sends to an engine in another process, and what comes back."""
+"""One update of a policy as bytes: the request to an engine in another process, and its result."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import orjson
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, CreditKind, TransitionKey
 
-_ARRAYS = tuple(field.name for field in dataclasses.fields(Batch) if field.name not in ("kind", "keys"))
+_ARRAYS = tuple(field.name for field in dataclasses.fields(Batch) if field.name not in ("kind", "keys", "step"))
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """A batch, whose policy is to be trained on it, and how."""
+    """A batch, the policy to train on it, and the algorithm."""
 
     policy: str
     algorithm: str
     """Its name, as plugins register it."""
     options: Mapping[str, Any]
-    """The algorithm's."""
+    """The algorithm's options."""
     batch: Batch
 
     def encode(self) -> bytes:
@@ -35,6 +35,7 @@ class UpdateRequest:
             "algorithm": self.algorithm,
             "options": dict(self.options),
             "kind": self.batch.kind.value,
+            "step": self.batch.step,
             "keys": [list(key) for key in self.batch.keys],
         }
         arrays = {name: getattr(self.batch, name) for name in _ARRAYS}
@@ -49,7 +50,7 @@ class UpdateRequest:
             header = orjson.loads(archive["header"].tobytes())
             arrays = {name: archive[name] for name in _ARRAYS}
         keys = tuple(TransitionKey(*key) for key in header["keys"])
-        batch = Batch(**arrays, kind=CreditKind(header["kind"]), keys=keys)
+        batch = Batch(**arrays, kind=CreditKind(header["kind"]), keys=keys, step=header["step"])
         return cls(header["policy"], header["algorithm"], header["options"], batch)
 
 
@@ -65,7 +66,7 @@ def encode_result(result: UpdateResult) -> dict[str, Any]:
 
 
 def decode_result(value: Mapping[str, Any]) -> UpdateResult:
-    """What `encode_result` gave."""
+    """The inverse of `encode_result`."""
     return UpdateResult(
         version=value["version"],
         metrics=value["metrics"],

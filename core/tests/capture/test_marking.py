@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_upstream import CallTools, Hold, Say
 from stack import Stack, running_stack, stack_in_thread
@@ -22,7 +22,7 @@ import agl_core
 from agl_core.capture import ActiveAttempt, Recording, current_identity, running
 from agl_core.errors import AgentError
 from agl_core.learning import build_episode
-from agl_core.types import Attempt, AttemptKey, Ending, Episode, Outcome
+from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolResult
 
 CITIES = {"Oslo": "4 °C", "Atlantis": ""}
 
@@ -39,15 +39,17 @@ def active(key: AttemptKey, base_url: str, api_key: str = "no key") -> ActiveAtt
 
 
 async def episode_of(stack: Stack, key: AttemptKey, recording: Recording) -> Episode:
-    outcomes = [Outcome(rollout=key.rollout, attempt=key.attempt, **o.model_dump()) for o in recording.outcomes]
+    tool_results = [
+        ToolResult(rollout=key.rollout, attempt=key.attempt, **o.model_dump()) for o in recording.tool_results
+    ]
     attempt = Attempt(key.rollout, key.attempt, "w", 0.0, 1.0, Ending.FINISHED)
     rollout = stack.server.queue.attempt(key).rollout
-    return build_episode(rollout, attempt, await stack.calls(key), outcomes)
+    return build_episode(rollout, attempt, await stack.calls(key), tool_results)
 
 
 def told(episode: Episode) -> list[tuple[str | None, list[tuple[str, str]]]]:
     """Of each call: who made it, and which tools it led to."""
-    return [(t.agent, [(o.tool, o.status.value) for o in t.outcomes]) for t in episode.transitions]
+    return [(t.agent, [(o.tool, o.status.value) for o in t.tool_results]) for t in episode.transitions]
 
 
 @agl_core.tool
@@ -88,7 +90,7 @@ def react(client: openai.OpenAI, question: str) -> str:
     return "gave up"
 
 
-def test_a_text_react_agent_gets_its_outcomes_at_the_calls_that_asked_for_them() -> None:
+def test_a_text_react_agent_gets_its_tool_results_at_the_calls_that_asked_for_them() -> None:
     with stack_in_thread() as served:
         words = [f"Thought: look. Action: {city}" for city in ("Oslo", "Atlantis", "Mordor", "Limbo")]
         served.stack.upstream.script(*map(Say, [*words, "It is 4 °C."]))
@@ -106,9 +108,9 @@ def test_a_text_react_agent_gets_its_outcomes_at_the_calls_that_asked_for_them()
         ("reactor", []),
     ]
     assert episode.unjoined == ()
-    first = episode.transitions[0].outcomes[0]
+    first = episode.transitions[0].tool_results[0]
     assert (first.arguments, first.result, first.agent) == ({"city": "Oslo"}, "4 °C", "reactor")
-    assert "walk in" in episode.transitions[2].outcomes[0].error
+    assert "walk in" in episode.transitions[2].tool_results[0].error
 
 
 async def ask(client: openai.AsyncOpenAI, text: str) -> str:
@@ -128,7 +130,7 @@ async def in_a_task(client: openai.AsyncOpenAI, text: str) -> str:
 async def test_the_call_may_be_made_in_a_task_of_its_own(call: Callable[..., Any]) -> None:
     async with running_stack() as stack:
         key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        attempt = active(key, stack.server.base_url, stack.key(key))
         with running(attempt):
             async with stack.client(key) as client, agl_core.agent("walker"):
                 for city in ("Oslo", "Atlantis", "Oslo"):
@@ -144,7 +146,7 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
 
     async with running_stack() as stack:
         key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        attempt = active(key, stack.server.base_url, stack.key(key))
 
         async def solve(client: openai.AsyncOpenAI, city: str) -> None:
             async with shared:
@@ -160,15 +162,15 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
         episode = await episode_of(stack, key, attempt.recording)
     assert len(episode.transitions) == 18
     for transition in episode.transitions:
-        [outcome] = transition.outcomes
-        assert outcome.tool == transition.messages[-1]["content"]
-        assert outcome.status.value == ("ok" if "Oslo" in outcome.tool else "empty")
+        [tool_result] = transition.tool_results
+        assert tool_result.tool == transition.messages[-1]["content"]
+        assert tool_result.status.value == ("ok" if "Oslo" in tool_result.tool else "empty")
 
 
 async def test_tasks_within_one_run_are_told_apart() -> None:
     async with running_stack() as stack:
         key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        attempt = active(key, stack.server.base_url, stack.key(key))
         async with stack.client(key) as client:
             both = asyncio.Barrier(2)
 
@@ -182,7 +184,7 @@ async def test_tasks_within_one_run_are_told_apart() -> None:
             with running(attempt), agl_core.agent("boss"):
                 await asyncio.gather(part("left"), part("right"))
         episode = await episode_of(stack, key, attempt.recording)
-    assert {t.messages[-1]["content"]: [o.tool for o in t.outcomes] for t in episode.transitions} == {
+    assert {t.messages[-1]["content"]: [o.tool for o in t.tool_results] for t in episode.transitions} == {
         "left": ["left"],
         "right": ["right"],
     }
@@ -191,7 +193,7 @@ async def test_tasks_within_one_run_are_told_apart() -> None:
 async def test_what_cannot_be_told_is_not_guessed() -> None:
     async with running_stack() as stack:
         key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        attempt = active(key, stack.server.base_url, stack.key(key))
         with running(attempt), agl_core.agent("forked"):
             look_up("Oslo")  # before any call
             async with stack.client(key) as client:
@@ -211,7 +213,7 @@ async def test_what_cannot_be_told_is_not_guessed() -> None:
 async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
     async with running_stack() as stack:
         key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        attempt = active(key, stack.server.base_url, stack.key(key))
         client = stack.client(key)
 
         @agl_core.tool
@@ -235,7 +237,7 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
         await client.close()
         episode = await episode_of(stack, key, attempt.recording)
     by_prompt = {t.messages[-1]["content"]: t for t in episode.transitions}
-    tools = {prompt: sorted(o.tool for o in t.outcomes) for prompt, t in by_prompt.items()}
+    tools = {prompt: sorted(o.tool for o in t.tool_results) for prompt, t in by_prompt.items()}
     assert tools == {
         "first": ["look_up", "look_up_async", "summarise", "summarise"],
         "second": ["look_up"],
@@ -253,7 +255,7 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
 async def test_a_call_id_decides_where_there_is_one() -> None:
     async with running_stack() as stack:
         key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        attempt = active(key, stack.server.base_url, stack.key(key))
         stack.upstream.script(CallTools([("add", {"a": 1}), ("sub", {"a": 2})]), Say("done"))
         with running(attempt):
             async with stack.client(key) as client, agl_core.agent("caller"):
@@ -266,7 +268,7 @@ async def test_a_call_id_decides_where_there_is_one() -> None:
                         run.result = [] if arguments["a"] == 1 else 5
         episode = await episode_of(stack, key, attempt.recording)
     assert told(episode) == [("caller", [("add", "empty"), ("sub", "ok")]), ("caller", [])]
-    assert [o.arguments for o in episode.transitions[0].outcomes] == [{"a": 1}, {"a": 2}]
+    assert [o.arguments for o in episode.transitions[0].tool_results] == [{"a": 1}, {"a": 2}]
 
 
 async def test_a_retry_of_the_client_stays_in_its_step() -> None:
@@ -274,7 +276,7 @@ async def test_a_retry_of_the_client_stays_in_its_step() -> None:
 
     async with running_stack() as stack:
         key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.server.agent_key)
+        attempt = active(key, stack.server.base_url, stack.key(key))
         stack.upstream.script(Fail(500), Say("after all"))
         with running(attempt):
             async with stack.client(key, max_retries=2) as client, agl_core.agent("patient"):
@@ -293,7 +295,7 @@ def test_a_block_that_tells_no_result_is_no_empty_result_but_none_is() -> None:
             run.result = None
         with pytest.raises(KeyError), agl_core.tool("broken"):
             raise KeyError("x")
-    assert [(o.tool, o.status.value) for o in attempt.recording.outcomes] == [
+    assert [(o.tool, o.status.value) for o in attempt.recording.tool_results] == [
         ("silent", "ok"),
         ("none", "empty"),
         ("broken", "error"),
@@ -326,11 +328,10 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.dictionaries(st.text(min_size=1, max_size=8).filter(str.isidentifier), values, max_size=4))
 def test_any_state_travels_as_a_header(told: dict[str, Any]) -> None:
     from agl_core.capture import jsonable, unpack_variables
-    from agl_core.capture.variables import packed_variables
+    from agl_core.capture.state import packed_variables
 
     with running(active(AttemptKey("r", 0), "http://127.0.0.1:9")):
         agl_core.state(**told)
@@ -350,7 +351,7 @@ async def test_state_is_that_of_the_call_and_bounded() -> None:
             agl_core.state(draft=None)
             await ask(client, name)
 
-        with running(active(key, stack.server.base_url, stack.server.agent_key)):
+        with running(active(key, stack.server.base_url, stack.key(key))):
             async with stack.client(key) as client:
                 await ask(client, "before")
                 await asyncio.gather(agent(client, "x"), agent(client, "y"))

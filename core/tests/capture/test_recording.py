@@ -23,14 +23,14 @@ from agl_core.capture import (
     ToolRequest,
     guarded,
     jsonable,
-    outcome_report,
-    record_outcome,
+    record_tool_result,
     report_problem,
     running,
     status_of,
+    tool_result_report,
 )
 from agl_core.errors import AgentError
-from agl_core.types import OutcomeStatus
+from agl_core.types import ToolStatus
 
 
 def attempt(recording: Recording | None = None) -> ActiveAttempt:
@@ -45,35 +45,35 @@ def caused(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("result", "status"),
     [
-        (None, OutcomeStatus.EMPTY),
-        ("", OutcomeStatus.EMPTY),
-        ([], OutcomeStatus.EMPTY),
-        ({}, OutcomeStatus.EMPTY),
-        ((), OutcomeStatus.EMPTY),
-        (set(), OutcomeStatus.EMPTY),
-        (b"", OutcomeStatus.EMPTY),
-        (0, OutcomeStatus.OK),
-        (False, OutcomeStatus.OK),
-        ("0", OutcomeStatus.OK),
-        ([None], OutcomeStatus.OK),
-        (ValueError("x"), OutcomeStatus.ERROR),
-        (KeyboardInterrupt(), OutcomeStatus.ERROR),
-        (TimeoutError(), OutcomeStatus.TIMEOUT),
-        (httpx.ReadTimeout("x"), OutcomeStatus.TIMEOUT),
-        (subprocess.TimeoutExpired("ls", 1), OutcomeStatus.TIMEOUT),
-        (caused(RuntimeError("tool failed"), httpx.ConnectTimeout("x")), OutcomeStatus.TIMEOUT),
-        (caused(RuntimeError("tool failed"), KeyError("x")), OutcomeStatus.ERROR),
+        (None, ToolStatus.EMPTY),
+        ("", ToolStatus.EMPTY),
+        ([], ToolStatus.EMPTY),
+        ({}, ToolStatus.EMPTY),
+        ((), ToolStatus.EMPTY),
+        (set(), ToolStatus.EMPTY),
+        (b"", ToolStatus.EMPTY),
+        (0, ToolStatus.OK),
+        (False, ToolStatus.OK),
+        ("0", ToolStatus.OK),
+        ([None], ToolStatus.OK),
+        (ValueError("x"), ToolStatus.ERROR),
+        (KeyboardInterrupt(), ToolStatus.ERROR),
+        (TimeoutError(), ToolStatus.TIMEOUT),
+        (httpx.ReadTimeout("x"), ToolStatus.TIMEOUT),
+        (subprocess.TimeoutExpired("ls", 1), ToolStatus.TIMEOUT),
+        (caused(RuntimeError("tool failed"), httpx.ConnectTimeout("x")), ToolStatus.TIMEOUT),
+        (caused(RuntimeError("tool failed"), KeyError("x")), ToolStatus.ERROR),
     ],
 )
-def test_status(result: Any, status: OutcomeStatus) -> None:
+def test_status(result: Any, status: ToolStatus) -> None:
     assert status_of(result) is status
 
 
 def test_an_exception_becomes_an_error_and_a_value_a_result() -> None:
-    raised = outcome_report("1", "search", ValueError("no index"), arguments={"q": "x"})
-    assert (raised.status, raised.error, raised.result) == (OutcomeStatus.ERROR, "ValueError: no index", None)
-    returned = outcome_report("2", "search", {"hits": 3}, tool_call_id="c1")
-    assert (returned.status, returned.error, returned.result) == (OutcomeStatus.OK, None, {"hits": 3})
+    raised = tool_result_report("1", "search", ValueError("no index"), arguments={"q": "x"})
+    assert (raised.status, raised.error, raised.result) == (ToolStatus.ERROR, "ValueError: no index", None)
+    returned = tool_result_report("2", "search", {"hits": 3}, tool_call_id="c1")
+    assert (returned.status, returned.error, returned.result) == (ToolStatus.OK, None, {"hits": 3})
 
 
 def test_an_exception_whose_text_raises_is_still_reported() -> None:
@@ -81,15 +81,15 @@ def test_an_exception_whose_text_raises_is_still_reported() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert outcome_report("1", "t", AwkwardError()).error == "AwkwardError"
+    assert tool_result_report("1", "t", AwkwardError()).error == "AwkwardError"
 
 
-def test_an_outcome_counts_once_and_the_first_report_stays() -> None:
+def test_an_tool_result_counts_once_and_the_first_report_stays() -> None:
     recording = Recording()
-    recording.outcome(outcome_report("1", "add", 3))
-    recording.outcome(outcome_report("1", "add", 4))
-    recording.outcome(outcome_report("2", "add", 5))
-    assert [outcome.result for outcome in recording.outcomes] == [3, 5]
+    recording.tool_result(tool_result_report("1", "add", 3))
+    recording.tool_result(tool_result_report("1", "add", 4))
+    recording.tool_result(tool_result_report("2", "add", 5))
+    assert [tool_result.result for tool_result in recording.tool_results] == [3, 5]
 
 
 def test_what_comes_after_the_end_is_counted_and_not_kept() -> None:
@@ -98,16 +98,16 @@ def test_what_comes_after_the_end_is_counted_and_not_kept() -> None:
         recording.close()
         recording.close()
         agl_core.reward(1.0)
-        record_outcome(outcome_report("1", "add", 3))
-    assert (recording.outcomes, recording.rewards, recording.late) == ((), (), 2)
+        record_tool_result(tool_result_report("1", "add", 3))
+    assert (recording.tool_results, recording.rewards, recording.late) == ((), (), 2)
 
 
-def test_a_tool_request_is_answered_by_an_outcome_with_its_id() -> None:
+def test_a_tool_request_is_answered_by_an_tool_result_with_its_id() -> None:
     recording = Recording()
     recording.asked(ToolRequest("c1", "add", {"a": 1}, "solver"))
     assert recording.unanswered("c1") == ToolRequest("c1", "add", {"a": 1}, "solver")
     assert recording.unanswered("c2") is None
-    recording.outcome(outcome_report("1", "add", 3, tool_call_id="c1"))
+    recording.tool_result(tool_result_report("1", "add", 3, tool_call_id="c1"))
     assert recording.unanswered("c1") is None
     assert recording.request("c1") is not None
     # Some servers number the tool calls of each response anew.
@@ -122,15 +122,15 @@ def test_reports_from_many_threads_are_all_kept() -> None:
     def report(worker: int) -> None:
         start.wait()
         for number in range(200):
-            recording.outcome(outcome_report(f"{worker}/{number}", "t", number))
-            recording.outcome(outcome_report(f"shared/{number}", "t", number))
+            recording.tool_result(tool_result_report(f"{worker}/{number}", "t", number))
+            recording.tool_result(tool_result_report(f"shared/{number}", "t", number))
 
     threads = [threading.Thread(target=report, args=(worker,)) for worker in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(recording.outcomes) == 8 * 200 + 200
+    assert len(recording.tool_results) == 8 * 200 + 200
 
 
 def test_rewards_are_kept_in_order_with_their_names() -> None:
@@ -153,7 +153,7 @@ def test_a_reward_that_is_no_number_is_refused_inside_a_rollout_and_outside(valu
 
 def test_outside_a_rollout_reports_go_nowhere() -> None:
     agl_core.reward(1.0)
-    record_outcome(outcome_report("1", "add", 3))
+    record_tool_result(tool_result_report("1", "add", 3))
 
 
 def test_what_an_adapter_raises_becomes_a_problem(caplog: pytest.LogCaptureFixture) -> None:

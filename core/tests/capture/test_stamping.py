@@ -13,7 +13,7 @@ import pytest
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Identity, Recording, identify, running
-from agl_core.capture.stamping import Stamping
+from agl_core.capture.attach.requests import Stamping
 
 BASE = "http://127.0.0.1:8000"
 

@@ -22,15 +22,15 @@ from agl_core.types import (
     Ending,
     FinishReason,
     Mode,
-    Outcome,
-    OutcomeStatus,
     Reward,
     Rollout,
     RolloutState,
     Run,
     Sampling,
     Task,
-    Use,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
 )
 
 sys.path.append(str(Path(__file__).parent))
@@ -49,7 +49,7 @@ def tools(episode, *, worth: float = 0.25):
     """What the tools did."""
     return [
         Reward(episode.rollout, episode.attempt, o.tool, worth if o.status == "ok" else -worth, "", t.key.call)
-        for t in episode.transitions for o in t.outcomes
+        for t in episode.transitions for o in t.tool_results
     ]
 
 @agl_core.reward_rule
@@ -59,7 +59,13 @@ def shaky(episode):
         raise KeyError("score")
     return 0.0
 
-@agl_core.credit_rule(kind=agl_core.Need.RETURNS)
+@agl_core.group_reward_rule
+def shortest(episodes):
+    """1 for the shortest answer of the group."""
+    least = min(len(episode.result) for episode in episodes)
+    return [float(len(episode.result) == least) for episode in episodes]
+
+@agl_core.credit_rule(kind=agl_core.CreditKind.RETURN)
 def torn(episodes):
     """Fails."""
     raise IndexError("no such place")
@@ -70,7 +76,7 @@ def register_algorithms(register):
 
 @agl_core.hookimpl
 def register_engines(register):
-    register("idle", lambda options, context: None, provides={agl_core.Need.TOKEN_IDS})
+    register("idle", lambda options, context: None, provides={agl_core.Capability.TOKEN_IDS})
 '''
 
 CONFIG: dict[str, Any] = {
@@ -109,9 +115,9 @@ class RecordedRun:
     def trained(self, step: int, member: str) -> list[Record]:
         return trained(step, member)
 
-    def put(self, *records: Record) -> None:
+    def put(self, *records: Record, to: Path | None = None) -> None:
         async def putting() -> None:
-            async with SqliteStore(self.store) as store:
+            async with SqliteStore(to or self.store) as store:
                 await store.put(*records)
 
         asyncio.run(putting())
@@ -158,10 +164,10 @@ def trained(step: int, member: str) -> list[Record]:
         call(key, 0, {"role": "assistant", "content": None, **asked}, prompt=[1, 2, 3]),
         # What the prompt of the second call says depends on what the tool did.
         call(key, 1, {"role": "assistant", "content": answer}, prompt=[1, 2, 3, 4 if answer == "42" else 5]),
-        Outcome(f"{key}-o", key, 0, "look", OutcomeStatus(status), f"{key}-t"),
+        ToolResult(f"{key}-o", key, 0, "look", ToolStatus(status), f"{key}-t"),
         Reward(key, 0, "right", right, "right"),
         Reward(key, 0, "look", tools, "tools", call=f"{key}-c0"),
-        *(Use(key, 0, f"{key}-c{n}", 0, step, right + tools, 0.0, 1.0) for n in (0, 1)),
+        *(TrainingRecord(key, 0, f"{key}-c{n}", 0, step, right + tools, 0.0, 1.0) for n in (0, 1)),
     ]
 
 

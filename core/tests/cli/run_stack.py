@@ -69,7 +69,7 @@ class Bench:
                 [attempt] = await store.attempts(rollout.id)
                 keys = [attempt.key]
                 episode = build_episode(
-                    rollout, attempt, await store.calls(keys), await store.outcomes(keys), await store.rewards(keys)
+                    rollout, attempt, await store.calls(keys), await store.tool_results(keys), await store.rewards(keys)
                 )
                 return rollout, attempt, episode
 

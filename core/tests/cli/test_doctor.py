@@ -65,7 +65,6 @@ def test_what_is_missing_is_named(field: str) -> None:
     assert (probe.returns_ids, probe.missing) == (False, f"its replies lack {field}")
 
 
-@pytest.mark.slow
 def test_what_only_limits_is_a_note(running: Bench) -> None:
     running.upstream.returns_ids = False
     found = running.agl("doctor", "--upstream", running.upstream.url)
@@ -76,10 +75,14 @@ def test_what_only_limits_is_a_note(running: Bench) -> None:
     assert "→ what it answers can be recorded and judged, but not trained on" in found.stdout
 
 
-@pytest.mark.slow
 def test_what_is_broken_is_an_error_with_a_remedy(running: Bench) -> None:
     running.answers(Raw(json.dumps(completion(prompt_token_ids=[1])).encode()))
     found = running.agl("doctor", "no-such.toml", "--upstream", running.upstream.url)
     assert found.returncode == 1
+    listed = running.agl("doctor", "no-such.toml", "--json")
+    assert listed.returncode == 1
+    broken = [each for each in json.loads(listed.stdout) if each["mark"] == "FAIL"]
+    assert [each["what"] for each in broken] == ["configuration"]
+    assert broken[0]["said"].startswith("The configuration no-such.toml does not exist")
     assert "FAIL  configuration: The configuration no-such.toml does not exist" in found.stdout
     assert "FAIL  token ids: 1 prompt ids, but the reply counts 2 tokens\n      → training on them" in found.stdout

@@ -8,12 +8,17 @@ import re
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agl_core import save_episodes
+from agl_core.cli.captures import new_capture
 from agl_core.errors import ConfigError, PluginError
+from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import DropReason, Ending, Mode, Reward, RolloutState, Use
+from agl_core.training.recorded import recorded_episodes
+from agl_core.types import Call, DropReason, Ending, Episode, Mode, Reward, Rollout, RolloutState, TrainingRecord
 
 TRY = ("reward", "try", "train.toml")
 
@@ -37,7 +42,7 @@ def test_a_changed_reward_is_marked_with_its_provenance(run: Any) -> None:
 
     rows = cells(result.output)
     # R = 1 + 2; the call's own reward 0.25 → 0.5; identical credit is R plus it: 1.25 → 3.5.
-    assert ["0", "solver: look ok", "0.25 → 0.5 *", "1.25 → 3.5 *"] in rows
+    assert ["0", "solver: look ok (by the agent's process)", "0.25 → 0.5 *", "1.25 → 3.5 *"] in rows
     assert ["look (by tools)", "0.25 → 0.5 *"] in rows
     assert ["1", "solver", "0", "1.25 → 3.5 *"] in rows
     assert ["end", "terminal reward", "1 → 3 *"] in rows
@@ -50,7 +55,7 @@ def test_only_what_changes_is_marked(run: Any) -> None:
 
     rows = cells(result.output)
     assert ["end", "terminal reward", "0"] in rows
-    assert ["0", "solver: look error", "-0.25 → -0.5 *", "-0.25 → -0.5 *"] in rows
+    assert ["0", "solver: look error (by the agent's process)", "-0.25 → -0.5 *", "-0.25 → -0.5 *"] in rows
     assert "mean reward 0 → 0" in result.output
 
 
@@ -62,12 +67,22 @@ def test_a_weight_counts_in_the_terminal_reward_alone(run: Any) -> None:
     assert ["right (by right)", "1"] in rows
 
 
+def test_a_rule_that_compares_sees_the_members_that_were_not_asked_for(run: Any) -> None:
+    result = run.agl(*TRY, "--set=rewards.shortest.weight=0.5", "--rollout=s1-g0-m0")
+
+    rows = cells(result.output)
+    # The answer of m1, which was not asked for, is shorter.
+    assert ["shortest (by shortest)", "- → 0 *"] in rows
+    assert ["end", "terminal reward", "1"] in rows
+    assert ["end", "terminal reward", "0 → 0.5 *"] in cells(run.agl(*TRY, "--set=rewards.shortest.weight=0.5").output)
+
+
 def test_discounted_credit(run: Any) -> None:
     result = run.agl(*TRY, "--set=credit.name=discounted", "--set=credit.discounted.gamma=0.5", "--rollout=s1-g0-m0")
 
     rows = cells(result.output)
     # G_1 = 1; G_0 = 0.25 + 0.5 · G_1
-    assert ["0", "solver: look ok", "0.25", "1.25 → 0.75 *"] in rows
+    assert ["0", "solver: look ok (by the agent's process)", "0.25", "1.25 → 0.75 *"] in rows
     assert ["1", "solver", "0", "1.25 → 1 *"] in rows
     assert ["end", "terminal reward", "1"] in rows
 
@@ -78,7 +93,7 @@ def test_credit_sees_the_members_that_were_not_asked_for(run: Any) -> None:
     rows = cells(result.output)
     # Returns 1.25, -0.25, 0.75: b = 1.75 / 3. The first call is common to all: its values are the returns. The
     # second prompt is shared by m0 and m2, whose mean return from there is 1: m0 gets b + (1 - 1); m1 is alone there.
-    assert ["0", "solver: look ok", "0.25", "1.25"] in rows
+    assert ["0", "solver: look ok (by the agent's process)", "0.25", "1.25"] in rows
     assert ["1", "solver", "0", "1.25 → 0.583333 *"] in rows
     assert ["1", "solver", "0", "-0.25"] in rows
     assert "1 of 2 rollouts change" in result.output
@@ -153,8 +168,8 @@ def test_what_cannot_be_tried_is_refused_with_what_to_do(run: Any) -> None:
 
     unknown = refusal(run.agl(*TRY, "--rollout=s1-g0-m9"))
     assert unknown.startswith("runs/calc has no rollout 's1-g0-m9'. Did you mean s1-g0-m")
-    assert unknown.endswith("See agl rollouts runs/calc --mode train.")
-    assert "was an evaluation (eval-greedy)" in refusal(run.agl(*TRY, "--rollout=s0-eval"))
+    assert unknown.endswith("See agl rollouts runs/calc.")
+    assert "is not done, it is queued" in refusal(run.agl(*TRY, "--rollout=s0-eval"))
     assert "is not done, it is running" in refusal(run.agl(*TRY, "--rollout=s4-g0-m0"))
     assert "never finished (it was cancelled)" in refusal(run.agl(*TRY, "--rollout=s5-g0-m0"))
     assert "not both" in refusal(run.agl(*TRY, "--rollout=s1-g0-m0", "--step=1"))
@@ -164,9 +179,66 @@ def test_what_cannot_be_tried_is_refused_with_what_to_do(run: Any) -> None:
     )
 
 
+def recorded_elsewhere(run: Any, mode: Mode, **changes: Any) -> list[Any]:
+    """The records of m0, as something else than training: no rewards, no uses."""
+    records = [r for r in run.trained(1, "m0") if not isinstance(r, Reward | TrainingRecord)]
+    answered = [replace(r, policy="gpt-of-yours") if isinstance(r, Call) else r for r in records]
+    return [replace(answered[0], mode=mode, **changes), *answered[1:]]
+
+
+def test_an_evaluation_is_judged_and_gets_no_credit(run: Any) -> None:
+    moved = "s0-eval-g0-m0"
+    run.put(*(replace(r, **{"id" if isinstance(r, Rollout) else "rollout": moved})
+              for r in recorded_elsewhere(run, Mode.EVAL_GREEDY)))  # fmt: skip
+
+    result = run.agl(*TRY, f"--rollout={moved}")
+
+    rows = cells(result.output)
+    assert ["0", "solver: look ok (by the agent's process)", "0 → 0.25 *"] in rows
+    assert ["right (by right)", "- → 1 *"] in rows
+    assert ["end", "terminal reward", "- → 1 *"] in rows
+    assert moved not in run.agl(*TRY).output
+
+
+def test_what_agl_run_recorded_is_judged_whoever_answered_it(run: Any) -> None:
+    folder = new_capture("found", {"command": ["python", "agent.py"]})
+    run.put(*recorded_elsewhere(run, Mode.EVAL_SAMPLED), to=folder / "store.sqlite")
+
+    result = run.agl(*TRY, "--run=runs/found")
+
+    assert result.exit_code == 0, result.output
+    assert ["1", "solver", "0"] in cells(result.output)
+    assert "1 of 1 rollouts change; mean reward 0 → 1" in result.output
+
+
+def test_episodes_in_a_file_are_judged_and_those_of_training_credited(run: Any) -> None:
+    async def recorded() -> list[Episode]:
+        async with SqliteStore(run.store, read_only=True) as store:
+            return await recorded_episodes(store, await store.rollouts(), Plugins().hook)
+
+    episodes = asyncio.run(recorded())
+    alone = replace(episodes[1], rollout="alone", mode=Mode.EVAL_SAMPLED, terminal=0.5)
+    effort = Reward(alone.rollout, 0, "effort", 0.125, "agent")
+    given = Reward(alone.rollout, 0, "right", 0.5, "right")
+    save_episodes("episodes.jsonl", [*episodes, replace(alone, rewards=(effort, given))])
+
+    result = run.agl(*TRY, "--run=episodes.jsonl", "--set=credit.name=discounted", "--set=credit.discounted.gamma=0.5")
+
+    rows = cells(result.output)
+    assert ["0", "solver: look ok (by the agent's process)", "0 → 0.25 *", "- → 0.75 *"] in rows
+    assert ["0", "solver: look error (by the agent's process)", "0 → -0.25 *"] in rows
+    assert ["end", "terminal reward", "0.5 → 0 *"] in rows
+    assert ["effort (by agent)", "0.125"] in rows
+    assert "4 of 4 rollouts change" in result.output
+    assert "s1-g0-m1" not in run.agl(*TRY, "--run=episodes.jsonl", "--rollout=s1-g0-m0").output
+    assert "has no episode 's9'" in refusal(run.agl(*TRY, "--run=episodes.jsonl", "--rollout=s9"))
+
+
 def test_a_rollout_that_was_too_old_for_training_stays_out_of_its_group(run: Any) -> None:
-    uses = [Use("s1-g0-m1", 0, f"s1-g0-m1-c{n}", 0, 1, None, None, 0.0, DropReason.STALE) for n in (0, 1)]
-    run.put(*uses)
+    training_records = [
+        TrainingRecord("s1-g0-m1", 0, f"s1-g0-m1-c{n}", 0, 1, None, None, 0.0, DropReason.STALE) for n in (0, 1)
+    ]
+    run.put(*training_records)
 
     assert "0 of 3 rollouts change; mean reward 0.666667 → 0.666667" in run.agl(*TRY).output
     changed = cells(run.agl(*TRY, "--set=rewards.right.bonus=1.0").output)
@@ -190,8 +262,8 @@ def test_the_newest_run_of_the_name_or_the_one_of_the_file(run: Any) -> None:
     os.utime(other / "config.toml", (4e9, 4e9))
 
     assert "calc-2" in str(run.agl(*TRY).exception)  # It has no store.
-    assert "run folder: runs/calc\n" in run.agl(*TRY, "--run=runs/calc").output
-    assert "run folder: runs/calc\n" in run.agl("reward", "try", "runs/calc/config.toml").output
+    assert "recorded in: runs/calc\n" in run.agl(*TRY, "--run=runs/calc").output
+    assert "recorded in: runs/calc\n" in run.agl("reward", "try", "runs/calc/config.toml").output
 
 
 async def test_it_runs_beside_the_run_that_writes_and_writes_nothing(run: Any) -> None:

@@ -16,7 +16,7 @@ from run_stack import Bench, bench
 from scripted_upstream import Say
 from typer.testing import CliRunner
 
-from agl_core.capture.bootstrap import SITE, bootstrap_variables
+from agl_core.capture.attach.environment import SITE, bootstrap_variables
 from agl_core.types import AttemptKey, Ending, Mode
 
 
@@ -61,7 +61,6 @@ sys.exit(3)
 """
 
 
-@pytest.mark.slow
 def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -> None:
     running.script("agent.py", PARENT)
     running.script("child.py", CHILD)
@@ -77,7 +76,7 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     assert attempt.error == "the command ended with status 3"
     [transition] = episode.transitions
     assert (transition.agent, transition.state) == ("seeker", {"plan": ["ask", "search"]})
-    assert [(o.tool, o.status.value, o.arguments) for o in transition.outcomes] == [
+    assert [(o.tool, o.status.value, o.arguments) for o in transition.tool_results] == [
         ("search", "timeout", {"query": "x"})
     ]
     assert [(r.name, r.value, r.source) for r in episode.rewards] == [("reward", 0.75, "agent")]
@@ -91,7 +90,7 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
         "model": "served",
     }
     assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
-    assert "crashed: 1 LLM calls by seeker, 1 tool outcomes" in result.stderr
+    assert "crashed: 1 LLM calls by seeker, 1 tool results" in result.stderr
 
     shown = running.agl("show", rollout.id)
     assert 'state {"plan": ["ask", "search"]}' in shown.stdout, shown.stderr
@@ -108,7 +107,6 @@ def test_a_command_without_a_call_is_told_how_to_make_one(running: Bench) -> Non
     assert "OPENAI_BASE_URL" in result.stderr
 
 
-@pytest.mark.slow
 def test_without_ids_it_says_so_at_the_start(running: Bench) -> None:
     running.upstream.returns_ids = False
     running.script(
@@ -129,7 +127,6 @@ def test_without_ids_it_says_so_at_the_start(running: Bench) -> None:
     assert [t.has_ids for t in running.recorded()[2].transitions] == [False]
 
 
-@pytest.mark.slow
 def test_a_python_without_agl_is_recorded_and_the_loss_is_told(running: Bench) -> None:
     broken = running.folder / "broken" / "agl_core"
     broken.mkdir(parents=True)
@@ -245,7 +242,6 @@ def test_what_is_imported_first_and_where_makes_no_difference(tmp_path: Path) ->
     assert list(tmp_path.glob("*.jsonl")) == []
 
 
-@pytest.mark.slow
 def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
     running.upstream.models = ["large", "small"]
     running.answers(Say("OK"))

@@ -101,10 +101,10 @@ def running(tmp_path: Path) -> Iterator[Bench]:
 
 
 def tools(episode: Episode) -> list[tuple[str, str, Any]]:
-    return [(o.tool, o.status.value, o.arguments) for t in episode.transitions for o in t.outcomes]
+    return [(o.tool, o.status.value, o.arguments) for t in episode.transitions for o in t.tool_results]
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 @pytest.mark.parametrize(
     ("code", "agent"),
     [
@@ -127,11 +127,11 @@ def test_the_frameworks_first_script_is_recorded_whole(running: Bench, code: str
     assert all(t.has_ids and t.logprobs is not None for t in episode.transitions)
     assert tools(episode) == [("get_weather", "ok", {"city": "New York"})]
     assert episode.unjoined == ()
-    assert f"finished: 2 LLM calls by {agent}, 1 tool outcomes" in result.stderr
+    assert f"finished: 2 LLM calls by {agent}, 1 tool results" in result.stderr
     assert "problem" not in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_the_clients_own_first_script_is_recorded(running: Bench) -> None:
     running.script("agent.py", PLAIN)
     running.answers(Say("OK"), Say("Once upon a time."))

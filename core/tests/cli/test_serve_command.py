@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import tomli_w
 
 from agl_core.cli.doctor import SERVER_MODULES
 from agl_core.client import BlockingClient
-from agl_core.config.load import load_for_server
-from agl_core.wire import WORKER_KEY
+from agl_core.config.load import load_for_server, load_for_workers
+from agl_core.wire.keys import WORKER_KEY
 
 CONFIG: dict[str, Any] = {
     "config_version": 1,
@@ -55,6 +56,35 @@ def test_a_server_needs_its_store_and_nothing_that_trains(tmp_path: Path) -> Non
     assert again.tasks["train"].source == "absent"
     listed = without_server_packages("rollouts", str(run), folder=tmp_path)
     assert listed.returncode == 0, listed.stderr
+
+
+def test_the_commands_that_it_prints_are_of_the_same_run(tmp_path: Path) -> None:
+    """Whatever settings it was given, and from a run's folder too."""
+    (tmp_path / "my train.toml").write_text(tomli_w.dumps(CONFIG))
+    given = ("--set", "name=another", "--set", f"runs={tmp_path / 'my runs'}", "--set", "train.steps=3")
+    printed = printed_by(tmp_path, "my train.toml", *given)
+    for command in ("train", "work"):
+        agl, _, file, *rest = printed[command]
+        assert (agl, rest[-2]) == ("agl", "--server")
+        config = load_for_workers(tmp_path / file, [each for each in rest[:-2] if each != "--set"])
+        assert (config.name, config.runs, config.train.steps) == ("another", tmp_path / "my runs", 3)
+
+    printed = printed_by(tmp_path, "my runs/another")
+    assert printed["train"][2:4] == ["--resume", "my runs/another"], "a new run would be another one"
+    assert printed["work"][2] == "my runs/another"
+
+
+def printed_by(folder: Path, *arguments: str) -> dict[str, list[str]]:
+    """The words of the commands that a server prints, by what they are for."""
+    command = (sys.executable, "-c", "from agl_core.cli import main; main()", "serve", *arguments)
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            lines = [server.stdout.readline() for _ in range(3)]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.communicate()
+    return {line.partition(":")[0]: shlex.split(line.partition(":")[2]) for line in lines[1:]}
 
 
 def test_without_its_packages_the_remedy_is_told(tmp_path: Path) -> None:

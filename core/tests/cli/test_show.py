@@ -13,7 +13,7 @@ from agl_core.cli.screen import Screen
 from agl_core.cli.tables import print_summary
 from agl_core.training.checkpoints import RunState
 from agl_core.training.report import Summary
-from agl_core.types import FinishReason, OutcomeStatus, Reward, Run, Task, Use
+from agl_core.types import FinishReason, Reward, Run, Source, Task, ToolResult, ToolStatus, TrainingRecord
 
 TITLE = "\x1b]0;owned\x07"
 HOSTILE = f"{TITLE}\x1b[31m\x9b2J\r[/x] [bold] [INST] :smile:"
@@ -24,6 +24,28 @@ def test_show_tells_the_provenance_of_every_reward(run: Any) -> None:
 
     assert "reward look 0.25 (by tools, for call s1-g0-m0-c0)" in shown
     assert "terminal reward: 1 = right 1 (by right)" in shown
+
+
+@pytest.mark.parametrize(
+    ("source", "adapter", "said"),
+    [
+        (Source.ADAPTER, "langchain", "(by the agent's process, langchain)"),
+        (Source.SPAN, "otel", "(by a span over OTLP, otel)"),
+        (Source.COMMAND, None, "(by a process of the command)"),
+    ],
+)
+def test_show_and_reward_try_say_who_told_what_a_tool_did(
+    source: Source, adapter: str | None, said: str, run: Any
+) -> None:
+    records = [
+        replace(each, source=source, adapter=adapter) if isinstance(each, ToolResult) else each
+        for each in run.trained(2, "m0")
+    ]
+    run.put(*records)
+    shown = run.agl("show", "s2-g0-m0", "--run=runs/calc").output
+    assert f"{said}\n" in shown
+    tried = run.agl("reward", "try", "train.toml", "--rollout=s2-g0-m0", "--run=runs/calc").output
+    assert said in tried
 
 
 def test_show_weighs_the_terminal_reward_as_the_run_did(run: Any) -> None:
@@ -68,6 +90,22 @@ def test_credit_that_differs_within_rollouts_counts_each_rollout_once(run: Any) 
     assert "over 3 rollouts: 4/1.25  -0.25  0.75" in shown
 
 
+def test_show_prints_what_rounding_leaves_of_a_zero_as_zero(run: Any) -> None:
+    noise = 0.1 + 0.2 - 0.3
+    run.put(
+        replace(_use("m0", 0), credit=noise, advantage=-noise),
+        replace(_use("m0", 1), credit=0.0),
+        Reward("s1-g0-m0", 0, "brief", noise, "brief"),
+    )
+
+    shown = run.agl("show", "s1-g0-m0", "--run=runs/calc").output
+
+    assert "credit 0  advantage 0  weight" in shown
+    assert "brief 0 (by brief)" in shown
+    assert "over 3 rollouts: 0  -0.25" in shown, "what is shown alike is shown once"
+    assert "e-1" not in shown
+
+
 def test_show_survives_a_malformed_tool_call_and_tells_of_rewards_without_a_call(run: Any) -> None:
     rollout, attempt, first, *_ = run.trained(6, "m0")
     broken = {"role": "assistant", "tool_calls": [7, {"function": "look"}, {"function": {"name": "look"}}]}
@@ -103,20 +141,20 @@ def test_what_adapters_said_is_text_in_the_summary(tmp_path: Path) -> None:
     screen = Screen()
     screen.file = io.StringIO()
 
-    print_summary(screen, Summary(tmp_path, 0, RunState(), False, None, 0, {HOSTILE: 2}))
+    print_summary(screen, Summary(tmp_path, 0, RunState(), None, None, 0, {HOSTILE: 2}))
 
     assert "[/x] [bold] [INST] :smile: (2 times)" in screen.file.getvalue()
     assert "\x1b" not in screen.file.getvalue()
 
 
-def _use(member: str, number: int) -> Use:
+def _use(member: str, number: int) -> TrainingRecord:
     returns = {"m0": 1.25, "m1": -0.25}[member]
-    return Use(f"s1-g0-{member}", 0, f"s1-g0-{member}-c{number}", 0, 1, returns, 0.0, 1.0)
+    return TrainingRecord(f"s1-g0-{member}", 0, f"s1-g0-{member}-c{number}", 0, 1, returns, 0.0, 1.0)
 
 
 def _hostile(records: list[Any]) -> list[Any]:
     """The same rollout, with such a string wherever an agent, a model or a tool has a say."""
-    rollout, attempt, first, second, outcome, right, look, *uses = records
+    rollout, attempt, first, second, tool_result, right, look, *training_records = records
     asked = {"id": f"{rollout.id}-t", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
     said = {"role": "assistant", "content": HOSTILE, "tool_calls": [asked]}
     choice = replace(first.choices[0], message=said, finish_reason=FinishReason.STOP, parse_error=HOSTILE)
@@ -126,11 +164,11 @@ def _hostile(records: list[Any]) -> list[Any]:
         replace(attempt, error=HOSTILE, result={HOSTILE: HOSTILE}),
         replace(first, request=request, choices=(choice,), agent=HOSTILE, state={HOSTILE: HOSTILE}),
         second,
-        replace(outcome, tool=HOSTILE, arguments={HOSTILE: HOSTILE}, status=OutcomeStatus.ERROR, error=HOSTILE),
-        replace(outcome, id="unjoined", tool=HOSTILE, tool_call_id=HOSTILE),
+        replace(tool_result, tool=HOSTILE, arguments={HOSTILE: HOSTILE}, status=ToolStatus.ERROR, error=HOSTILE),
+        replace(tool_result, id="unjoined", tool=HOSTILE, tool_call_id=HOSTILE, adapter=HOSTILE),
         right,
         replace(look, name=HOSTILE, source=HOSTILE),
         Reward(rollout.id, 0, HOSTILE, 0.5, HOSTILE),
         Reward(rollout.id, 0, HOSTILE, 0.5, HOSTILE, call=HOSTILE),
-        *uses,
+        *training_records,
     ]

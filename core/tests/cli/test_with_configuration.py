@@ -12,8 +12,6 @@ from scripted_upstream import CallTools, Say
 
 from agl_core.types import Ending, Mode
 
-pytestmark = pytest.mark.slow
-
 PLUGIN = """
     import os
 
@@ -46,7 +44,7 @@ PLUGIN = """
 
     @agl_core.hookimpl
     def register_engines(register):
-        provided = {agl_core.Need.TOKEN_IDS}
+        provided = {agl_core.Capability.TOKEN_IDS}
         register("elsewhere", lambda options, context: Elsewhere(context), provides=provided)
 
     @agl_core.hookimpl
@@ -171,7 +169,7 @@ def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Be
     assert (rollout.run, rollout.mode, attempt.ending) == ("mine", Mode.EVAL_SAMPLED, Ending.FINISHED)
     (transition,) = episode.transitions
     assert (transition.agent, transition.policy, transition.has_ids) == ("mine", "default", True)
-    assert [(o.tool, o.result) for o in transition.outcomes] == [("add", 3)]
+    assert [(o.tool, o.result) for o in transition.tool_results] == [("add", 3)]
     assert [reward.value for reward in episode.rewards] == [1.0]
     (asked,) = running.upstream.received
     assert asked.body["return_token_ids"] is True

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from agl_core.cli import app
 from agl_core.errors import ConfigError
 from agl_core.types import Ending, Task
-from agl_core.wire import WORKER_KEY
+from agl_core.wire.keys import WORKER_KEY
 
 AGENT = """
 import json, os

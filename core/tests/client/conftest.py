@@ -14,8 +14,8 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "server
 
 from stack import Stack, make_rollout, running_stack
 
-from agl_core.client import Agent, InProcess, Runner, WorkerThread
 from agl_core.types import Attempt, Json, Rollout, Task
+from agl_core.worker import Agent, InProcess, Runner, WorkerThread
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import numpy.random
 
-from agl_core.capture import outcome_report, record_outcome, reward
-from agl_core.client import AgentContext
+from agl_core.capture import record_tool_result, reward, tool_result_report
+from agl_core.worker import AgentContext
 
 CLIENT = httpx.Client(
     base_url=os.environ.get("OPENAI_BASE_URL", ""), headers={"Authorization": "Bearer anything"}, timeout=30
@@ -55,7 +55,7 @@ def tell_environment() -> Any:
 
 def report() -> float:
     reward(0.5, name="style")
-    record_outcome(outcome_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
+    record_tool_result(tool_result_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
     return 0.25
 
 

@@ -12,10 +12,10 @@ import pytest
 from pydantic import ValidationError
 from stack import until
 
-from agl_core.client import InProcess, ProcessPerAttempt, Runner
-from agl_core.client.choosing import choose_runner
 from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.types import Ending
+from agl_core.worker import InProcess, ProcessPerAttempt, Runner
+from agl_core.worker.runners.choosing import choose_runner
 
 AGENTS = """
 import asyncio, os, time
@@ -79,6 +79,7 @@ async def test_an_agent_that_blocks_the_event_loop_makes_later_ones_move_out(
     assert "some_agents.py:10 in solve" in caplog.text or "some_agents.py:9 in solve" in caplog.text
 
 
+@pytest.mark.timing
 async def test_many_agents_that_are_busy_together_block_nothing(
     workplace: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,6 +90,7 @@ async def test_many_agents_that_are_busy_together_block_nothing(
     assert "blocks the worker's event loop" not in caplog.text
 
 
+@pytest.mark.timing
 async def test_agents_that_leave_the_loop_alone_stay_together(workplace: Any, folder: Path) -> None:
     ended = await workplace.finish(workplace.start_runner(chosen(workplace, folder)), [{"until": ""}] * 3)
     assert [attempt.result[0] for _, attempt in ended.values()] == [os.getpid()] * 3

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agl_core.client import CommandPerAttempt
 from agl_core.errors import AgentError
 from agl_core.types import Ending
+from agl_core.worker import CommandPerAttempt
 
 QUICK = pytest.mark.parametrize("workplace", [{"timeout": 2.0, "attempts": 1}], indirect=True)
 
@@ -83,6 +83,7 @@ async def test_one_that_is_killed_is_a_crash(workplace: Any, tmp_path: Path) -> 
     assert (rollout.ending, attempt.error) == (Ending.CRASHED, "the command was ended by SIGKILL")
 
 
+@pytest.mark.timing
 @QUICK
 async def test_one_that_hangs_is_ended_and_its_children_with_it(workplace: Any, tmp_path: Path) -> None:
     code = "import subprocess\nsubprocess.run(['sleep', '3600'])"
@@ -101,6 +102,6 @@ async def test_a_task_that_no_environment_can_hold_is_a_crash_that_says_so(workp
     assert "the command could not be run" in attempt.error
 
 
-async def test_a_program_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
+def test_a_program_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="no program 'pythno'"):
-        await CommandPerAttempt(["pythno", "agent.py"], tmp_path).start()
+        CommandPerAttempt(["pythno", "agent.py"], tmp_path)

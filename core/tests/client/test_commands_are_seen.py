@@ -1,4 +1,4 @@
-"""A command under a worker gets what `agl run` gives one: identity, outcomes and state, with no change to its code."""
+"""A command under a worker gets what `agl run` gives one, unchanged: identity, tool results and state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from scripted_upstream import CallTools, Say
 
-from agl_core.client import CommandPerAttempt
 from agl_core.learning import build_episode
-from agl_core.types import Ending, Episode
+from agl_core.types import Ending, Episode, Source
+from agl_core.worker import CommandPerAttempt
 
 TIMED = pytest.mark.parametrize("workplace", [{"timeout": 30.0, "attempts": 1}], indirect=True)
 """Enough for a program to start and to report, on a busy machine too."""
@@ -70,11 +70,10 @@ async def run(place: Any, folder: Path, code: str, **options: Any) -> tuple[Any,
     runner = CommandPerAttempt([sys.executable, "program.py"], folder, **options)
     rollout, attempt = (await place.finish(place.start_runner(runner), ["Bern?"]))[0]
     store = place.stack.store
-    calls, outcomes = await store.calls([attempt.key]), await store.outcomes([attempt.key])
-    return rollout, attempt, build_episode(rollout, attempt, calls, outcomes, await store.rewards([attempt.key]))
+    calls, tool_results = await store.calls([attempt.key]), await store.tool_results([attempt.key])
+    return rollout, attempt, build_episode(rollout, attempt, calls, tool_results, await store.rewards([attempt.key]))
 
 
-@pytest.mark.slow
 async def test_an_unmodified_langchain_agent(workplace: Any, tmp_path: Path) -> None:
     workplace.stack.upstream.script(CallTools([("look_up", {"city": "Bern"})]), Say("cold"))
     rollout, attempt, episode = await run(workplace, tmp_path, LANGCHAIN)
@@ -82,10 +81,11 @@ async def test_an_unmodified_langchain_agent(workplace: Any, tmp_path: Path) -> 
     (transition,) = episode.transitions
     (asked,) = transition.response["tool_calls"]
     assert transition.agent == "forecaster"
-    assert [(o.tool, str(o.status), o.tool_call_id, o.arguments) for o in transition.outcomes] == [
+    assert [(o.tool, str(o.status), o.tool_call_id, o.arguments) for o in transition.tool_results] == [
         ("look_up", "timeout", asked["id"], {"city": "Bern"})
     ]
-    assert transition.outcomes[0].id.startswith("langchain:")
+    (tool_result,) = transition.tool_results
+    assert (tool_result.source, tool_result.adapter) == (Source.COMMAND, "langchain")
 
 
 async def test_marks_state_and_rewards(workplace: Any, tmp_path: Path) -> None:
@@ -93,11 +93,27 @@ async def test_marks_state_and_rewards(workplace: Any, tmp_path: Path) -> None:
     assert rollout.ending is Ending.FINISHED, attempt.error
     (transition,) = episode.transitions
     assert (transition.agent, transition.state) == ("forecaster", {"plan": ["look up"]})
-    assert [(o.tool, str(o.status)) for o in transition.outcomes] == [("look_up", "empty")]
+    assert [(o.tool, str(o.status), o.source) for o in transition.tool_results] == [
+        ("look_up", "empty", Source.COMMAND)
+    ]
     assert [(r.name, r.value) for r in episode.rewards] == [("style", 0.5)]
 
 
-@pytest.mark.slow
+async def test_what_any_process_of_the_command_writes_is_a_report_of_the_command(
+    workplace: Any, tmp_path: Path
+) -> None:
+    forging = """
+    import json, os
+    for id, source in (("1", "adapter"), ("2", "conversation")):
+        report = {"id": id, "tool": "add", "status": "ok", "source": source}
+        with open(os.path.join(os.environ["AGL_REPORTS"], f"{id}.jsonl"), "w") as spool:
+            spool.write(json.dumps({"tool_result": report}))
+    """
+    _, _, episode = await run(workplace, tmp_path, forging)
+    assert [(o.id, o.source) for o in episode.unjoined] == [("1", Source.COMMAND)]
+
+
+@pytest.mark.timing
 @TIMED
 async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, tmp_path: Path) -> None:
     code = (
@@ -106,7 +122,7 @@ async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, t
     rollout, _, episode = await run(workplace, tmp_path, code)
     assert rollout.ending is Ending.TIMED_OUT
     (transition,) = episode.transitions
-    assert [(o.tool, str(o.status)) for o in transition.outcomes] == [("look_up", "empty")]
+    assert [(o.tool, str(o.status)) for o in transition.tool_results] == [("look_up", "empty")]
     assert [(r.name, r.value) for r in episode.rewards] == [("style", 0.5)]
 
 
@@ -123,3 +139,20 @@ async def test_adapters_of_the_users_plugin_files(
     plugins = [tmp_path / "my_plugin.py"] if attached else None
     _, attempt, episode = await run(workplace, tmp_path, code, plugins=plugins)
     assert [t.agent for t in episode.transitions] == [agent], attempt.error
+
+
+async def test_adapters_that_only_the_commands_python_has(workplace: Any, tmp_path: Path) -> None:
+    """They name their frameworks in the metadata of their package, so that they attach before the framework is used."""
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agl]\nmine = my_plugin\n[agl.frameworks]\nmy_framework = my_plugin\n")
+    (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
+    (tmp_path / "my_framework.py").write_text("import sys\nattached_before = 'my_plugin' in sys.modules\n")
+    code = """
+        import my_framework, openai
+        assert my_framework.attached_before
+        openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    """
+    _, attempt, episode = await run(workplace, tmp_path, code)
+    assert [t.agent for t in episode.transitions] == ["mine"], attempt.error

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agl_core.client import BlockingClient, LightningClient, Server, find_server, is_over
+from agl_core.client import BlockingClient, LightningClient, ServerAddress, find_server, is_over
 from agl_core.errors import ConfigError, ServerError
 from agl_core.server import Keys
-from agl_core.wire import OPERATOR_KEY, WORKER_KEY
+from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY, take_keys
 
 
 @pytest.fixture
@@ -32,28 +32,30 @@ def serve(config: Any, run: str, port: int, age: float) -> Keys:
 
 
 def test_the_newest_server_of_the_name_unless_one_is_named(config: Any) -> None:
-    assert find_server(config, None, None) is None
+    assert find_server(config, None, None, {}) is None
     old, new = serve(config, "calc", 1, age=9), serve(config, "calc-2", 2, age=5)
     serve(config, "calculus", 3, age=1)
     (config.runs / "calc-3").mkdir()
     (config.runs / "calc-3" / "server.json").write_text("{")
-    assert find_server(config, None, None) == Server("http://127.0.0.1:2", new.worker)
-    assert find_server(config, None, None, OPERATOR_KEY) == Server("http://127.0.0.1:2", new.operator)
-    assert find_server(config, None, "http://127.0.0.1:1/") == Server("http://127.0.0.1:1", old.worker)
-    assert find_server(config, config.runs / "calc", None, OPERATOR_KEY) == Server("http://127.0.0.1:1", old.operator)
+    assert find_server(config, None, None, {}) == ServerAddress("http://127.0.0.1:2", new.worker)
+    assert find_server(config, None, None, {}, OPERATOR_KEY) == ServerAddress("http://127.0.0.1:2", new.operator)
+    assert find_server(config, None, "http://127.0.0.1:1/", {}) == ServerAddress("http://127.0.0.1:1", old.worker)
+    assert find_server(config, config.runs / "calc", None, {}, OPERATOR_KEY) == ServerAddress(
+        "http://127.0.0.1:1", old.operator
+    )
 
 
 def test_a_run_that_is_over_has_no_server_and_its_workers_can_know(config: Any) -> None:
     keys = serve(config, "calc", 1, age=9)
-    server, file = Server("http://127.0.0.1:1", keys.worker), config.runs / "calc" / "server.json"
+    server, file = ServerAddress("http://127.0.0.1:1", keys.worker), config.runs / "calc" / "server.json"
     assert not is_over(config, None, server)
     Keys.of_run(file).write(file, server.base_url, over=True)
-    assert find_server(config, None, None) is None
+    assert find_server(config, None, None, {}) is None
     assert is_over(config, None, server)
     assert is_over(config, config.runs / "calc", server)
-    assert not is_over(config, None, Server("http://127.0.0.1:2", keys.worker)), "of that one nothing is known"
+    assert not is_over(config, None, ServerAddress("http://127.0.0.1:2", keys.worker)), "of that one nothing is known"
     Keys.of_run(file).write(file, server.base_url)
-    assert find_server(config, None, None) == server, "it was resumed, with the keys that it had"
+    assert find_server(config, None, None, {}) == server, "it was resumed, with the keys that it had"
     assert not is_over(config, None, server)
 
 
@@ -61,17 +63,20 @@ def test_a_key_of_the_environment_comes_first_and_one_has_to_be_known(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"set AGL_OPERATOR_KEY.*operator_key"):
-        find_server(config, None, "http://elsewhere:1", OPERATOR_KEY)
+        find_server(config, None, "http://elsewhere:1", {}, OPERATOR_KEY)
     monkeypatch.setenv(OPERATOR_KEY, " mine ")
-    assert find_server(config, None, "http://elsewhere:1", OPERATOR_KEY) == Server("http://elsewhere:1", "mine")
+    chosen = take_keys()
+    assert find_server(config, None, "http://elsewhere:1", chosen, OPERATOR_KEY) == ServerAddress(
+        "http://elsewhere:1", "mine"
+    )
     with pytest.raises(ConfigError, match="set AGL_WORKER_KEY"):
-        find_server(config, None, "http://elsewhere:1")
+        find_server(config, None, "http://elsewhere:1", chosen)
 
 
 @pytest.mark.parametrize("url", ["elsewhere:1", "ftp://elsewhere", "http://", "http://a/b c"])
 def test_what_is_no_address_is_said_at_once(config: Any, url: str) -> None:
     with pytest.raises(ConfigError, match="no address"):
-        find_server(config, None, url)
+        find_server(config, None, url, {})
 
 
 @pytest.mark.parametrize("name", [WORKER_KEY, OPERATOR_KEY])
@@ -83,7 +88,7 @@ def test_what_is_no_key_is_said_at_once_and_not_shown(
     monkeypatch.setenv(name, key)
     for where in (config, None):
         with pytest.raises(ConfigError, match=f"{name} has .* no HTTP header can carry") as told:
-            find_server(where, None, "http://elsewhere:1", name)
+            find_server(where, None, "http://elsewhere:1", {name: key}, name)
         assert key[:4] not in str(told.value)
     with pytest.raises(ServerError, match=name) as refused:
         Keys.of_run(config.runs / "server.json")
@@ -97,4 +102,4 @@ def test_what_is_no_key_is_said_at_once_and_not_shown(
 def test_a_key_may_have_what_a_header_may(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("a b", "~!@#$%^&*()_+=\"'\\", "x" * 500):
         monkeypatch.setenv(WORKER_KEY, f" {key}\n")
-        assert find_server(config, None, "http://elsewhere:1") == Server("http://elsewhere:1", key)
+        assert find_server(config, None, "http://elsewhere:1", take_keys()) == ServerAddress("http://elsewhere:1", key)

@@ -19,13 +19,13 @@ import pytest
 from stack import make_rollout, until
 
 from agl_core.capture import Recording
-from agl_core.client import ProcessPerAttempt
 from agl_core.errors import AgentError
-from agl_core.types import Ending, OutcomeStatus, Task
-from agl_core.wire import LeaseRequest
+from agl_core.types import Ending, Task, ToolStatus
+from agl_core.wire.workers import LeaseRequest
+from agl_core.worker import ProcessPerAttempt
 
 HERE = Path(__file__).parent
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 8.0, "attempts": 1}], indirect=True)
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ async def test_async_agents_can_have_processes_too(workplace: Any) -> None:
 async def test_reports_arrive_even_if_the_process_dies_after_them(workplace: Any, does: str) -> None:
     [(rollout, attempt)] = await run(workplace, [{"does": does}])
     store = workplace.stack.store
-    (outcome,) = await store.outcomes([attempt.key])
-    assert (outcome.tool, outcome.tool_call_id, outcome.status) == ("lookup", "call_1", OutcomeStatus.ERROR)
+    (tool_result,) = await store.tool_results([attempt.key])
+    assert (tool_result.tool, tool_result.tool_call_id, tool_result.status) == ("lookup", "call_1", ToolStatus.ERROR)
     rewards = {each.name: each.value for each in await store.rewards([attempt.key])}
     died = does == "report_and_die"
     assert rewards == ({"style": 0.5} if died else {"style": 0.5, "result": 0.25})
@@ -131,6 +131,7 @@ async def test_a_crash_is_data_and_others_go_on(workplace: Any, does: str, said:
     assert said in attempt.error
 
 
+@pytest.mark.timing
 @QUICK
 async def test_agents_that_spin_do_not_starve_the_others(workplace: Any) -> None:
     ended = await run(workplace, [{"does": "spin"}] * 2 + [{"does": "tell"}] * 4)
@@ -138,6 +139,7 @@ async def test_agents_that_spin_do_not_starve_the_others(workplace: Any) -> None
     assert workplace.workers[0].worker.abandoned == 0
 
 
+@pytest.mark.timing
 @QUICK
 @pytest.mark.parametrize("then", ["return", "sleep", "ignore SIGTERM"])
 async def test_what_an_agent_started_ends_with_it(pids: Path, workplace: Any, then: str) -> None:
@@ -201,7 +203,7 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
     task = {"does": "start_family", "file": str(pids), "then": "sleep"}
     running = asyncio.create_task(workplace.finish(worker, [task, {"does": "tell"}]))
     await until(lambda: len(noted(pids)) == 3)
-    forker = next(each for each in children() if "agl_core.client.forker" in " ".join(each.cmdline()))
+    forker = next(each for each in children() if "agl_core.worker.runners.forker" in " ".join(each.cmdline()))
     task["then"] = "return"
     forker.send_signal(signal.SIGKILL)
     ended = await running
@@ -230,7 +232,7 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
     task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": True})
     await server.queue.enqueue([make_rollout("w0", task=task)])
     [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    running = asyncio.create_task(runner.run(lease, server.base_url, Recording()))
+    running = asyncio.create_task(runner.run(lease.assignment, server.base_url, Recording()))
     await until(lambda: file.exists() and file.read_text() == "running")
     file.write_text("end")
     await until(lambda: file.read_text() == "deaf")
@@ -244,7 +246,8 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from agl_core.client import LightningClient, ProcessPerAttempt, Worker
+from agl_core.client import LightningClient
+from agl_core.worker import ProcessPerAttempt, Worker
 
 async def main(url, key, folder):
     async with LightningClient(url, key) as client:
@@ -277,6 +280,7 @@ async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workpla
     await until(lambda: not [pid for pid in noted(pids) if is_alive(pid)])
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 5.0, "attempts": 3}], indirect=True)
 @pytest.mark.parametrize("lingers", [False, True])
 async def test_what_ended_while_the_worker_was_stopped_is_reported(

@@ -10,13 +10,15 @@ import httpx
 import orjson
 import pytest
 
-from agl_core.capture import Recording, outcome_report, record_outcome
-from agl_core.client import AgentContext, CommandPerAttempt, LightningClient, ProcessPerAttempt, RefusedError
-from agl_core.client.attempts import Ended, crashed, finished
-from agl_core.client.bounds import LEAST, bounded_json, bounded_text
-from agl_core.client.closing import closing
-from agl_core.types import AttemptKey, Ending, OutcomeStatus
-from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_RESULT, CloseRequest, OutcomeReport, RewardReport
+from agl_core.capture import Recording, record_tool_result, tool_result_report
+from agl_core.client import LightningClient, RefusedError
+from agl_core.types import Ending, Mode, ToolStatus
+from agl_core.wire.body import MAX_BODY
+from agl_core.wire.workers import MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
+from agl_core.worker import AgentContext, CommandPerAttempt, ProcessPerAttempt
+from agl_core.worker.bounds import LEAST, bounded_json, bounded_text
+from agl_core.worker.environment import Ended, crashed, finished
+from agl_core.worker.report import closing
 
 HERE = Path(__file__).parent
 PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
@@ -46,14 +48,14 @@ def nested(depth: int) -> Any:
     return value
 
 
-def outcome(id: str, result: Any, **fields: Any) -> OutcomeReport:
-    return OutcomeReport(**{"id": id, "tool": "read", "status": OutcomeStatus.OK, "result": result, **fields})
+def tool_result(id: str, result: Any, **fields: Any) -> ToolResultReport:
+    return ToolResultReport(**{"id": id, "tool": "read", "status": ToolStatus.OK, "result": result, **fields})
 
 
-def told(*outcomes: OutcomeReport) -> Recording:
+def told(*tool_results: ToolResultReport) -> Recording:
     recording = Recording()
-    for each in outcomes:
-        recording.outcome(each)
+    for each in tool_results:
+        recording.tool_result(each)
     return recording
 
 
@@ -114,18 +116,18 @@ async def test_of_what_a_command_printed_the_end_is_kept(
 
 
 @PATIENT
-async def test_many_outcomes_are_all_recorded_the_large_ones_cut(workplace: Any) -> None:
+async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> Any:
         await ask(context)
         for number in range(200):
-            record_outcome(outcome(f"o{number}", f"{number} " + "x" * 50_000))
-        record_outcome(outcome_report("small", "read", "as it is", tool_call_id="c1"))
+            record_tool_result(tool_result(f"o{number}", f"{number} " + "x" * 50_000))
+        record_tool_result(tool_result_report("small", "read", "as it is", tool_call_id="c1"))
         return 0.5
 
     worker = workplace.start(agent)
     rollout, attempt = (await workplace.finish(worker, [0]))[0]
     assert (rollout.ending, attempt.attempt, attempt.result) == (Ending.FINISHED, 0, 0.5)
-    *large, small = await workplace.stack.store.outcomes([attempt.key])
+    *large, small = await workplace.stack.store.tool_results([attempt.key])
     assert (small.result, small.tool_call_id) == ("as it is", "c1")
     assert [each.id for each in large] == [f"o{number}" for number in range(200)]
     assert all(each.result.startswith(f"{number} x") for number, each in enumerate(large))
@@ -146,7 +148,7 @@ async def test_many_outcomes_are_all_recorded_the_large_ones_cut(workplace: Any)
 async def test_what_the_server_refuses_all_the_same_ends_as_a_crash(
     workplace: Any, report: CloseRequest, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_core.client.worker.closing", lambda ended, recording: report)
+    monkeypatch.setattr("agl_core.worker.worker.closing", lambda ended, recording: report)
 
     async def agent(task_input: Any, context: AgentContext) -> Any:
         await ask(context)
@@ -160,60 +162,68 @@ async def test_what_the_server_refuses_all_the_same_ends_as_a_crash(
 
 
 async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read() -> None:
+    lease = Lease(
+        rollout="r", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, path="", key="k",
+        secret="s", timeout=9, heartbeat=1, expires=9,
+    )  # fmt: skip
     async with LightningClient("http://127.0.0.1:9", "key") as client:
         with pytest.raises(RefusedError, match=r"are the limit") as refused:
-            await client.close_attempt(AttemptKey("r", 0), CloseRequest(ending=Ending.LOST, error="x" * MAX_BODY))
+            await client.close_attempt(lease, CloseRequest(ending=Ending.LOST, error="x" * MAX_BODY))
     assert refused.value.status == 413
 
 
-def test_beside_the_largest_result_there_is_room_for_outcomes_and_rewards() -> None:
-    recording = told(*(outcome(f"o{number}", {"text": ["y" * 40_000]}) for number in range(100)))
+def test_beside_the_largest_result_there_is_room_for_tool_results_and_rewards() -> None:
+    recording = told(*(tool_result(f"o{number}", {"text": ["y" * 40_000]}) for number in range(100)))
     recording.reward(RewardReport(name="own", value=0.25))
     ended = finished("x" * (MAX_RESULT - 2))
     request = taken(closing(ended, recording))
     assert (request.ending, request.result) == (Ending.FINISHED, ended.result)
-    assert [each.id for each in request.outcomes] == [f"o{number}" for number in range(100)]
-    assert all("more characters" in each.result["text"][0] for each in request.outcomes)
+    assert [each.id for each in request.tool_results] == [f"o{number}" for number in range(100)]
+    assert all("more characters" in each.result["text"][0] for each in request.tool_results)
     assert [each.value for each in request.rewards] == [0.25]
 
 
 def test_small_reports_are_as_they_are() -> None:
-    recording = told(outcome("a", nested(20), arguments={"b": [1, None]}, error="no"))
+    recording = told(tool_result("a", nested(20), arguments={"b": [1, None]}, error="no"))
     request = closing(Ended(Ending.FINISHED, {"x": 1}), recording)
-    assert tuple(request.outcomes) == recording.outcomes
+    assert tuple(request.tool_results) == recording.tool_results
     assert recording.problems == ()
 
 
 @pytest.mark.parametrize(
     "hard",
     [
-        outcome("a", nested(198)),
-        outcome("a", nested(240), arguments=nested(230)),
-        outcome("a", "\ud800"),
-        outcome("a", {"\ud800": ["\ud800"]}),
-        outcome("a", 1, tool="\ud800", agent="\ud800", error="\ud800"),
-        outcome("a", 1, error="\x01" * (9 << 20)),
-        outcome("a", 1, tool="t" * (9 << 20)),
-        outcome("a", list(range(2_000_000))),
-        outcome("a", {str(number): nested(12) for number in range(50_000)}),
+        tool_result("a", nested(198)),
+        tool_result("a", nested(240), arguments=nested(230)),
+        tool_result("a", "\ud800"),
+        tool_result("a", {"\ud800": ["\ud800"]}),
+        tool_result("a", 1, tool="\ud800", agent="\ud800", error="\ud800"),
+        tool_result("a", 1, error="\x01" * (9 << 20)),
+        tool_result("a", 1, tool="t" * (9 << 20)),
+        tool_result("a", list(range(2_000_000))),
+        tool_result("a", {str(number): nested(12) for number in range(50_000)}),
     ],
     ids=range(9),
 )
-def test_whatever_an_outcome_has_in_it_the_others_are_reported_with_it(hard: OutcomeReport) -> None:
-    request = taken(closing(Ended(Ending.FINISHED, "done"), told(outcome("first", 1), hard, outcome("last", {"b": 2}))))
+def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard: ToolResultReport) -> None:
+    request = taken(
+        closing(Ended(Ending.FINISHED, "done"), told(tool_result("first", 1), hard, tool_result("last", {"b": 2})))
+    )
     assert (request.ending, request.result) == (Ending.FINISHED, "done")
-    assert [each.id for each in request.outcomes] == ["first", "a", "last"]
-    assert [each.result for each in request.outcomes[::2]] == [1, {"b": 2}]
+    assert [each.id for each in request.tool_results] == ["first", "a", "last"]
+    assert [each.result for each in request.tool_results[::2]] == [1, {"b": 2}]
 
 
 def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
-    recording = told(*(outcome(f"{number} {'n' * 2000}", "x" * 1000) for number in range(9_000)))
+    recording = told(*(tool_result(f"{number} {'n' * 2000}", "x" * 1000) for number in range(9_000)))
     for number in range(9_000):
         recording.reward(RewardReport(name=f"{number} {'n' * 2000}", value=1))
     request = taken(closing(Ended(Ending.FINISHED, 1.0), recording))
-    for found in (request.outcomes, request.rewards):
+    for found in (request.tool_results, request.rewards):
         assert 1000 < len(found) < 9_000
-    assert [each.id for each in request.outcomes] == [each.id for each in recording.outcomes[: len(request.outcomes)]]
+    assert [each.id for each in request.tool_results] == [
+        each.id for each in recording.tool_results[: len(request.tool_results)]
+    ]
     assert sum("only the first ones are kept" in problem for problem in recording.problems) == 2
 
 

@@ -16,10 +16,19 @@ from road import Road
 from stack import make_rollout, until
 
 from agl_core.capture import reward
-from agl_core.client import Agent, AgentContext, InProcess, LightningClient, UnreachableError, Worker
+from agl_core.client import LightningClient, UnreachableError
 from agl_core.errors import ServerError
-from agl_core.types import AttemptKey, Ending
-from agl_core.wire import MAX_REPORTS, CloseReply, CloseRequest, HeartbeatRequest, LeaseReply, LeaseRequest
+from agl_core.types import Ending
+from agl_core.wire.operation import Answer, Asked, Operation
+from agl_core.wire.workers import (
+    MAX_REPORTS,
+    CloseReply,
+    CloseRequest,
+    HeartbeatRequest,
+    Lease,
+    LeaseReply,
+)
+from agl_core.worker import Agent, AgentContext, InProcess, Worker
 
 
 async def ask(context: AgentContext, text: str) -> str:
@@ -32,6 +41,7 @@ async def ask(context: AgentContext, text: str) -> str:
 LEASED = pytest.mark.parametrize("workplace", [{"heartbeat": 0.2, "lease": 3.0, "attempts": 3}], indirect=True)
 
 
+@pytest.mark.timing
 @LEASED
 async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> int:
@@ -43,6 +53,7 @@ async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> N
     assert [(ended[i][0].ending, ended[i][1].result) for i in (0, 1)] == [(Ending.FINISHED, 0)] * 2
 
 
+@pytest.mark.timing
 @LEASED
 async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None:
     started, cancelled = threading.Event(), threading.Event()
@@ -70,14 +81,15 @@ class LosingTheFirstLease(LightningClient):
 
     lost = 0
 
-    async def lease(self, request: LeaseRequest) -> LeaseReply:
-        reply = await super().lease(request)
-        if reply.leases and not self.lost:
+    async def ask(self, operation: Operation[Asked, Answer], body: Asked) -> Answer:
+        reply = await super().ask(operation, body)
+        if isinstance(reply, LeaseReply) and reply.leases and not self.lost:
             self.lost = len(reply.leases)
             raise UnreachableError("lost on the way")
         return reply
 
 
+@pytest.mark.timing
 @LEASED
 async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(workplace: Any) -> None:
     """Not after a timeout and a grace of minutes: the worker sends heartbeats before its first lease."""
@@ -144,6 +156,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
     assert ["cannot be reached" in each for each in said] in ([True, False], [True, False, True, False]), said
 
 
+@pytest.mark.timing
 @LEASED
 @pytest.mark.parametrize("pause", [0.0, 0.3])
 async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, pause: float) -> None:
@@ -186,11 +199,11 @@ class Slow(LightningClient):
         super().__init__(base_url, key)
         self.reporting = asyncio.Event()
 
-    async def close_attempt(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
+    async def close_attempt(self, lease: Lease, request: CloseRequest) -> CloseReply:
         if not self.reporting.is_set():
             self.reporting.set()
             await asyncio.sleep(3600)
-        return await super().close_attempt(key, request)
+        return await super().close_attempt(lease, request)
 
 
 async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workplace: Any) -> None:

@@ -10,11 +10,12 @@ import pytest
 from stack import make_rollout, until
 
 from agl_core.capture import Recording
-from agl_core.client import Runner
-from agl_core.client.attempts import Ended
+from agl_core.client import BlockingClient, LightningClient
 from agl_core.server import LightningServer
 from agl_core.types import Ending
-from agl_core.wire import HeartbeatReply, HeartbeatRequest, Lease, LeaseRequest
+from agl_core.wire.workers import Lease
+from agl_core.worker import Runner
+from agl_core.worker.environment import Ended
 
 PATIENCE = 200.0
 
@@ -45,22 +46,22 @@ async def test_it_asks_for_as_many_and_sends_heartbeats_for_all(
 ) -> None:
     """As for `--concurrency 5000`, with a limit of 4."""
     for place in ("worker", "heartbeats"):
-        monkeypatch.setattr(f"agl_core.client.{place}.MAX_LEASES", 4)
+        monkeypatch.setattr(f"agl_core.worker.{place}.MAX_LEASES", 4)
     server: LightningServer = workplace.stack.server
     asked: list[int] = []
     beats: list[set[str]] = []
-    lease, beat = server.queue.lease, server.queue.heartbeat
+    ask, ask_blocking = LightningClient.ask, BlockingClient.ask
 
-    async def leased(request: LeaseRequest) -> Any:
-        asked.append(request.capacity)
-        return await lease(request)
+    async def asking(self: LightningClient, operation: Any, body: Any) -> Any:
+        asked.append(body.capacity)
+        return await ask(self, operation, body)
 
-    def beaten(request: HeartbeatRequest) -> HeartbeatReply:
-        beats.append({each.rollout for each in request.attempts})
-        return beat(request)
+    def beating(self: BlockingClient, operation: Any, body: Any) -> Any:
+        beats.append({each.rollout for each in body.attempts})
+        return ask_blocking(self, operation, body)
 
-    monkeypatch.setattr(server.queue, "lease", leased)
-    monkeypatch.setattr(server.queue, "heartbeat", beaten)
+    monkeypatch.setattr(LightningClient, "ask", asking)
+    monkeypatch.setattr(BlockingClient, "ask", beating)
     runner = Waiting()
     checked: Runner = runner
     await server.queue.enqueue([make_rollout(f"r{number}") for number in range(10)])

@@ -12,13 +12,12 @@ import pytest
 from scripted_upstream import ScriptedUpstream
 from stack import Stack, make_rollout, running_stack
 
-from agl_core.client import BlockingClient, FarServer, LightningClient, RefusedError, UnreachableError
+from agl_core.client import BlockingClient, LightningClient, RefusedError, RemoteServer, UnreachableError
 from agl_core.errors import StoreError, StoreRefusedError
-from agl_core.server.parts import Parts
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Reward, Task
-from agl_core.wire import MAX_RECORDS
-from agl_core.wire.operators import BeginRequest
+from agl_core.wire.body import MAX_RECORDS, Empty
+from agl_core.wire.trainers import BEGIN, PUT_PART, BeginRequest
 
 BEGINNING = BeginRequest(run="run", started=1.0, config=None, resumed_step=None)
 
@@ -35,16 +34,16 @@ async def empty(tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 @pytest.fixture
-async def far(empty: Stack) -> AsyncIterator[FarServer]:
-    async with FarServer(empty.server.base_url, empty.server.keys.operator) as far:
-        await far.begin(BEGINNING)
-        yield far
+async def remote(empty: Stack) -> AsyncIterator[RemoteServer]:
+    async with RemoteServer(empty.server.base_url, empty.server.keys.operator) as remote:
+        await remote.run.begin(BEGINNING)
+        yield remote
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are small, so that there are many."""
-    monkeypatch.setattr("agl_core.client.parts.LARGE", 2000)
+    monkeypatch.setattr("agl_core.client.chunks.LARGE", 2000)
 
 
 def rewards(count: int, value: float = 0.5) -> list[Reward]:
@@ -56,28 +55,28 @@ async def recorded(stack: Stack) -> list[tuple[str, float]]:
     return [(each.name, each.value) for each in found]
 
 
-async def test_more_than_one_request_can_carry(empty: Stack, far: FarServer) -> None:
+async def test_more_than_one_request_can_carry(empty: Stack, remote: RemoteServer) -> None:
     """As large as it is: 80 MiB of tasks."""
     task = Task("t", "x" * (2 << 20))
     rollouts = [make_rollout(f"r{number:02}", task=task) for number in range(40)]
     assert len(rollouts) * len(task.input) > MAX_RECORDS
-    await far.queue.enqueue(rollouts)
+    await remote.run.queue.enqueue(rollouts)
     assert empty.server.queue.queued == 40
-    await far.store.put(*[make_rollout(f"s{number:02}", task=task) for number in range(40)])
+    await remote.run.store.put(*[make_rollout(f"s{number:02}", task=task) for number in range(40)])
     found = [each.id for each in await empty.store.rollouts(run="run")]
     assert sorted(found) == sorted(f"{kind}{number:02}" for kind in "rs" for number in range(40))
 
 
-async def test_rollouts_are_taken_in_in_their_order(empty: Stack, far: FarServer, small: None) -> None:
+async def test_rollouts_are_taken_in_in_their_order(empty: Stack, remote: RemoteServer, small: None) -> None:
     rollouts = [make_rollout(f"r{number:03}", task=Task("t", "x" * (number % 50 * 100))) for number in range(200)]
     for _ in range(2):
-        await far.queue.enqueue(rollouts)
+        await remote.run.queue.enqueue(rollouts)
     assert empty.server.queue.queued == 200
     assert [each.id for each in await empty.store.rollouts(run="run")] == [each.id for each in rollouts]
 
 
 async def test_records_are_written_at_once(
-    empty: Stack, far: FarServer, small: None, monkeypatch: pytest.MonkeyPatch
+    empty: Stack, remote: RemoteServer, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     puts: list[int] = []
     put = empty.store.put
@@ -87,7 +86,7 @@ async def test_records_are_written_at_once(
         await put(*records)
 
     monkeypatch.setattr(empty.store, "put", counted)
-    await far.store.put(*rewards(500))
+    await remote.run.store.put(*rewards(500))
     assert puts == [500]
     assert await recorded(empty) == [(f"n{number}", 0.5) for number in range(500)]
     with BlockingClient(empty.server.base_url, empty.server.keys.operator) as client:
@@ -97,34 +96,34 @@ async def test_records_are_written_at_once(
 
 
 async def test_if_the_server_forgets_parts_all_are_sent_again(
-    empty: Stack, far: FarServer, small: None, monkeypatch: pytest.MonkeyPatch
+    empty: Stack, remote: RemoteServer, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agl_core.client.link._FIRST_DELAY", 0.01)
-    keep, kept = Parts.keep, 0
+    ask, sent = LightningClient.ask, 0
 
-    def restarted(self: Parts, *arguments: Any) -> None:
-        nonlocal kept
-        kept += 1
-        if kept == 5:
-            self.clear()
-        keep(self, *arguments)
+    async def ask_a_server_that_forgets(self: LightningClient, operation: Any, body: Any) -> Any:
+        nonlocal sent
+        sent += operation is PUT_PART
+        if operation is PUT_PART and sent == 5:
+            await ask(self, BEGIN, BEGINNING)
+        return await ask(self, operation, body)
 
-    monkeypatch.setattr(Parts, "keep", restarted)
-    await far.store.put(*rewards(300))
-    assert kept == 16, "twice as many as there are"
+    monkeypatch.setattr(LightningClient, "ask", ask_a_server_that_forgets)
+    await remote.run.store.put(*rewards(300))
+    assert sent == 16, "twice as many as there are"
     assert await recorded(empty) == [(f"n{number}", 0.5) for number in range(300)]
 
 
 async def test_one_that_cannot_be_stored_is_named_and_none_is_written(
-    empty: Stack, far: FarServer, small: None
+    empty: Stack, remote: RemoteServer, small: None
 ) -> None:
     with pytest.raises(StoreRefusedError, match="NUL"):
-        await far.store.put(*rewards(300), Reward("\0", 0, "n", 1.0, "rule"))
+        await remote.run.store.put(*rewards(300), Reward("\0", 0, "n", 1.0, "rule"))
     assert await recorded(empty) == []
 
 
 async def test_if_the_store_fails_the_parts_stay_until_they_are_written(
-    empty: Stack, far: FarServer, small: None, monkeypatch: pytest.MonkeyPatch
+    empty: Stack, remote: RemoteServer, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, failures = empty.store.put, 1
 
@@ -137,15 +136,15 @@ async def test_if_the_store_fails_the_parts_stay_until_they_are_written(
 
     monkeypatch.setattr(empty.store, "put", fails)
     monkeypatch.setattr("agl_core.client.link._FIRST_DELAY", 0.01)
-    await far.store.put(*rewards(300))
+    await remote.run.store.put(*rewards(300))
     assert len(await recorded(empty)) == 300
 
 
-async def test_one_record_that_is_too_large_is_named(far: FarServer) -> None:
+async def test_one_record_that_is_too_large_is_named(remote: RemoteServer) -> None:
     with pytest.raises(StoreRefusedError, match=r"Rollout \(id 'r'.*are the limit"):
-        await far.store.put(make_rollout("r", task=Task("t", "x" * MAX_RECORDS)))
+        await remote.run.store.put(make_rollout("r", task=Task("t", "x" * MAX_RECORDS)))
     with pytest.raises(RefusedError, match="are the limit"):
-        await far.queue.enqueue([make_rollout("r", task=Task("t", "x" * MAX_RECORDS))])
+        await remote.run.queue.enqueue([make_rollout("r", task=Task("t", "x" * MAX_RECORDS))])
 
 
 async def test_parts_over_http(empty: Stack) -> None:
@@ -169,7 +168,7 @@ async def test_parts_over_http(empty: Stack) -> None:
         assert (await http.post(f"{url}/write", json={"put": "7", "count": 1})).status_code == 200
         await http.post(url, json=part)
         async with LightningClient(empty.server.base_url, empty.server.keys.operator) as client:
-            await client.begin(BEGINNING)
+            await client.ask(BEGIN, BEGINNING)
         assert (await http.post(f"{url}/write", json={"put": "p", "count": 1})).status_code == 409, "its trainer went"
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         assert (await http.post(url, json=part)).status_code == 401
@@ -178,7 +177,12 @@ async def test_parts_over_http(empty: Stack) -> None:
 async def test_a_client_of_its_own_is_told_to_try_again(
     empty: Stack, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Parts, "keep", lambda *_: None)
+    ask = LightningClient.ask
+
+    async def lose_parts(self: LightningClient, operation: Any, body: Any) -> Any:
+        return Empty() if operation is PUT_PART else await ask(self, operation, body)
+
+    monkeypatch.setattr(LightningClient, "ask", lose_parts)
     async with LightningClient(empty.server.base_url, empty.server.keys.operator) as client:
         with pytest.raises(UnreachableError, match="Send all parts again"):
             await client.put(rewards(300))

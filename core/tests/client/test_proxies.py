@@ -12,15 +12,8 @@ import httpx
 import openai
 import pytest
 
-from agl_core.client import (
-    Agent,
-    CommandPerAttempt,
-    InProcess,
-    ProcessPerAttempt,
-    agent_environment,
-    client_variables,
-)
 from agl_core.types import Ending
+from agl_core.worker import Agent, CommandPerAttempt, InProcess, ProcessPerAttempt, agent_environment, client_variables
 
 HERE = Path(__file__).parent
 NOBODY = "http://127.0.0.1:9"
@@ -47,7 +40,7 @@ COMMAND = """
 @pytest.mark.parametrize("way", ["in process", "isolated", "command", "command, not attached"])
 async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) -> None:
     root = workplace.stack.server.base_url
-    with agent_environment(client_variables(root, workplace.stack.server.agent_key)):
+    with agent_environment(client_variables(root)):
         if way == "in process":
             # Named for the attempt, as nothing is attached here that stamps requests.
             runner: Any = InProcess(Agent("test:agent", _ask_as_told, wants_context=True, is_async=False))

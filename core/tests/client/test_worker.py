@@ -10,13 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.capture import Recording, outcome_report, record_outcome, reward
-from agl_core.client import Agent, AgentContext, InProcess
-from agl_core.client.attempts import Ended
-from agl_core.types import Ending, Mode, OutcomeStatus
-from agl_core.wire import Lease
+from agl_core.capture import Recording, record_tool_result, reward, tool_result_report
+from agl_core.types import Ending, Mode, ToolStatus
+from agl_core.wire.workers import Assignment
+from agl_core.worker import Agent, AgentContext, InProcess
+from agl_core.worker.environment import Ended
 
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 12.0, "attempts": 1}], indirect=True)
+QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 
 
 async def ask(context: AgentContext, text: str) -> str:
@@ -98,6 +98,7 @@ async def test_a_result_that_is_not_json_is_a_crash_that_says_so(workplace: Any,
     assert "the agent returned" in (attempt.error or "")
 
 
+@pytest.mark.timing
 @QUICK
 async def test_a_slow_async_agent_is_cancelled_and_others_go_on(workplace: Any) -> None:
     cancelled = threading.Event()
@@ -117,6 +118,7 @@ async def test_a_slow_async_agent_is_cancelled_and_others_go_on(workplace: Any) 
     assert workplace.workers[0].worker.abandoned == 0
 
 
+@pytest.mark.timing
 @QUICK
 async def test_a_thread_that_cannot_be_ended_is_counted_and_its_late_call_refused(workplace: Any) -> None:
     release, refused = threading.Event(), threading.Event()
@@ -187,23 +189,22 @@ async def test_an_agent_that_has_ended_is_not_cancelled_any_more() -> None:
         ended.set()
         return "done"
 
-    lease = Lease(
-        rollout="w0", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, timeout=9, path="",
-        key="", heartbeat=1, expires=9,
-    )  # fmt: skip
-    running = asyncio.create_task(InProcess(Agent("test:agent", agent, True, True)).run(lease, "", Recording()))
+    assignment = Assignment(
+        rollout="w0", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, path="", key=""
+    )
+    running = asyncio.create_task(InProcess(Agent("test:agent", agent, True, True)).run(assignment, "", Recording()))
     await ended.wait()
     running.cancel()
     assert await running == Ended(Ending.FINISHED, "done")
 
 
-async def test_outcomes_of_tools_reach_the_store(workplace: Any) -> None:
+async def test_tool_results_of_tools_reach_the_store(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> str:
         await ask(context, "hi")
-        record_outcome(outcome_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
+        record_tool_result(tool_result_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
         return "done"
 
     _, attempt = (await workplace.run(agent, [0]))[0]
-    (outcome,) = await workplace.stack.store.outcomes([attempt.key])
-    assert (outcome.tool, outcome.tool_call_id, outcome.status) == ("lookup", "call_1", OutcomeStatus.ERROR)
-    assert "no such city" in (outcome.error or "")
+    (tool_result,) = await workplace.stack.store.tool_results([attempt.key])
+    assert (tool_result.tool, tool_result.tool_call_id, tool_result.status) == ("lookup", "call_1", ToolStatus.ERROR)
+    assert "no such city" in (tool_result.error or "")

@@ -8,8 +8,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 import agl_core
-from agl_core import Need
-from agl_core.plugins import Register
+from agl_core import Capability, CreditKind
+from agl_core.registering import (
+    RegisterAlgorithm,
+    RegisterBuffer,
+    RegisterCreditRule,
+    RegisterEngine,
+    RegisterReward,
+    RegisterStore,
+    RegisterTaskSource,
+    RegisterTracker,
+)
 
 
 class Strict(BaseModel):
@@ -57,78 +66,84 @@ class NeedyOptions(Strict):
     url: str = Field(description="Where to send metrics.")
 
 
-def built(options: BaseModel, *context: Any) -> tuple[Any, ...]:
+def built(options: BaseModel, *context: Any) -> Any:
     """A stand-in."""
     return (options, *context)
 
 
 @agl_core.hookimpl
-def register_algorithms(register: Register) -> None:
+def register_algorithms(register: RegisterAlgorithm) -> None:
     register(
         "comparing",
         built,
         options=ComparingOptions,
-        needs=lambda options: {Need.GROUPS, Need.RETURNS, *([Need.REFERENCE] if options.beta else [])},
+        needs=lambda options: {
+            Capability.GROUPS,
+            *([Capability.REFERENCE] if options.beta else []),
+        },
+        takes=CreditKind.RETURN,
     )
-    register("judging", built, needs={Need.CRITIC, Need.REWARDS, Need.TOKEN_IDS})
+    register("judging", built, needs={Capability.CRITIC, Capability.TOKEN_IDS}, takes=CreditKind.REWARD)
     register("easy", built)
-    register("engines_own", built, needs={Need.OWN_ALGORITHMS, Need.RETURNS})
-    register("undecided", built, needs={Need.REWARDS, Need.RETURNS})
+    register("engines_own", built, needs={Capability.OWN_ALGORITHMS}, takes=CreditKind.RETURN)
 
 
 @agl_core.hookimpl
-def register_engines(register: Register) -> None:
-    register("pretending", built, options=EngineOptions, provides={Need.REFERENCE, Need.TOKEN_IDS})
+def register_engines(register: RegisterEngine) -> None:
+    register("pretending", built, options=EngineOptions, provides={Capability.REFERENCE, Capability.TOKEN_IDS})
     register("poor", built)
-    register("rich", built, provides={Need.REFERENCE, Need.TOKEN_IDS, Need.CRITIC, Need.OWN_ALGORITHMS})
+    register(
+        "rich",
+        built,
+        provides={Capability.REFERENCE, Capability.TOKEN_IDS, Capability.CRITIC, Capability.OWN_ALGORITHMS},
+    )
 
 
 @agl_core.hookimpl
-def register_credit_rules(register: Register) -> None:
-    register("either", built, provides={Need.REWARDS, Need.RETURNS})
-    register("silent", built)
-    register("mixing", built, provides={Need.RETURNS, Need.OUTCOMES})
+def register_credit_rules(register: RegisterCreditRule) -> None:
+    register("either", built, kind={CreditKind.REWARD, CreditKind.RETURN})
+    register("mixing", built, kind=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
 
 
-@agl_core.credit_rule(kind=Need.RETURNS)
+@agl_core.credit_rule(kind=CreditKind.RETURN)
 def whole(episodes: Any) -> Any:
     """Everything to everyone."""
 
 
-@agl_core.credit_rule(kind=Need.REWARDS)
+@agl_core.credit_rule(kind=CreditKind.REWARD)
 def per_step(episodes: Any) -> Any:
     """Each step its own."""
 
 
 @agl_core.hookimpl
-def register_buffers(register: Register) -> None:
+def register_buffers(register: RegisterBuffer) -> None:
     register("hoarding", built)
 
 
 @agl_core.hookimpl
-def register_stores(register: Register) -> None:
+def register_stores(register: RegisterStore) -> None:
     register("forgetting", built)
 
 
 @agl_core.hookimpl
-def register_task_sources(register: Register) -> None:
+def register_task_sources(register: RegisterTaskSource) -> None:
     register("counting", built, options=CountingOptions)
 
 
 @agl_core.hookimpl
-def register_trackers(register: Register) -> None:
+def register_trackers(register: RegisterTracker) -> None:
     register("shouting", built, options=CarelessOptions)
     register("posting", built, options=NeedyOptions)
 
 
 @agl_core.hookimpl
-def register_rewards(register: Register) -> None:
+def register_rewards(register: RegisterReward) -> None:
     class Clashing(Strict):
         weight: float = Field(1.0, description="Clashes with the table's own.")
 
     register("clashing", built, options=Clashing)
     register("filing", built, options=PathOptions)
-    register("tool_counting", built, provides={Need.OUTCOMES})
+    register("tool_counting", built, provides={Capability.TOOL_RESULTS})
 
 
 @agl_core.reward_rule

@@ -34,7 +34,7 @@ REPLAYING_UNCORRECTED = ("buffer.name=prioritised", "async.max_staleness=4", "al
         ("async.max_staleness=1", "async.in_flight=17"),
         ("async.max_staleness=0", "async.in_flight=16", "train.deterministic=true"),
         ("buffer.name=prioritised", "async.max_staleness=1"),
-        (*REPLAYING_UNCORRECTED, "algorithm.grpo.importance_threshold=2.0"),
+        (*REPLAYING_UNCORRECTED, "algorithm.grpo.importance_cap=2.0"),
         (*REPLAYING_UNCORRECTED[:-1], "algorithm.name=easy", "train.group_size=1", "buffer.prioritised.alpha=0"),
     ],
 )
@@ -55,7 +55,7 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
         (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
         (("async.max_staleness=0", "async.in_flight=17"), ("in_flight is 17", "Set max_staleness to 1 or more")),
         (("buffer.name=prioritised",), ("buffer 'prioritised'", "max_staleness is 0", "Set max_staleness to 1")),
-        (REPLAYING_UNCORRECTED, ("algorithm 'grpo'", "does not correct that", "Set its importance_threshold")),
+        (REPLAYING_UNCORRECTED, ("algorithm 'grpo'", "does not correct that", "Set its importance_cap")),
         (
             (*REPLAYING_UNCORRECTED[:-1], "algorithm.name=easy", "train.group_size=1"),
             ("buffer 'prioritised'", "group_size is 1"),
@@ -78,14 +78,12 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
             ("algorithm.name=engines_own",),
             ("needs an engine with algorithms of its own", "engine 'pretending'", "(rich"),
         ),
-        (("credit.name=silent",), ("must provide returns, rewards or both", "provides neither")),
-        (("algorithm.name=undecided", "credit.name=either"), ("either returns or rewards", "takes both")),
         (("algorithm.name=judging", "engine.name=rich", "credit.name=mixing"), ("a return would be counted twice",)),
         (
             ("credit.name=mixing", "rewards.tools.rule=tool_counting"),
-            ("credit 'mixing'", "reward 'tool_counting'", "an outcome would count twice", "Keep one"),
+            ("credit 'mixing'", "reward 'tool_counting'", "a tool result would count twice", "Keep one"),
         ),
-        (("rewards.a.rule=tool_counting", "rewards.b.rule=tool_counting"), ("an outcome would count twice",)),
+        (("rewards.a.rule=tool_counting", "rewards.b.rule=tool_counting"), ("a tool result would count twice",)),
     ],
 )
 def test_what_does_not_is_refused_with_a_remedy(
@@ -127,7 +125,7 @@ def test_the_runs_choices_are_not_judged_where_every_policy_has_its_own(loaded: 
     own = {"algorithm": {"name": "easy"}, "credit": {"name": "whole"}}
     minimal["policies"]["default"] |= own
 
-    check(loaded(minimal, "algorithm.name=judging", "credit.name=silent", "engine.name=poor"))
+    check(loaded(minimal, "algorithm.name=judging", "credit.name=per_step", "engine.name=poor"))
 
 
 def test_what_several_policies_share_is_told_once_with_their_names(loaded: Load, minimal: dict[str, Any]) -> None:
@@ -167,5 +165,5 @@ def test_training_on_what_older_weights_sampled_without_correction_is_worth_a_wo
     stale = "async.max_staleness=2"
     [said] = cautions(loaded(minimal, stale))
     assert "max_staleness is 2" in said
-    assert "importance_threshold is not set" in said
-    assert list(cautions(loaded(minimal, stale, "policies.default.algorithm.grpo.importance_threshold=2.0"))) == []
+    assert "importance_cap is not set" in said
+    assert list(cautions(loaded(minimal, stale, "policies.default.algorithm.grpo.importance_cap=2.0"))) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.config import LoadedConfig, dump, load
+from agl_core.config import CONFIG_FILE, LoadedConfig, load, store_config
 from agl_core.config.overrides import apply_overrides
 from agl_core.errors import ConfigError, PluginError
 from agl_core.types import Ending
@@ -53,8 +53,8 @@ def test_paths_are_resolved_against_the_file(
     run = loaded(minimal)
 
     assert run.folder == folder.resolve()
-    assert run.config.policies["default"].model.path == str(folder / "weights")
-    assert run.config.plugins[1] == folder / "mine.py"
+    assert run.weights["default"] == str(folder / "weights")
+    assert run.config.plugin_files[1] == folder / "mine.py"
 
 
 def test_paths_among_the_settings_of_plugins_are_resolved_too(
@@ -76,7 +76,7 @@ def test_paths_among_the_settings_of_plugins_are_resolved_too(
         "text": "one.bin",
     }
     assert run.tasks["train"].options.model_dump()["file"] == folder / "numbers.txt"
-    assert run.config.rewards["filing"].settings["many"] == [str(path) for path in options["many"]]
+    assert run.config.rewards["filing"].settings["many"] == settings["many"], "the file's own words are stored"
 
 
 def test_paths_start_where_the_folder_is_said_to_be(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_narrow_pattern_may_stand_before_a_wide_one(minimal: dict[str, Any], l
 def test_a_model_that_is_no_folder_is_a_hub_name(minimal: dict[str, Any], loaded: Load) -> None:
     change(minimal, "policies.default.model.path", "Qwen/Qwen2.5-0.5B-Instruct")
 
-    assert loaded(minimal).config.policies["default"].model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert loaded(minimal).weights["default"] == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def test_the_folder_can_be_given(minimal: dict[str, Any], loaded: Load, folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_the_folder_can_be_given(minimal: dict[str, Any], loaded: Load, folder: 
     run = loaded(minimal)
 
     assert run.folder == folder / "inside"
-    assert run.config.policies["default"].model.path == str(folder / "inside" / "other")
+    assert run.weights["default"] == str(folder / "inside" / "other")
 
 
 def test_endings_that_are_not_named_keep_their_default(minimal: dict[str, Any], loaded: Load) -> None:
@@ -332,6 +332,15 @@ def test_a_missing_plugin_file(minimal: dict[str, Any], loaded: Load, folder: Pa
         loaded(change(minimal, "plugins", ["gone.py"]))
 
 
+def test_tensorboard_stays_beside_a_tracker_that_is_named(minimal: dict[str, Any], loaded: Load) -> None:
+    change(minimal, "trackers.shouting", {"loud": True})
+    assert loaded(minimal).trackers.keys() == {"tensorboard", "shouting"}
+    change(minimal, "trackers.tensorboard", False)
+    without = loaded(minimal)
+    assert without.trackers.keys() == {"shouting"}
+    assert without.config.trackers["tensorboard"] is False, "it is stored, so that a resumed run has none either"
+
+
 def test_the_default_tracker_may_be_missing_but_not_a_named_one(
     minimal: dict[str, Any], loaded: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,13 +356,18 @@ def test_the_default_tracker_may_be_missing_but_not_a_named_one(
         loaded(change(minimal, "trackers.tensorboard", {}))
 
 
-def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(minimal: dict[str, Any], loaded: Load) -> None:
+def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(
+    minimal: dict[str, Any], loaded: Load, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     run = loaded(minimal, "engine.pretending.token=hunter2")
 
     assert run.engine.options.token.get_secret_value() == "hunter2"  # type: ignore[attr-defined]
-    assert "hunter2" not in dump(run.config)
+    run_dir = tmp_path_factory.mktemp("run")
+    store_config(run.config, run_dir)
+    stored = (run_dir / CONFIG_FILE).read_text()
+    assert "hunter2" not in stored
     assert "hunter2" not in repr(run.config)
-    assert "token =" not in dump(run.config)
+    assert "token =" not in stored
 
 
 def test_an_empty_async_table_is_enough_to_go_on_without_waiting(minimal: dict[str, Any], loaded: Load) -> None:

@@ -17,11 +17,11 @@ from agl_core.types import (
     Ending,
     FinishReason,
     Mode,
-    Outcome,
-    OutcomeStatus,
     Rollout,
     Sampling,
     Task,
+    ToolResult,
+    ToolStatus,
 )
 
 sys.path.append(str(Path(__file__).parent))
@@ -63,9 +63,9 @@ class Records:
         }
         return Call(rollout=rollout, sequence=sequence, **(fields | changes))
 
-    def outcome(self, name: str, tool_call_id: str | None = None, **changes: Any) -> Outcome:
-        fields: dict[str, Any] = {"rollout": "r", "attempt": 0, "tool": "look", "status": OutcomeStatus.OK}
-        return Outcome(id=name, tool_call_id=tool_call_id, **(fields | changes))
+    def tool_result(self, name: str, tool_call_id: str | None = None, **changes: Any) -> ToolResult:
+        fields: dict[str, Any] = {"rollout": "r", "attempt": 0, "tool": "look", "status": ToolStatus.OK}
+        return ToolResult(id=name, tool_call_id=tool_call_id, **(fields | changes))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Episodes for the tests of credit rules: calls with rewards, states, agents and outcomes."""
+"""Episodes for the tests of credit rules: calls with rewards, states, agents and tool results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
-from agl_core.types import Episode, OutcomeStatus, Reward
+from agl_core.types import Episode, Reward, ToolStatus, Transition
 
 REWARDS = st.floats(-2, 2, width=32)
 
@@ -23,7 +23,7 @@ class Step:
     state: int = 0
     """Calls of one state have one prompt."""
     agent: str = "solver"
-    outcomes: tuple[OutcomeStatus, ...] = ()
+    tool_results: tuple[ToolStatus, ...] = ()
     parse_error: str | None = None
 
 
@@ -32,7 +32,7 @@ STEPS = st.builds(
     REWARDS,
     st.integers(0, 3),
     st.sampled_from(["solver", "critic"]),
-    st.lists(st.sampled_from(OutcomeStatus), max_size=3).map(tuple),
+    st.lists(st.sampled_from(ToolStatus), max_size=3).map(tuple),
     st.sampled_from([None, "no closing brace"]),
 )
 EPISODES = st.tuples(st.lists(STEPS, min_size=1, max_size=5), REWARDS)
@@ -42,31 +42,36 @@ GROUPS = st.lists(EPISODES, min_size=1, max_size=4)
 def episode(
     make: Any, member: int, steps: Sequence[Step], terminal: float, data: st.DataObject | None = None
 ) -> Episode:
-    """The episode of these steps; with `data` its calls and outcomes were stored in any order."""
+    """The episode of these steps; with `data` its calls and tool results were stored in any order."""
     name = f"r{member}"
     calls = [
         make.call(
             i,
-            make.choice(tool_calls=[f"{i}.{n}" for n in range(len(step.outcomes))], parse_error=step.parse_error),
+            make.choice(tool_calls=[f"{i}.{n}" for n in range(len(step.tool_results))], parse_error=step.parse_error),
             rollout=name,
             agent=step.agent,
             prompt_ids=np.full(3, step.state, np.int32),
         )
         for i, step in enumerate(steps)
     ]
-    outcomes = [
-        make.outcome(f"o{i}.{n}", f"{i}.{n}", rollout=name, status=status)
+    tool_results = [
+        make.tool_result(f"o{i}.{n}", f"{i}.{n}", rollout=name, status=status)
         for i, step in enumerate(steps)
-        for n, status in enumerate(step.outcomes)
+        for n, status in enumerate(step.tool_results)
     ]
-    stored = (calls, outcomes) if data is None else [data.draw(st.permutations(each)) for each in (calls, outcomes)]
+    stored = (
+        (calls, tool_results) if data is None else [data.draw(st.permutations(each)) for each in (calls, tool_results)]
+    )
     built = build_episode(make.rollout(name, member=member), make.attempt(name), *stored)
     by_call = {call.id: step.reward for call, step in zip(calls, steps, strict=True)}
-    transitions = tuple(
-        replace(t, rewards=(Reward(name, 0, "step", by_call[t.key.call], "test", t.key.call),))
-        for t in built.transitions
-    )
+    transitions = tuple(rewarded(t, by_call[t.key.call]) for t in built.transitions)
     return replace(built, transitions=transitions, terminal=terminal)
+
+
+def rewarded(transition: Transition, value: float) -> Transition:
+    """The transition that earned this."""
+    key = transition.key
+    return replace(transition, rewards=(Reward(key.rollout, 0, "step", value, "test", key.call, key.choice),))
 
 
 def group(make: Any, members: Sequence[tuple[Sequence[Step], float]]) -> list[Episode]:

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core.builtin.credit import identical, immediate
 from agl_core.errors import PluginError
-from agl_core.learning import PolicyCredit, build_episode, credit_group, identical, make_batches
+from agl_core.learning import PolicyCredit, build_episode, credit_group, make_batches
+from agl_core.learning.trainable import unusable
 from agl_core.types import CreditKind, DropReason, Ending, Episode
 
 IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
@@ -44,9 +46,9 @@ def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(make: Any, da
     ]
     prepared = make_batches(groups, IDENTICAL, agents=["solver"], min_group_size=2)
     kept = [key for batch in prepared.batches.values() for key in batch.keys]
-    left_out = [use.key for use in prepared.dropped]
+    left_out = [record.key for record in prepared.dropped]
     assert sorted(kept + left_out) == sorted(t.key for g in groups for e in g for t in e.transitions)
-    assert all(use.dropped is not None and use.weight == 0 for use in prepared.dropped)
+    assert all(record.dropped is not None and record.weight == 0 for record in prepared.dropped)
     by_key = {t.key: (t, e) for g in groups for e in g for t in e.transitions}
     for batch in prepared.batches.values():
         assert batch.offsets[-1] == len(batch.tokens_T)
@@ -73,6 +75,12 @@ def test_rollouts_and_groups_are_numbered_for_the_statistics(make: Any) -> None:
     assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
 
 
+def test_a_batch_is_of_its_training_step(make: Any) -> None:
+    groups = [[conversation(make, "a", 1.0), conversation(make, "b", 0.0)]]
+    credit = {name: PolicyCredit("identical", identical, CreditKind.RETURN) for name in ("author", "judge")}
+    assert {batch.step for batch in make_batches(groups, credit, step=7).batches.values()} == {7}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -88,8 +96,26 @@ def test_a_faulty_transition_is_dropped_with_its_reason(make: Any, changes: Any,
     calls = [make.call(0, make.choice(**changes)), make.call(1)]
     built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
     prepared = make_batches([[built]], IDENTICAL)
-    assert [use.dropped for use in prepared.dropped] == [reason]
+    assert [record.dropped for record in prepared.dropped] == [reason]
     assert [key.call for key in prepared.batches["default"].keys] == ["r-c1"]
+
+
+def test_a_masked_token_may_have_any_log_probability(make: Any) -> None:
+    """It is none of the policy's, so nothing that is recorded of it counts."""
+    logprobs, mask = np.array([-1.0, np.nan, -np.inf], np.float32), np.array([True, False, False])
+    calls = [make.call(0, make.choice(logprobs=logprobs, mask=mask)), make.call(1)]
+    built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
+    prepared = make_batches([[built]], IDENTICAL)
+    assert prepared.dropped == ()
+    assert unusable(prepared.batches["default"]) == (None, None)
+
+
+def test_what_an_unusable_call_earned_goes_to_the_call_before_it(make: Any) -> None:
+    broken = make.choice(logprobs=np.array([-1.0, np.nan, -1.0], np.float32))
+    built = build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1, broken)])
+    credit = {"default": PolicyCredit("immediate", immediate, CreditKind.REWARD)}
+    prepared = make_batches([[replace(built, terminal=1.0)]], credit)
+    assert prepared.batches["default"].values_N.tolist() == [1.0]
 
 
 def test_a_groups_weight_is_that_of_its_transitions_in_every_batch(make: Any) -> None:
@@ -130,7 +156,7 @@ def test_a_credit_that_is_not_finite_drops_its_transition(make: Any) -> None:
     prepared = make_batches(
         groups, {"default": PolicyCredit("endless", lambda e: [[math.inf, 1.0]], CreditKind.RETURN)}
     )
-    assert [use.dropped for use in prepared.dropped] == [DropReason.NON_FINITE]
+    assert [record.dropped for record in prepared.dropped] == [DropReason.NON_FINITE]
     assert prepared.batches["default"].values_N.tolist() == [1.0]
 
 
@@ -187,7 +213,7 @@ def test_a_policy_whose_agents_are_not_trained_has_no_batch_and_its_credit_is_re
     }
     prepared = make_batches(groups, credit, agents=["writer", "ed*"])
     assert list(prepared.batches) == ["author"]
-    assert [(use.call, use.credit, use.dropped) for use in prepared.dropped] == [
+    assert [(record.call, record.credit, record.dropped) for record in prepared.dropped] == [
         ("a-c1", 401.0, DropReason.UNTRAINED_AGENT),
         ("a-c3", 403.0, DropReason.UNTRAINED_AGENT),
     ]

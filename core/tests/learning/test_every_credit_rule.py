@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 from credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, group
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.learning import PolicyCredit, build_episode, make_batches
-from agl_core.plugins import Kind, Need, Plugins
+from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import CreditRule
 from agl_core.types import CreditKind, DropReason, Episode, TransitionKey
 
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "discounted": [{"gamma": 0.0}, {"gamma": 1.0}],
     "stepwise": [{"gamma": 0.5}],
-    "air": [{"alpha": 0.0}, {"alpha": 0.7}],
+    "air": [{"alpha": 0.7}, {"reward": "return"}, {"alpha": 0.0, "reward": "return"}],
 }
 """Settings to try beside the defaults."""
 
@@ -35,8 +35,11 @@ class Tried:
 
     @property
     def is_myopic(self) -> bool:
-        """Whether what a call led to is on purpose not in its worth."""
-        return self.kind is CreditKind.RETURN and self.name in ("immediate", "discounted {'gamma': 0.0}")
+        """Whether what later calls earned is on purpose not in a call's worth."""
+        only_the_end = self.name.startswith("air") and "return" not in self.name
+        return only_the_end or (
+            self.kind is CreditKind.RETURN and self.name in ("immediate", "discounted {'gamma': 0.0}")
+        )
 
     def __str__(self) -> str:
         return f"{self.name} as {self.kind}"
@@ -44,13 +47,12 @@ class Tried:
 
 def tried() -> list[Tried]:
     """Each rule of the installed agl packages, with each of its settings, for each kind of its values."""
-    kinds = {Need.RETURNS: CreditKind.RETURN, Need.REWARDS: CreditKind.REWARD}
     return [
-        Tried(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kinds[kind])
+        Tried(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kind)
         for name, component in Plugins.load().components(Kind.CREDIT).items()
         if component.origin.startswith("agl-")
         for chosen in ({}, *VARIANTS.get(name, ()))
-        for kind in sorted(component.provides & kinds.keys())
+        for kind in sorted(component.yields)
     ]
 
 
@@ -83,14 +85,13 @@ def test_every_rule_that_is_shipped_is_tried() -> None:
     names = {each.name for each in RULES}
     assert {"identical", "immediate", "discounted", "stepwise"} <= names
     if importlib.util.find_spec("agl_rewards"):
-        assert {"air", "air {'alpha': 0.7}"} <= names
+        assert {"air", "air {'alpha': 0.7}", "air {'reward': 'return'}"} <= names
     assert {each.kind for each in RULES if each.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
 
 
 @rules
-@settings(max_examples=40)
 @given(members=GROUPS, data=st.data())
-def test_the_order_in_which_calls_and_outcomes_are_stored_does_not_matter(
+def test_the_order_in_which_calls_and_tool_results_are_stored_does_not_matter(
     make: Any, each: Tried, members: list[tuple[list[Step], float]], data: st.DataObject
 ) -> None:
     stored = [episode(make, i, steps, terminal, data) for i, (steps, terminal) in enumerate(members)]
@@ -98,10 +99,32 @@ def test_the_order_in_which_calls_and_outcomes_are_stored_does_not_matter(
 
 
 @rules
-@settings(max_examples=40)
 @given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
 def test_one_call_episodes_are_single_turn_learning(make: Any, each: Tried, terminals: list[float]) -> None:
     assert each.rule(group(make, [([Step()], terminal) for terminal in terminals])) == [[end] for end in terminals]
+
+
+@rules
+@given(members=GROUPS, data=st.data())
+def test_more_choices_that_earn_as_much_change_nothing(
+    make: Any, each: Tried, members: list[tuple[list[Step], float]], data: st.DataObject
+) -> None:
+    episodes = group(make, members)
+    times = [[data.draw(st.integers(1, 3)) for _ in one.transitions] for one in episodes]
+    repeated = [repeat(one, of_episode) for one, of_episode in zip(episodes, times, strict=True)]
+    expected = {(key.rollout, key.call): value for key, value in values_of(each, episodes).items()}
+    for key, value in values_of(each, repeated).items():
+        assert value == near(expected[key.rollout, key.call])
+
+
+def repeat(one: Episode, times: Sequence[int]) -> Episode:
+    """The episode whose calls gave each choice as often as said."""
+    choices = [
+        replace(t, key=t.key._replace(choice=n))
+        for t, count in zip(one.transitions, times, strict=True)
+        for n in range(count)
+    ]
+    return replace(one, transitions=tuple(choices))
 
 
 @rules
@@ -112,12 +135,11 @@ def test_nothing_has_no_values(make: Any, each: Tried) -> None:
 
 
 @rules
-def test_an_episode_without_rewards_or_outcomes_is_worth_nothing(make: Any, each: Tried) -> None:
+def test_an_episode_without_rewards_or_tool_results_is_worth_nothing(make: Any, each: Tried) -> None:
     assert each.rule([build_episode(make.rollout(), make.attempt(), [make.call(0), make.call(1)])]) == [[0.0, 0.0]]
 
 
 @rules
-@settings(max_examples=40)
 @given(members=GROUPS)
 def test_untrained_agents_are_never_in_the_loss_and_change_no_return(
     make: Any, each: Tried, members: list[tuple[list[Step], float]]
@@ -132,7 +154,6 @@ def test_untrained_agents_are_never_in_the_loss_and_change_no_return(
 
 
 @rules
-@settings(max_examples=40)
 @given(member=EPISODES)
 def test_untrained_agents_are_dropped_for_that_reason_alone(
     make: Any, each: Tried, member: tuple[list[Step], float]
@@ -140,12 +161,11 @@ def test_untrained_agents_are_dropped_for_that_reason_alone(
     one = episode(make, 0, *member)
     credit = {"default": PolicyCredit(each.name, each.rule, each.kind)}
     dropped = make_batches([[one]], credit, agents=["solver"]).dropped
-    assert {use.key for use in dropped} == {t.key for t in one.transitions if t.agent != "solver"}
-    assert {use.dropped for use in dropped} <= {DropReason.UNTRAINED_AGENT}
+    assert {record.key for record in dropped} == {t.key for t in one.transitions if t.agent != "solver"}
+    assert {record.dropped for record in dropped} <= {DropReason.UNTRAINED_AGENT}
 
 
 @rules
-@settings(max_examples=40)
 @given(before=st.lists(STEPS, max_size=3), last=STEPS, earned=REWARDS)
 def test_what_an_untrained_agent_earns_reaches_the_trained_calls_before_it(
     make: Any, each: Tried, before: list[Step], last: Step, earned: float
@@ -158,7 +178,6 @@ def test_what_an_untrained_agent_earns_reaches_the_trained_calls_before_it(
 
 
 @rules
-@settings(max_examples=40)
 @given(steps=st.lists(STEPS, min_size=1, max_size=6), terminal=REWARDS)
 def test_a_call_is_worth_the_same_whoever_else_is_trained(
     make: Any, each: Tried, steps: list[Step], terminal: float

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from agl_core.learning import ScoringRule, build_episode, identical, score, score_all
+from agl_core.builtin.credit import identical
+from agl_core.learning import ScoringRule, build_episode, score, score_all, score_groups
 from agl_core.learning.rewards import reported
-from agl_core.types import DropReason, Ending, Episode, Reward
+from agl_core.protocols import GroupRewardRule, RewardValue
+from agl_core.types import DropReason, Ending, Episode, Reward, TransitionKey
 
 SCORE = dict.fromkeys(Ending, "score")
 
@@ -48,6 +51,106 @@ async def test_rewards_of_single_calls_go_to_their_transitions_and_into_the_retu
     assert [t.reward for t in scored.transitions] == [0.1, 0.0]
     assert scored.transitions[0].rewards[0].source == "tools"
     assert identical([scored]) == [[1.1, 1.1]]
+
+
+async def test_a_mapping_may_name_transitions_and_components(episode: Episode) -> None:
+    def mixed(e: Episode) -> dict[str | TransitionKey, float]:
+        return {"answer": 1.0, e.transitions[1].key: 0.5}
+
+    scored, errors = await score(episode, [ScoringRule("mixed", mixed, 0.5)], SCORE)
+    assert errors == []
+    assert scored.terminal == 0.5
+    assert [r.name for r in scored.rewards] == ["mixed.answer"]
+    assert [t.reward for t in scored.transitions] == [0.0, 0.25]
+    assert [(r.name, r.source) for r in scored.transitions[1].rewards] == [("mixed", "mixed")]
+
+
+async def test_a_transition_of_another_episode_cannot_be_rewarded(episode: Episode) -> None:
+    key = episode.transitions[0].key._replace(call="elsewhere")
+    scored, [error] = await score(episode, [ScoringRule("lost", lambda e: {key: 1.0})], SCORE)
+    assert scored.dropped is DropReason.REWARD_FAILED
+    assert "which the episode does not have" in str(error)
+
+
+class TestGroupRules:
+    """Rules that see all episodes of a group at once."""
+
+    @pytest.fixture
+    def group(self, episode: Episode) -> list[Episode]:
+        def member(number: int) -> Episode:
+            name = f"r{number}"
+            calls = tuple(replace(t, key=t.key._replace(rollout=name)) for t in episode.transitions)
+            return replace(episode, rollout=name, member=number, result="x" * number, transitions=calls)
+
+        return [member(number) for number in range(3)]
+
+    @staticmethod
+    async def scored(episodes: list[Episode], *rules: ScoringRule, endings: Any = SCORE) -> list[Any]:
+        return await score_groups(await score_all(episodes, rules, endings), rules, endings)
+
+    async def test_each_group_is_seen_whole_after_the_other_rules_with_provenance(self, group: list[Episode]) -> None:
+        seen: list[tuple[float | None, ...]] = []
+
+        async def ranks(episodes: Sequence[Episode]) -> list[float]:
+            seen.append(tuple(each.terminal for each in episodes))
+            return [len(str(each.result)) / 2 for each in episodes]
+
+        other = replace(group[0], rollout="r9", group="other", result="xxxx")
+        rules = ScoringRule("ranks", GroupRewardRule(ranks), 0.5), ScoringRule("end", lambda e: float(e.member))
+        found = await self.scored([group[0], other, *group[1:]], *rules)
+
+        assert sorted(seen) == [(0.0,), (0.0, 1.0, 2.0)]
+        assert [(e.rollout, e.terminal) for e, _ in found] == [("r0", 0.0), ("r9", 1.0), ("r1", 1.25), ("r2", 2.5)]
+        assert {(r.name, r.value, r.source) for r in found[3][0].rewards} == {
+            ("end", 2.0, "end"),
+            ("ranks", 1.0, "ranks"),
+        }
+        assert all(errors == [] for _, errors in found)
+
+    async def test_any_form_of_a_value_is_taken(self, group: list[Episode]) -> None:
+        def forms(episodes: Sequence[Episode]) -> list[RewardValue]:
+            return [None, {"half": 0.5}, {episodes[2].transitions[0].key: 0.25}]
+
+        found = [e for e, _ in await self.scored(group, ScoringRule("forms", GroupRewardRule(forms)))]
+        assert [e.terminal for e in found] == [0.0, 0.5, 0.0]
+        assert [r.name for r in found[1].rewards] == ["forms.half"]
+        assert found[2].transitions[0].reward == 0.25
+
+    async def test_what_is_dropped_or_has_a_fixed_reward_is_not_compared(self, group: list[Episode]) -> None:
+        seen: list[str] = []
+
+        def watch(episodes: Sequence[Episode]) -> list[float]:
+            seen.extend(each.rollout for each in episodes)
+            return [1.0] * len(episodes)
+
+        group = [replace(group[0], ending=Ending.TIMED_OUT), replace(group[1], dropped=DropReason.PLUGIN), group[2]]
+        found = await self.scored(
+            group, ScoringRule("watch", GroupRewardRule(watch)), endings=SCORE | {Ending.TIMED_OUT: -0.5}
+        )
+        assert seen == ["r2"]
+        assert [e.terminal for e, _ in found] == [-0.5, 0.0, 1.0]
+
+    @pytest.mark.parametrize(
+        ("rule", "said"),
+        [(lambda episodes: 1 / 0, "division"), (lambda episodes: [1.0], "it gave 1 values for 3 episodes")],
+    )
+    async def test_one_that_fails_drops_the_group_and_is_reported_once(
+        self, group: list[Episode], rule: Any, said: str
+    ) -> None:
+        found = await self.scored(group, ScoringRule("bad", GroupRewardRule(rule)), ScoringRule("end", lambda e: 1.0))
+        assert [(e.dropped, e.terminal) for e, _ in found] == [(DropReason.REWARD_FAILED, None)] * 3
+        [error] = [error for _, errors in found for error in errors]
+        assert said in str(error)
+        assert error.__notes__ == ["The reward rule 'bad' failed on rollout r0."]
+
+    async def test_one_of_weight_0_drops_nothing(self, group: list[Episode]) -> None:
+        found = await self.scored(group, ScoringRule("bad", GroupRewardRule(lambda episodes: []), 0.0))
+        assert [e.dropped for e, _ in found] == [None] * 3
+        assert len([error for _, errors in found for error in errors]) == 1
+
+    async def test_a_value_that_is_not_finite_drops_its_episode(self, group: list[Episode]) -> None:
+        found = await self.scored(group, ScoringRule("bad", GroupRewardRule(lambda episodes: [1.0, math.inf, 2.0])))
+        assert [e.dropped for e, _ in found] == [None, DropReason.NON_FINITE, None]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agl_core.learning.screening import screen, subset, unusable
+from agl_core.learning.trainable import screen, subset, unusable
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
 
 

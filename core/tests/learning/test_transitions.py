@@ -1,4 +1,4 @@
-"""Calls and outcomes become episodes."""
+"""Calls and tool results become episodes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.learning import build_episode
-from agl_core.types import Episode, OutcomeStatus
+from agl_core.types import Episode, ToolStatus
 
 
 def shape(episode: Episode) -> list[tuple[Any, ...]]:
     """What must not depend on the order in which records are read."""
     return [
-        (t.key, t.agent, t.turn, t.agent_turn, tuple(o.id for o in t.outcomes), t.policy, t.version)
+        (t.key, t.agent, t.turn, t.agent_turn, tuple(o.id for o in t.tool_results), t.policy, t.version)
         for t in episode.transitions
     ] + [tuple(sorted(o.id for o in episode.unjoined))]
 
@@ -36,23 +36,23 @@ def test_two_agents_interleaved_keep_order_and_count_their_own_turns(make: Any) 
 
 def test_parallel_tool_calls_are_joined_by_id_in_the_order_they_were_asked_for(make: Any) -> None:
     calls = [make.call(0, make.choice(tool_calls=["a", "b", "c"])), make.call(1)]
-    outcomes = [
-        make.outcome("late", "c", status=OutcomeStatus.TIMEOUT),
-        make.outcome("first", "a"),
-        make.outcome("second", "b", status=OutcomeStatus.ERROR),
-        make.outcome("stray", "of-nobody"),
+    tool_results = [
+        make.tool_result("late", "c", status=ToolStatus.TIMEOUT),
+        make.tool_result("first", "a"),
+        make.tool_result("second", "b", status=ToolStatus.ERROR),
+        make.tool_result("stray", "of-nobody"),
     ]
-    episode = build_episode(make.rollout(), make.attempt(), calls, outcomes)
-    assert [o.id for o in episode.transitions[0].outcomes] == ["first", "second", "late"]
-    assert episode.transitions[1].outcomes == ()
+    episode = build_episode(make.rollout(), make.attempt(), calls, tool_results)
+    assert [o.id for o in episode.transitions[0].tool_results] == ["first", "second", "late"]
+    assert episode.transitions[1].tool_results == ()
     assert [o.id for o in episode.unjoined] == ["stray"]
 
 
-def test_an_outcome_without_id_joins_by_the_only_call_of_its_span(make: Any) -> None:
+def test_an_tool_result_without_id_joins_by_the_only_call_of_its_span(make: Any) -> None:
     calls = [make.call(0, parent_span="s1"), make.call(1, parent_span="s2"), make.call(2, parent_span="s2")]
-    outcomes = [make.outcome("sure", parent_span="s1"), make.outcome("ambiguous", parent_span="s2")]
-    episode = build_episode(make.rollout(), make.attempt(), calls, outcomes)
-    assert [[o.id for o in t.outcomes] for t in episode.transitions] == [["sure"], [], []]
+    tool_results = [make.tool_result("sure", parent_span="s1"), make.tool_result("ambiguous", parent_span="s2")]
+    episode = build_episode(make.rollout(), make.attempt(), calls, tool_results)
+    assert [[o.id for o in t.tool_results] for t in episode.transitions] == [["sure"], [], []]
     assert [o.id for o in episode.unjoined] == ["ambiguous"]
 
 
@@ -90,17 +90,17 @@ def test_the_order_of_records_does_not_matter(make: Any, data: st.DataObject) ->
         make.call(i, make.choice(tool_calls=[f"{i}.{k}" for k in range(tools[i])]), agent=names[i])
         for i in range(count)
     ]
-    outcomes = [make.outcome(f"o{i}.{k}", f"{i}.{k}") for i in range(count) for k in range(tools[i])]
-    expected = build_episode(make.rollout(), make.attempt(), calls, outcomes)
+    tool_results = [make.tool_result(f"o{i}.{k}", f"{i}.{k}") for i in range(count) for k in range(tools[i])]
+    expected = build_episode(make.rollout(), make.attempt(), calls, tool_results)
     repeated = [*calls, *data.draw(st.lists(st.sampled_from(calls), max_size=3))]
     shuffled = build_episode(
         make.rollout(),
         make.attempt(),
         data.draw(st.permutations(repeated)),
-        data.draw(st.permutations([*outcomes, *outcomes[:1]])),
+        data.draw(st.permutations([*tool_results, *tool_results[:1]])),
     )
     assert shape(shuffled) == shape(expected)
-    assert sum(len(t.outcomes) for t in expected.transitions) + len(expected.unjoined) == len(outcomes)
+    assert sum(len(t.tool_results) for t in expected.transitions) + len(expected.unjoined) == len(tool_results)
     assert [t.key.call for t in expected.transitions] == [c.id for c in calls]
     for name in {*names}:
         mine = [t.agent_turn for t in expected.transitions if t.agent == name]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
+
+from agl_core.cli import app, main
+from agl_core.errors import AglError, PluginError, StoreError
 
 PLUGIN = '''
 import agl_core
@@ -23,32 +28,50 @@ class Options(BaseModel):
 
 @agl_core.hookimpl
 def register_rewards(register):
-    register("torn", print, options=Options, needs=lambda o: {agl_core.Need.CRITIC} if o.model else ())
+    register("torn", print, options=Options, needs=lambda o: {agl_core.Capability.CRITIC} if o.model else ())
 '''
 
 
-def agl(*arguments: str, cwd: Path | None = None, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, with what is installed in the folder `path` too."""
-    inherited = os.environ.get("PYTHONPATH", "")
-    return subprocess.run(
-        [sys.executable, "-c", "from agl_core.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, inherited)))},
-        timeout=120,
-        check=False,
-    )
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def test_plugins_lists_what_the_core_and_a_users_file_bring(tmp_path: Path) -> None:
+Agl: TypeAlias = Callable[..., Ended]
+
+
+@pytest.fixture
+def agl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Agl:
+    """Runs a command in this process, from its first line to the exit status."""
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["agl", *arguments])
+        try:
+            main()
+            status: Any = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+        said = capsys.readouterr()
+        return Ended(status, said.out, said.err)
+
+    return run
+
+
+def test_plugins_lists_what_the_core_and_a_users_file_bring(
+    agl: Agl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
 
-    result = agl("plugins", "mine.py", "--json", cwd=tmp_path)
+    result = agl("plugins", "mine.py", "--json")
 
     listed = {(each["kind"], each["name"]): each for each in json.loads(result.stdout)}
     assert {("store", "sqlite"), ("task source", "jsonl"), ("credit", "identical")} <= set(listed)
-    assert listed["credit", "identical"]["provides"] == ["returns"]
+    assert listed["credit", "identical"]["yields"] == ["return"]
     assert listed["store", "sqlite"]["origin"].startswith("agl-core ")
     mine = listed["reward", "shortness"]
     assert (mine["origin"], mine["doc"], mine["needs"]) == ("mine.py", "1 if the answer is short.", [])
@@ -59,12 +82,20 @@ def test_plugins_lists_what_the_core_and_a_users_file_bring(tmp_path: Path) -> N
     ]
 
 
-def test_plugins_prints_a_table_too() -> None:
+def test_plugins_prints_a_table_too(agl: Agl) -> None:
     result = agl("plugins")
 
     assert result.returncode == 0
     for word in ("kind", "jsonl", "sqlite", "identical", "input_field"):
         assert word in result.stdout
+
+
+def test_plugins_of_one_kind_can_be_listed_alone(agl: Agl) -> None:
+    listed = agl("plugins", "--kind", "credit", "--json")
+    assert {each["kind"] for each in json.loads(listed.stdout)} == {"credit"}
+    refused = agl("plugins", "--kind", "credits")
+    assert refused.returncode == 2
+    assert "'credit'" in refused.stderr
 
 
 BROKEN = """
@@ -78,19 +109,22 @@ def register_engines(register):
 
 
 @pytest.fixture
-def broken(tmp_path: Path) -> str:
-    """A folder with an installed plugin that is broken, to be put on the path."""
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed plugin that is broken."""
     info = tmp_path / "packages" / "agl_fast-0.3.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: agl-fast\nVersion: 0.3\n")
     (info / "entry_points.txt").write_text("[agl]\nfast = fast_plugin\n")
     (info.parent / "fast_plugin.py").write_text(BROKEN)
-    return str(info.parent)
+    monkeypatch.syspath_prepend(str(info.parent))
 
 
-@pytest.mark.slow
-def test_a_broken_plugin_is_told_and_stops_only_what_needs_it(broken: str, tmp_path: Path) -> None:
-    listed = agl("plugins", "--json", path=broken)
+@pytest.mark.usefixtures("broken")
+def test_a_broken_plugin_is_told_and_stops_only_what_needs_it(
+    agl: Agl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = agl("plugins", "--json")
     assert listed.returncode == 0, listed.stderr
     assert [each for each in json.loads(listed.stdout) if each["kind"] == "broken"] == [
         {
@@ -103,10 +137,10 @@ def test_a_broken_plugin_is_told_and_stops_only_what_needs_it(broken: str, tmp_p
             "provides": [],
         }
     ]
-    table = agl("plugins", path=broken)
+    table = agl("plugins")
     assert "agl-fast 0.3" in table.stdout
 
-    checked = agl("doctor", path=broken)
+    checked = agl("doctor")
     assert checked.returncode == 0, checked.stdout
     assert "note  plugins: 'fast' of agl-fast 0.3 cannot be used (ModuleNotFoundError" in checked.stdout
 
@@ -114,7 +148,7 @@ def test_a_broken_plugin_is_told_and_stops_only_what_needs_it(broken: str, tmp_p
     (tmp_path / "agent.py").write_text("def solve(task): ...\n")
     config = ENGINE.format(engine="fast")
     (tmp_path / "train.toml").write_text(config)
-    refused = agl("train", "train.toml", cwd=tmp_path, path=broken)
+    refused = agl("train", "train.toml")
     assert refused.returncode == 2
     assert "[engine] name: there is no engine 'fast'." in refused.stderr
     assert (
@@ -137,7 +171,7 @@ name = "{engine}"
 """
 
 
-def test_an_error_is_one_paragraph_and_status_2() -> None:
+def test_an_error_is_one_paragraph_and_status_2(agl: Agl) -> None:
     result = agl("plugins", "nowhere.py")
 
     assert result.returncode == 2
@@ -145,15 +179,12 @@ def test_an_error_is_one_paragraph_and_status_2() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_debug_shows_the_traceback() -> None:
-    result = agl("--debug", "plugins", "nowhere.py")
-
-    assert result.returncode != 0
-    assert "Traceback" in result.stderr
-    assert "PluginError" in result.stderr
+def test_debug_shows_the_traceback(agl: Agl) -> None:
+    with pytest.raises(PluginError):
+        agl("--debug", "plugins", "nowhere.py")
 
 
-def test_version_and_help() -> None:
+def test_version_and_help(agl: Agl) -> None:
     from agl_core import __version__
 
     assert agl("--version").stdout == f"agl {__version__}\n"
@@ -162,7 +193,7 @@ def test_version_and_help() -> None:
         assert command in shown
 
 
-def test_an_unknown_command_is_refused() -> None:
+def test_an_unknown_command_is_refused(agl: Agl) -> None:
     result = agl("trian")
 
     assert result.returncode == 2
@@ -182,16 +213,24 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.endswith("heavy: []\n")
 
 
-@pytest.mark.parametrize("raised", ["KeyboardInterrupt", "AglError('no')", "StoreError('no')"])
-def test_how_a_command_ends(raised: str) -> None:
-    code = (
-        "from agl_core.cli import app, main\nfrom agl_core.errors import AglError, StoreError\n"
-        f"@app.command()\ndef fails() -> None:\n    raise {raised}\n"
-        "import sys\nsys.argv = ['agl', 'fails']\nmain()"
-    )
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (AglError("no"), 2, "Error: no\n"),
+        (StoreError("no"), 2, "Error: no\n"),
+    ],
+    ids=["Ctrl-C", "AglError", "StoreError"],
+)
+def test_how_a_command_ends(
+    agl: Agl, monkeypatch: pytest.MonkeyPatch, raised: BaseException, status: int, said: str
+) -> None:
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
 
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    @app.command()
+    def fails() -> None:
+        raise raised
 
-    assert result.returncode == (130 if raised == "KeyboardInterrupt" else 2)
-    assert "Traceback" not in result.stderr
-    assert ("Error: no" in result.stderr) == (raised != "KeyboardInterrupt")
+    result = agl("fails")
+
+    assert (result.returncode, result.stderr) == (status, said)

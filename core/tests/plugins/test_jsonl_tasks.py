@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core.builtin.tasks import JsonlOptions, JsonlTasks
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
-from agl_core.training.tasks import JsonlOptions, JsonlTasks
 from agl_core.types import Task
 
 
@@ -43,7 +43,6 @@ def test_windows_line_ends_and_a_last_line_without_one(tmp_path: Path) -> None:
     assert tasks(tmp_path, '{"input": 1}\r\n{"input": 2}').size == 2
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.one_of(st.text(), st.integers(-(2**53), 2**53), st.dictionaries(st.text(), st.text())), min_size=1))
 def test_any_json_input_comes_back(tmp_path_factory: pytest.TempPathFactory, inputs: list[Any]) -> None:
     file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"

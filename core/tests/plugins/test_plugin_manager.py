@@ -6,13 +6,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 import agl_core
 from agl_core.errors import PluginError
-from agl_core.plugins import Kind, Need, Plugins, Register
+from agl_core.plugins import Kind, Plugins
+from agl_core.registering import Capability, NoOptions, RegisterEngine
 from agl_core.types import Episode
 
 PLUGIN = '''
@@ -33,20 +34,20 @@ def policy_updated(policy, version, metrics):
 
 
 class Bringing:
-    """A plugin object that brings one algorithm."""
+    """A plugin object that brings one engine."""
 
     def __init__(self, name: str = "mine") -> None:
         self.name = name
 
     @agl_core.hookimpl
-    def register_algorithms(self, register: Register) -> None:
-        def build(options: BaseModel) -> None:
+    def register_engines(self, register: RegisterEngine) -> None:
+        def build(options: NoOptions, context: object) -> Any:
             """What it is.
 
             And more.
             """
 
-        register(self.name, build, needs={Need.GROUPS}, provides={Need.CRITIC})
+        register(self.name, build, needs={Capability.GROUPS}, provides={Capability.CRITIC})
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +71,14 @@ def test_an_object_is_registered_and_unregistered() -> None:
     plugins, mine = Plugins(), Bringing()
 
     plugins.register(mine, "here")
-    found = plugins.component(Kind.ALGORITHM, "mine", "[algorithm] name")
+    found = plugins.component(Kind.ENGINE, "mine", "[engine] name")
 
-    assert (found.kind, found.origin, found.doc) == (Kind.ALGORITHM, "here", "What it is.")
-    assert found.needs(found.options()) == {Need.GROUPS}
-    assert found.provides == {Need.CRITIC}
+    assert (found.kind, found.origin, found.doc) == (Kind.ENGINE, "here", "What it is.")
+    assert found.needs(found.options()) == {Capability.GROUPS}
+    assert found.provides == {Capability.CRITIC}
 
     plugins.unregister(mine)
-    assert plugins.components(Kind.ALGORITHM) == {}
+    assert plugins.components(Kind.ENGINE) == {}
 
 
 def test_a_file_brings_its_rules_and_hooks(plugin_file: Path) -> None:
@@ -110,16 +111,16 @@ def test_two_of_one_name_are_refused() -> None:
     plugins.register(Bringing(), "one")
     plugins.register(Bringing(), "another")
 
-    with pytest.raises(PluginError, match=r"Two plugins bring the algorithm 'mine': (another and one|one and another)"):
-        plugins.components(Kind.ALGORITHM)
+    with pytest.raises(PluginError, match=r"Two plugins bring the engine 'mine': (another and one|one and another)"):
+        plugins.components(Kind.ENGINE)
 
 
 def test_an_unknown_component_gets_the_nearest_name() -> None:
     plugins = Plugins()
     plugins.register(Bringing("grpo"), "here")
 
-    with pytest.raises(PluginError, match=r"\[algorithm\]: there is no algorithm 'gpro'. Did you mean 'grpo'\?"):
-        plugins.component(Kind.ALGORITHM, "gpro", "[algorithm]")
+    with pytest.raises(PluginError, match=r"\[engine\]: there is no engine 'gpro'. Did you mean 'grpo'\?"):
+        plugins.component(Kind.ENGINE, "gpro", "[engine]")
 
 
 def test_a_plugin_for_another_api_version_is_refused() -> None:
@@ -202,7 +203,7 @@ def test_a_users_file_that_fails_when_asked_is_an_error(tmp_path: Path) -> None:
 def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
     class Misspelt:
         @agl_core.hookimpl
-        def register_algorithm(self, register: Register) -> None: ...
+        def register_algorithm(self, register: RegisterEngine) -> None: ...
 
     plugins = Plugins()
     with pytest.raises(PluginError, match=r"from here implements an unknown hook: .*register_algorithm"):

@@ -6,10 +6,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import anthropic
 import httpx
 from pydantic import BaseModel
 from scripted_upstream import END_TOKEN, Raw, logprob_entry
-from stack import Stack
+from stack import Stack, key_of_url
+
+from agl_core.types import AttemptKey
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 def call(id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -103,7 +108,13 @@ def events_of(stream: str) -> list[dict[str, Any]]:
 
 
 async def post_each(stack: Stack, url: str, bodies: Iterable[Mapping[str, Any]]) -> list[httpx.Response]:
-    """POST one body after the other with the agents' key."""
+    """POST one body after the other with the key of the attempt that the URL names."""
     async with httpx.AsyncClient(trust_env=False) as client:
-        headers = {"Authorization": f"Bearer {stack.server.agent_key}"}
+        headers = {"Authorization": f"Bearer {key_of_url(stack, url)}"}
         return [await client.post(url, json=dict(body), headers=headers) for body in bodies]
+
+
+def client_of(stack: Stack, key: AttemptKey, **options: Any) -> anthropic.AsyncAnthropic:
+    """The client with the attempt's base URL, which ends before /v1 here."""
+    base_url = stack.url(key).removesuffix("/v1")
+    return anthropic.AsyncAnthropic(**{"base_url": base_url, "api_key": stack.key(key), "max_retries": 0, **options})

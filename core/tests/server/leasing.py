@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agl_core.server import RolloutQueue
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire import CloseRequest, LeaseReply, LeaseRequest
+from agl_core.wire.workers import CloseRequest, LeaseReply, LeaseRequest
 
 FINISHED, CRASHED = CloseRequest(ending=Ending.FINISHED, result="4"), CloseRequest(ending=Ending.CRASHED, error="Boom")
 LOST = CloseRequest(ending=Ending.LOST)

@@ -8,7 +8,18 @@ from typing import Any
 
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store.interface import Record
-from agl_core.types import Attempt, AttemptKey, Call, Mode, Outcome, Reward, Rollout, RolloutState, Run, Use
+from agl_core.types import (
+    Attempt,
+    AttemptKey,
+    Call,
+    Mode,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    ToolResult,
+    TrainingRecord,
+)
 
 
 class MemoryStore:
@@ -75,15 +86,15 @@ class MemoryStore:
         wanted = set(attempts)
         return sorted((each for each in self._calls.values() if each.key in wanted), key=lambda call: call.sequence)
 
-    async def outcomes(self, attempts: Iterable[AttemptKey]) -> list[Outcome]:
+    async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
         wanted = set(attempts)
-        return [e for e in self.written if isinstance(e, Outcome) and (e.rollout, e.attempt) in wanted]
+        return [e for e in self.written if isinstance(e, ToolResult) and (e.rollout, e.attempt) in wanted]
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
         wanted = set(attempts)
         return [e for e in self.written if isinstance(e, Reward) and (e.rollout, e.attempt) in wanted]
 
-    async def uses(self, attempts: Iterable[AttemptKey]) -> list[Use]:
+    async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         return []
 
     async def __aenter__(self) -> MemoryStore:

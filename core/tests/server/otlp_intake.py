@@ -23,7 +23,8 @@ from agl_core.learning import build_episode
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Ending, Episode
-from agl_core.wire import CloseRequest, rollout_path
+from agl_core.wire.headers import rollout_path
+from agl_core.wire.workers import CloseRequest
 
 
 @dataclass
@@ -35,17 +36,16 @@ class IntakeStack:
     service: TraceService
     base_url: str
 
-    @property
-    def authorization(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.stack.server.agent_key}"}
+    def authorization(self, key: AttemptKey) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.stack.key(key)}"}
 
     def url(self, key: AttemptKey | None = None) -> str:
         return f"{self.base_url}{rollout_path(*key) if key else ''}/v1/traces"
 
     @contextlib.contextmanager
-    def exporting(self, key: AttemptKey | None, **headers: str) -> Iterator[TracerProvider]:
+    def exporting(self, key: AttemptKey, **headers: str) -> Iterator[TracerProvider]:
         """A tracer provider whose spans go to the intake when, and only when, it is flushed with `flush`."""
-        exporter = OTLPSpanExporter(self.url(key), headers={**self.authorization, **headers}, timeout=60)
+        exporter = OTLPSpanExporter(self.url(key), headers={**self.authorization(key), **headers}, timeout=60)
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
         try:
@@ -61,7 +61,7 @@ class IntakeStack:
         store = self.stack.store
         (attempt,) = (each for each in await store.attempts(key.rollout) if each.key == key)
         return build_episode(
-            await store.rollout(key.rollout), attempt, await store.calls([key]), await store.outcomes([key])
+            await store.rollout(key.rollout), attempt, await store.calls([key]), await store.tool_results([key])
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,13 +23,14 @@ from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
 from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
-from agl_core.wire import LeaseRequest
+from agl_core.wire.workers import HeldAttempt, LeaseRequest
+from agl_core.worker.environment import PLACEHOLDER_KEY
 
 
 def make_rollout(id: str, **fields: Any) -> Rollout:
     defaults: dict[str, Any] = {
         "run": "run",
-        "incarnation": 0,
+        "restart": 0,
         "group": "g",
         "task": Task("t", {"question": "?"}),
         "mode": Mode.TRAIN,
@@ -39,11 +41,10 @@ def make_rollout(id: str, **fields: Any) -> Rollout:
 
 
 class Hooks:
-    """Stands for `Plugins.hook`: notes what was fired; `raising` makes it raise."""
+    """Stands for `Plugins.hook`: notes what was fired."""
 
     def __init__(self) -> None:
         self.fired: list[tuple[Any, ...]] = []
-        self.raising = False
 
     def rollout_started(self, *, rollout: Rollout, attempt: int) -> None:
         self._note("started", rollout.id, attempt)
@@ -53,8 +54,6 @@ class Hooks:
 
     def _note(self, *event: Any) -> None:
         self.fired.append(event)
-        if self.raising:
-            raise RuntimeError("a plugin's mistake")
 
 
 @dataclass
@@ -80,11 +79,18 @@ class Stack:
         place = "" if key is None else f"/rollout/{key.rollout}/attempt/{key.attempt}"
         return f"{self.server.base_url}{place}/v1"
 
+    def key(self, attempt: AttemptKey) -> str:
+        """The agent's key of an attempt."""
+        return self.server.keys.of_attempt(attempt)
+
+    def held(self, attempt: AttemptKey) -> HeldAttempt:
+        """An attempt as a heartbeat of its worker names it."""
+        return HeldAttempt(**attempt._asdict(), secret=self.server.keys.of_lease(attempt))
+
     def client(self, key: AttemptKey | None = None, **options: Any) -> openai.AsyncOpenAI:
-        """A client that is closed with the stack."""
-        made = openai.AsyncOpenAI(
-            **{"base_url": self.url(key), "api_key": self.server.agent_key, "max_retries": 0, **options}
-        )
+        """A client that is closed with the stack; without an attempt it has no key, as one made before any attempt."""
+        api_key = PLACEHOLDER_KEY if key is None else self.key(key)
+        made = openai.AsyncOpenAI(**{"base_url": self.url(key), "api_key": api_key, "max_retries": 0, **options})
         self._clients.append(made)
         return made
 
@@ -108,11 +114,17 @@ def said_by_agl(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(formatter.format(each) for each in caplog.records if each.name.startswith("agl_"))
 
 
+def key_of_url(stack: Stack, url: str) -> str:
+    """The agent's key of the attempt that a URL names; one that is good for nothing if it names none."""
+    named = re.search(r"/rollout/([^/]+)/attempt/(\d+)/", url)
+    return stack.key(AttemptKey(named[1], int(named[2]))) if named else PLACEHOLDER_KEY
+
+
 async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.Response:
-    """POST these very bytes with the agents' key."""
+    """POST these very bytes with the key of the attempt that the URL names."""
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         return await client.post(
-            url, content=content, headers={"Authorization": f"Bearer {stack.server.agent_key}", **headers}
+            url, content=content, headers={"Authorization": f"Bearer {key_of_url(stack, url)}", **headers}
         )
 
 
@@ -158,7 +170,7 @@ def stack_in_thread() -> Iterator[SimpleNamespace]:
         ) as stack:
             found.stack = stack
             found.key = await stack.lease()
-            found.base_url, found.api_key = stack.url(found.key), stack.server.agent_key
+            found.base_url, found.api_key = stack.url(found.key), stack.key(found.key)
             ready.set()
             await found.stop.wait()
 

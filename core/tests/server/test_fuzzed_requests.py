@@ -12,14 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_upstream import Say
 from stack import make_rollout, running_stack
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Json, Task
-from agl_core.wire import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE, LeaseRequest
+from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
+from agl_core.wire.workers import LeaseRequest
 
 OWN, OTHER = AttemptKey("own", 0), AttemptKey("other", 0)
 SECRET = "SWORDFISH"
@@ -91,15 +92,15 @@ VALID: Mapping[str, Json] = {
     "/v1/models": {},
     "/v1/nothing": {},
     "/agl/v1/leases": {"worker": "w", "capacity": 1, "wait": 0},
-    "/agl/v1/heartbeats": {"worker": "w", "attempts": [{"rollout": "third", "attempt": 0}]},
+    "/agl/v1/heartbeats": {"worker": "w", "attempts": [{"rollout": "third", "attempt": 0, "secret": "s"}]},
     "/agl/v1/rollouts/third/attempts/0/close": {
         "ending": "finished",
         "result": {"a": [1]},
         "error": None,
-        "outcomes": [{"id": "o", "tool": "add", "status": "ok", "arguments": {"a": 1}, "started": 1.0}],
+        "tool_results": [{"id": "o", "tool": "add", "status": "ok", "arguments": {"a": 1}, "started": 1.0}],
         "rewards": [{"name": "r", "value": 0.5}],
     },
-    "/agl/v1/rollouts/nobody/attempts/0/close": {"ending": "vanished"},
+    "/agl/v1/rollouts/third/attempts/00/close": {"ending": "vanished"},
     "/agl/v1/health": {},
 }
 
@@ -133,7 +134,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     thread.start()
     assert ready.wait(30)
     keys = found.stack.server.keys
-    found.keys = {"own": keys.of_attempt(OWN), "worker": keys.worker, "none": "agl-none"}
+    found.keys = {
+        "own": keys.of_attempt(OWN),
+        "worker": keys.worker,
+        "lease": keys.of_lease(AttemptKey("third", 0)),
+        "none": "agl-none",
+    }
     with httpx.Client(base_url=found.stack.server.base_url, trust_env=False, timeout=30) as client:
         found.client = client
         yield found
@@ -216,12 +222,11 @@ prefixes = st.sampled_from(
 )
 
 
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4 * settings.default.max_examples)
 @given(
     st.sampled_from(sorted(VALID)),
     st.sampled_from(["POST", "POST", "POST", "GET", "PUT"]),
-    st.sampled_from(["own", "own", "worker", "none"]),
+    st.sampled_from(["own", "own", "worker", "lease", "none"]),
     prefixes,
     headers,
     st.data(),
@@ -238,19 +243,19 @@ def test_no_request_breaks_the_server_or_reaches_another_rollout(
     sent = {"content-type": "application/json", **given, "authorization": f"Bearer {world.keys[who]}"}
     response = world.client.request(method, url, content=body, headers=sent)
     assert response.status_code < 500, response.text
-    if who != "worker":
+    if who in ("own", "none"):
         assert SECRET not in response.text
         if "/agl/" in path or "other" in prefix or who == "none":
             assert response.status_code >= 400
     assert len(ask(world, lambda: world.store.calls([OTHER]))) == 1, "a call was recorded for the other"
-    assert ask(world, lambda: world.store.outcomes([OTHER])) == [], "spans were taken in for the other"
+    assert ask(world, lambda: world.store.tool_results([OTHER])) == [], "spans were taken in for the other"
 
 
 def test_the_requests_above_reach_what_they_aim_at(world: SimpleNamespace) -> None:
     """As they are, unchanged, they are taken: so changing one place of them tests what lies behind it."""
     for path, valid in VALID.items():
         agents = not path.startswith("/agl")
-        who = "own" if agents else "worker"
+        who = "own" if agents else "lease" if path.endswith("close") else "worker"
         method = "GET" if path.endswith(("models", "health")) else "POST"
         response = world.client.request(
             method,
@@ -258,5 +263,5 @@ def test_the_requests_above_reach_what_they_aim_at(world: SimpleNamespace) -> No
             content=json.dumps(valid),
             headers={"authorization": f"Bearer {world.keys[who]}", "content-type": "application/json"},
         )
-        expected = {"/v1/nothing": 404, "/agl/v1/rollouts/nobody/attempts/0/close": 422}.get(path, 200)
+        expected = {"/v1/nothing": 404, "/agl/v1/rollouts/third/attempts/00/close": 422}.get(path, 200)
         assert response.status_code == expected, (path, response.text)

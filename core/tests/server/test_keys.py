@@ -20,12 +20,21 @@ from opentelemetry.trace import Tracer
 from otlp_intake import exported
 from stack import Stack, make_rollout, running_stack
 
-from agl_core.client.api import LightningClient
+from agl_core.client.http import LightningClient
 from agl_core.errors import ServerError
 from agl_core.server import Keys
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire import HEADER_ROLLOUT, CloseRequest, LeaseRequest
+from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.workers import (
+    HEARTBEAT,
+    LEASE,
+    AttemptRef,
+    CloseRequest,
+    HeartbeatRequest,
+    HeldAttempt,
+    LeaseRequest,
+)
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
@@ -44,21 +53,48 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def test_an_attempts_key_is_made_of_the_secret() -> None:
-    """The value is openssl's: printf r/0 | openssl dgst -sha256 -hmac secret -binary | base64, made URL-safe."""
+    """As openssl has it: printf agent/r/0 | openssl dgst -sha256 -hmac secret -binary | base64, made URL-safe."""
     keys = Keys(worker="w", secret="secret")
-    assert keys.of_attempt(AttemptKey("r", 0)) == "agl-R7NNDnyCI7gK7D6Usqf0aqJV48BcSL5tXHFDTZwPpBg"
-    several = {keys.of_attempt(AttemptKey(*each)) for each in (("r", 0), ("r", 1), ("s", 0), ("embedded", 0))}
-    assert len(several | {keys.embedded, Keys(secret="another").of_attempt(AttemptKey("r", 0))}) == 6
+    assert keys.of_attempt(AttemptKey("r", 0)) == "agl-2E9EX4mwhTGrFul1YaP193hjtO8wEhWUZEKpgLGmGBY"
+    assert keys.of_lease(AttemptKey("r", 0)) == "agl-snl1YqPNTSf0E8cltP3Ll4-kUldESI9RgveYy0kZoI8"
+    attempts = [AttemptKey(*each) for each in (("r", 0), ("r", 1), ("s", 0), ("lease/r", 0), ("agent/r", 0))]
+    several = {make(each) for each in attempts for make in (keys.of_attempt, keys.of_lease)}
+    assert len(several | {Keys(secret="another").of_attempt(AttemptKey("r", 0))}) == 11
 
 
 async def test_a_lease_brings_the_key_of_its_attempt(stack: Stack) -> None:
     await stack.server.queue.enqueue([make_rollout(id) for id in "ab"])
     async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
-        a, b = (await client.lease(LeaseRequest(worker="w", capacity=2))).leases
+        a, b = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=2))).leases
     assert a.key != b.key
     reply = await stack.client(AttemptKey("a", 0), api_key=a.key).chat.completions.create(**GOOD)
     assert [call.id for call in await stack.calls(AttemptKey("a", 0))] == [reply.id]
-    assert a.key not in repr(a)
+    assert not [each for each in (a.key, a.secret) if each in repr(a)]
+    assert a.key in a.assignment.model_dump_json()
+    assert a.secret not in a.assignment.model_dump_json(), "agents get the assignment"
+
+
+async def test_only_the_secret_of_its_lease_closes_or_keeps_an_attempt(stack: Stack, http: httpx.AsyncClient) -> None:
+    keys, url = stack.server.keys, f"{stack.server.base_url}/agl/v1"
+    own, other = await stack.lease(), await stack.lease()
+    for key in (keys.worker, keys.operator, keys.of_attempt(own), keys.of_lease(other), "agl-wrong"):
+        response = await http.post(
+            f"{url}/rollouts/{own.rollout}/attempts/0/close",
+            json={"ending": "finished", "result": "forged", "rewards": [{"value": 1.0}]},
+            headers={"Authorization": f"Bearer {key}"},
+        )
+        assert response.status_code == 401, key
+    active = stack.server.queue.attempt(own)
+    assert active is not None
+    assert not active.closed
+    async with LightningClient(stack.server.base_url, keys.worker) as worker:
+        for secret in (keys.of_attempt(own), keys.of_lease(other), keys.worker, ""):
+            forged = HeldAttempt(rollout=own.rollout, attempt=0, secret=secret)
+            told = await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[forged, stack.held(other)]))
+            assert told.lost == [AttemptRef(rollout=own.rollout, attempt=0)]
+        before = active.due
+        assert (await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[stack.held(own)]))).lost == []
+        assert active.due > before
 
 
 async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http: httpx.AsyncClient) -> None:
@@ -71,7 +107,6 @@ async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http:
                 (stack.url(), {HEADER_ROLLOUT: f"{other.rollout}/{other.attempt}"}),
                 (stack.url(AttemptKey(own.rollout, 1)), {}),
                 (stack.url(AttemptKey("nobody", 0)), {}),
-                (stack.url(), {}),
             ):
                 refused = await http.post(f"{url}/{path}", json=body, headers={**scheme, **headers})
                 assert refused.status_code == 401, (url, headers)
@@ -79,13 +114,14 @@ async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http:
             for url, headers in (
                 (stack.url(own), {}),
                 (stack.url(), {HEADER_ROLLOUT: f"{own.rollout}/{own.attempt}"}),
+                (stack.url(), {}),
             ):
                 taken = await http.post(f"{url}/{path}", json=body, headers={**scheme, **headers})
                 assert taken.status_code == 200, taken.text
     mixed = {"Authorization": f"Bearer {key}", HEADER_ROLLOUT: f"{other.rollout}/{other.attempt}"}
     assert (await http.post(f"{stack.url(own)}/chat/completions", json=GOOD, headers=mixed)).status_code == 400
     assert await stack.calls(other) == []
-    assert len(await stack.calls(own)) == 16
+    assert len(await stack.calls(own)) == 24
 
 
 async def test_which_models_there_are_is_told_to_agents_only(stack: Stack, http: httpx.AsyncClient) -> None:
@@ -95,7 +131,6 @@ async def test_which_models_there_are_is_told_to_agents_only(stack: Stack, http:
         (stack.server.keys.of_attempt(own), stack.url(), 200),
         (stack.server.keys.of_attempt(own), stack.url(other), 401),
         (stack.server.keys.of_attempt(AttemptKey("nobody", 0)), stack.url(), 401),
-        (stack.server.agent_key, stack.url(), 200),
         (stack.server.worker_key, stack.url(), 401),
     ):
         response = await http.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
@@ -104,7 +139,7 @@ async def test_which_models_there_are_is_told_to_agents_only(stack: Stack, http:
 
 async def test_an_agents_key_opens_no_route_of_the_workers(stack: Stack, http: httpx.AsyncClient) -> None:
     own = await stack.lease()
-    for key in (stack.server.keys.of_attempt(own), stack.server.agent_key, "agl-wrong"):
+    for key in (stack.key(own), "agl-wrong"):
         for path, body in (
             ("leases", {"worker": "w", "capacity": 1}),
             ("heartbeats", {"worker": "w", "attempts": []}),
@@ -139,7 +174,7 @@ async def test_spans_come_in_for_the_keys_own_attempt_only(http: httpx.AsyncClie
         assert await over_http(stack.url(), **{HEADER_ROLLOUT: f"{other.rollout}/0"}) == 401
         assert await over_http(stack.url(), authorization="Bearer agl-wrong") == 401
         assert await over_http(stack.url()) == 200
-        assert len(await stack.store.outcomes([own])) == 1
+        assert len(await stack.store.tool_results([own])) == 1
         async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.server.otlp_port}") as channel:
             export = TraceServiceStub(channel).Export
             metadata = [*key.items(), (HEADER_ROLLOUT, f"{other.rollout}/0")]
@@ -147,8 +182,8 @@ async def test_spans_come_in_for_the_keys_own_attempt_only(http: httpx.AsyncClie
                 await export(exported(tool, **others), metadata=metadata)
             assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
             await export(exported(tool, **others), metadata=list(key.items()))
-        assert len(await stack.store.outcomes([own])) == 2
-        assert await stack.store.outcomes([other]) == []
+        assert len(await stack.store.tool_results([own])) == 2
+        assert await stack.store.tool_results([other]) == []
 
 
 async def test_the_port_for_spans_is_freed_and_may_be_taken() -> None:
@@ -209,9 +244,10 @@ def test_keys_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "worker_key": first.worker,
         "operator_key": first.operator,
         "agent_secret": first.secret,
+        "begun": False,
         "over": False,
     }
-    assert len({first.worker, first.operator, first.secret, first.embedded}) == 4
+    assert len({first.worker, first.operator, first.secret}) == 3
     assert Keys.of_run(tmp_path / "another.json").worker != first.worker
     file.write_text("{")
     assert Keys.of_run(file).secret != first.secret
@@ -242,13 +278,14 @@ def test_a_key_of_your_choice_comes_first_and_is_not_written_down(
     assert chosen.chosen == {"AGL_WORKER_KEY"}
     chosen.write(file, "http://127.0.0.1:1")
     assert "chosen-by-me" not in file.read_text()
+    monkeypatch.setenv("AGL_WORKER_KEY", "chosen-by-me")
     monkeypatch.setenv("AGL_OPERATOR_KEY", "chosen-too")
     Keys.of_run(file).write(file, "http://127.0.0.1:1")
     assert "chosen" not in file.read_text()
-    monkeypatch.setenv("AGL_OPERATOR_KEY", "chosen-by-me")
+    for name in ("AGL_WORKER_KEY", "AGL_OPERATOR_KEY"):
+        monkeypatch.setenv(name, "chosen-by-me")
     with pytest.raises(ServerError, match="are the same"):
         Keys.of_run(file)
-    monkeypatch.delenv("AGL_OPERATOR_KEY")
     monkeypatch.setenv("AGL_WORKER_KEY", "schlüssel")
     with pytest.raises(ServerError, match="ASCII"):
         Keys.of_run(file)
@@ -263,13 +300,13 @@ async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest
         keys = stack.server.keys
         await stack.server.queue.enqueue([make_rollout("a")])
         async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
-            (lease,) = (await client.lease(LeaseRequest(worker="w", capacity=1))).leases
+            (lease,) = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=1))).leases
             key = AttemptKey("a", 0)
             await stack.client(key, api_key=lease.key).chat.completions.create(**GOOD)
             with pytest.raises(openai.AuthenticationError):
                 await stack.client(AttemptKey("b", 0), api_key=lease.key).chat.completions.create(**GOOD)
-            await client.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-        secrets = [keys.worker, keys.operator, keys.secret, keys.embedded, lease.key]
+            await client.close_attempt(lease, CloseRequest(ending=Ending.FINISHED))
+        secrets = [keys.worker, keys.operator, keys.secret, lease.key, lease.secret]
         stored = await asyncio.to_thread(lambda: b"".join(each.read_bytes() for each in tmp_path.iterdir()))
     assert b"hello" in stored
     assert [each for each in secrets if each.encode() in stored] == []

@@ -12,12 +12,12 @@ import pytest
 from scripted_upstream import Hold
 from stack import Stack, make_rollout, running_stack, until
 
-from agl_core.client.api import LightningClient
+from agl_core.client.http import LightningClient
 from agl_core.errors import ServerError
 from agl_core.server import LightningServer
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Ending, Mode
-from agl_core.wire import CloseRequest, LeaseRequest, RewardReport
+from agl_core.wire.workers import LEASE, CloseRequest, LeaseRequest, RewardReport
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
@@ -34,23 +34,22 @@ def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:
 async def test_a_worker_leases_and_closes_over_the_wire(stack: Stack) -> None:
     await stack.server.queue.enqueue([make_rollout("a")])
     async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
-        reply = await client.lease(LeaseRequest(worker="w", capacity=4, wait=30))
+        reply = await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))
         (lease,) = reply.leases
         assert (lease.rollout, lease.mode, lease.task_input) == ("a", Mode.TRAIN, {"question": "?"})
-        async with openai.AsyncOpenAI(
-            base_url=f"{stack.server.base_url}{lease.path}/v1", api_key=stack.server.agent_key
-        ) as agent:
+        async with openai.AsyncOpenAI(base_url=f"{stack.server.base_url}{lease.path}/v1", api_key=lease.key) as agent:
             await agent.chat.completions.create(**GOOD)
         request = CloseRequest(ending=Ending.FINISHED, result="4", rewards=[RewardReport(value=1)])
-        key = AttemptKey(lease.rollout, lease.attempt)
-        first, second = [await client.close_attempt(key, request) for _ in range(2)]
+        first, second = [await client.close_attempt(lease, request) for _ in range(2)]
         assert first.counted
         assert second.counted
         assert (await stack.server.queue.done(["a"]))[0].ending is Ending.FINISHED
+        secret = stack.server.keys.of_lease(AttemptKey("nobody", 0))
+        unknown = lease.model_copy(update={"rollout": "nobody", "secret": secret})
         with pytest.raises(ServerError, match=r"404.*no attempt 0 of rollout nobody"):
-            await client.close_attempt(AttemptKey("nobody", 0), request)
+            await client.close_attempt(unknown, request)
         stack.server.queue.close()
-        assert (await client.lease(LeaseRequest(worker="w", capacity=4, wait=30))).closed
+        assert (await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))).closed
 
 
 async def test_wrong_bodies_are_named(stack: Stack) -> None:
@@ -62,17 +61,19 @@ async def test_wrong_bodies_are_named(stack: Stack) -> None:
             ("/rollouts/a/attempts/0/close", b'{"ending": "vanished"}', "ending"),
             ("/rollouts/a/attempts/0/close", b'{"ending": "lost", "rewards": [{"value": "x"}]}', "rewards.0.value"),
         ):
-            response = await client.post(path, content=body)
+            secret = stack.server.keys.of_lease(AttemptKey("a", 0))
+            key = {"Authorization": f"Bearer {secret}"} if path.endswith("close") else None
+            response = await client.post(path, content=body, headers=key)
             assert response.status_code == 422
             assert says in response.json()["error"]["message"]
             assert path in response.json()["error"]["message"]
 
 
 async def test_the_workers_key_is_checked(stack: Stack) -> None:
-    async with management(stack, stack.server.agent_key) as client:
+    async with management(stack, stack.key(AttemptKey("a", 0))) as client:
         for response in (
             await client.post("/leases", json={"worker": "w", "capacity": 1}),
-            await client.post("/rollouts/a/attempts/0/close", json={"ending": "lost"}),
+            await client.post("/heartbeats", json={"worker": "w", "attempts": []}),
             await client.get("/health"),
         ):
             assert response.status_code == 401
@@ -154,3 +155,21 @@ async def test_everything_is_in_the_real_store(tmp_path: Path) -> None:
             assert all(c.response_ids is not None and c.logprobs is not None for call in calls for c in call.choices)
             rollout = await store.rollout(key.rollout)
             assert (rollout.ending, rollout.counted_attempt) == (Ending.FINISHED, 0)
+
+
+async def test_a_call_is_not_answered_once_the_store_was_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store.sqlite"
+    async with SqliteStore(path) as store, running_stack(store=store) as stack:
+        key = await stack.lease()
+        await stack.client(key).chat.completions.create(**GOOD)
+        path.unlink()
+        with pytest.raises(openai.InternalServerError) as refused:
+            await stack.client(key).chat.completions.create(**GOOD)
+        assert (refused.value.status_code, refused.value.code) == (503, "store_failed")
+        async with management(stack, stack.server.keys.of_lease(key)) as http:
+            closing = await http.post(f"/rollouts/{key.rollout}/attempts/0/close", json={"ending": "finished"})
+        assert closing.status_code == 503
+        assert f"its file {path} was removed" in closing.json()["error"]["message"]
+    assert f"its file {path} was removed" in caplog.text

@@ -14,15 +14,16 @@ from agl_core.types import (
     Ending,
     FinishReason,
     Mode,
-    Outcome,
-    OutcomeStatus,
     Reward,
     Rollout,
     RolloutState,
     Run,
     Sampling,
+    Source,
     Task,
-    Use,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
 )
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)
@@ -92,6 +93,7 @@ calls = st.builds(
     prefilled=whole,
     reused=whole,
     late=st.booleans(),
+    pruned=st.booleans(),
     retry_of=st.none() | any_text,
 )
 rollouts = st.builds(
@@ -107,6 +109,7 @@ rollouts = st.builds(
     st.sampled_from(RolloutState),
     st.none() | whole,
     st.none() | st.sampled_from(Ending),
+    whole,
 )
 attempts = st.builds(
     Attempt,
@@ -119,13 +122,13 @@ attempts = st.builds(
     json_values,
     st.none() | any_text,
 )
-outcomes = st.builds(
-    Outcome,
+tool_results = st.builds(
+    ToolResult,
     key_text,
     key_text,
     whole,
     any_text,
-    st.sampled_from(OutcomeStatus),
+    st.sampled_from(ToolStatus),
     st.none() | any_text,
     json_values,
     json_values,
@@ -135,10 +138,12 @@ outcomes = st.builds(
     st.none() | any_text,
     st.none() | real,
     st.none() | real,
+    st.sampled_from(Source),
+    st.none() | any_text,
 )
 rewards = st.builds(Reward, key_text, whole, key_text, any_real, key_text, st.none() | key_text, whole)
-uses = st.builds(
-    Use,
+training_records = st.builds(
+    TrainingRecord,
     key_text,
     whole,
     key_text,

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from agl_core.client import FarServer
+from agl_core.client import RemoteServer
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.server import LightningServer
@@ -44,9 +44,9 @@ async def store(near: SqliteStore, request: pytest.FixtureRequest) -> AsyncItera
     settings: dict[str, Any] = {"seed": 0, "timeout": 30, "attempts": 1, "hook": Plugins().hook}
     async with (
         LightningServer(near, None, sampling=SamplingSection(), **settings) as server,
-        FarServer(server.base_url, server.keys.operator) as far,
+        RemoteServer(server.base_url, server.keys.operator) as remote,
     ):
-        yield far.store
+        yield remote.run.store
 
 
 @pytest.fixture

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from any_records import attempts, calls, outcomes, rewards, rollouts, runs, uses
-from hypothesis import given, settings
+from any_records import attempts, calls, rewards, rollouts, runs, tool_results, training_records
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store import codec
 from agl_core.store.packing import pack, unpack
 from agl_core.store.pieces import Pieces
-from agl_core.types import Attempt, Call, Choice, FinishReason, Reward, Use
-from agl_core.wire.operators import Binary, PackedRecords
+from agl_core.types import Attempt, Call, Choice, FinishReason, Reward, TrainingRecord
+from agl_core.wire.trainers import Binary, PackedRecords
 
-anything = st.one_of(runs, rollouts, attempts, calls, outcomes, rewards, uses)
+anything = st.one_of(runs, rollouts, attempts, calls, tool_results, rewards, training_records)
 
 
 def sent(records: list[Any]) -> list[Any]:
@@ -27,7 +27,6 @@ def sent(records: list[Any]) -> list[Any]:
     return unpack(PackedRecords.model_validate_json(pack(records).model_dump_json()))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(anything, max_size=5, unique_by=lambda record: (type(record), getattr(record, "id", str(record)))))
 def test_what_is_unpacked_is_what_was_packed(exactly: Any, records: list[Any]) -> None:
     """To the bit, as kinds in their order; and the store would write the very same rows of it."""
@@ -50,10 +49,16 @@ def test_numbers_that_json_lacks() -> None:
     logprobs = np.array(values, np.float32)
     choice = Choice(0, {}, FinishReason.STOP, np.arange(6, dtype=np.int32), logprobs)
     call = Call("c", "r", 0, 0, "p", None, {}, (choice,), 0.0, 0.0)
-    found = sent([call, *(Use("r", 0, str(number), 0, 0, value, value, value) for number, value in enumerate(values))])
+    found = sent(
+        [call, *(TrainingRecord("r", 0, str(number), 0, 0, value, value, value) for number, value in enumerate(values))]
+    )
     *back, received = found
     assert received.choices[0].logprobs.tobytes() == logprobs.tobytes()
-    assert [repr(use.credit) for use in back] == [repr(use.weight) for use in back] == [repr(value) for value in values]
+    assert (
+        [repr(record.credit) for record in back]
+        == [repr(record.weight) for record in back]
+        == [repr(value) for value in values]
+    )
 
 
 def test_what_repeats_crosses_once(make_call: Any) -> None:
@@ -73,9 +78,9 @@ def test_a_call_that_is_packed_twice_is_the_later_one(make_call: Any, exactly: A
 
 GOOD = ["r", 0, "name", 1.0, "rule", None, 0]
 TASK = '{"id":"t","input":1,"split":"s","metadata":{}}'
-ROLLOUT = ["r", "run", 0, "g", TASK, "train", 0, 0, "queued", None, None]
+ROLLOUT = ["r", "run", 0, "g", TASK, "train", 0, 0, "queued", None, None, 0]
 CALL = ["r", 0, "c", 0, "p", None, '{"m":null}', '{"m":1}', Binary(base64="AQAAAAAAAAA="), 0, 0.0, 0.0, "api", None]
-REST = [None, None, None, "{}", "{}", 0, 0, 0, 0, None, None]
+REST = [None, None, None, "{}", "{}", 0, 0, 0, 0, None, None, 0]
 
 
 def replaced(row: list[Any], place: int, value: Any) -> list[Any]:
@@ -117,7 +122,7 @@ def test_the_rows_above_are_wrong_in_one_place_only() -> None:
 
 
 def test_a_record_that_no_store_can_keep_is_named() -> None:
-    with pytest.raises(StoreError, match=r"Attempt \(rollout 'r', attempt 0\)"):
+    with pytest.raises(StoreError, match=r"Attempt \(rollout 'r', attempt 0\) cannot be stored: result: it is not"):
         pack([Attempt("r", 0, "w", 0.0, result=object())])
     with pytest.raises(StoreError, match="UTF-8"):
         pack([Reward("r", 0, "\ud800", 1.0, "rule")]).model_dump_json()

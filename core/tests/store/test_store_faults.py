@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from agl_core.errors import StoreError
-from agl_core.store.faults import explain
+from agl_core.store.connections import explain
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey
 

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from agl_core.errors import StoreError
-from agl_core.plugins import NoOptions
-from agl_core.store import schema
+from agl_core.store import tables
 from agl_core.store.interface import Store
-from agl_core.store.sqlite import SqliteStore, build
+from agl_core.store.sqlite import SqliteOptions, SqliteStore, build
 from agl_core.types import (
     AttemptKey,
     Choice,
     Ending,
     FinishReason,
-    Outcome,
-    OutcomeStatus,
     Reward,
     RolloutState,
     Run,
-    Use,
+    Source,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
 )
 
 KEY = AttemptKey("r", 0)
@@ -49,10 +49,10 @@ async def test_the_same_records_twice_change_nothing(
         make_rollout("r"),
         make_attempt("r"),
         make_call("c"),
-        Outcome("o", "r", 0, "add", OutcomeStatus.OK, result=2),
+        ToolResult("o", "r", 0, "add", ToolStatus.OK, result=2),
         Reward("r", 0, "right", 1.0, "rule"),
         Reward("r", 0, "right", 1.0, "rule", call="c"),
-        Use("r", 0, "c", 0, 0, 1.0, 0.5, 0.1),
+        TrainingRecord("r", 0, "c", 0, 0, 1.0, 0.5, 0.1),
     ]
 
     async def everything() -> Any:
@@ -62,9 +62,9 @@ async def test_the_same_records_twice_change_nothing(
                 await store.rollouts(),
                 await store.attempts("r"),
                 await store.calls([KEY]),
-                await store.outcomes([KEY]),
+                await store.tool_results([KEY]),
                 await store.rewards([KEY]),
-                await store.uses([KEY]),
+                await store.training_records([KEY]),
             ]
         )
 
@@ -100,9 +100,23 @@ async def test_two_calls_with_equal_content_are_two(store: Store, make_call: Any
     assert [call.id for call in await store.calls([KEY])] == ["one", "two"]
 
 
-async def test_ids_of_outcomes_are_unique_in_their_attempt_only(store: Store) -> None:
-    await store.put(*(Outcome("call_1", rollout, 0, "add", OutcomeStatus.OK) for rollout in ("r", "s")))
-    assert len(await store.outcomes([KEY, AttemptKey("s", 0)])) == 2
+async def test_ids_of_tool_results_are_unique_in_their_attempt_only(store: Store) -> None:
+    await store.put(*(ToolResult("call_1", rollout, 0, "add", ToolStatus.OK) for rollout in ("r", "s")))
+    assert len(await store.tool_results([KEY, AttemptKey("s", 0)])) == 2
+
+
+async def test_the_first_tool_result_of_an_id_stands_and_only_what_it_left_open_is_added(store: Store) -> None:
+    first = ToolResult("1:2", "r", 0, "add", ToolStatus.ERROR, error="no", parent_span="s", source=Source.SPAN)
+    later = ToolResult(
+        *("1:2", "r", 0, "mul", ToolStatus.OK, "c1", {"a": 1}, 3, None, "solver", "x", "y", 1.0, 2.0),
+        source=Source.SPAN,
+    )
+    own = dataclasses.replace(later, source=Source.ADAPTER)
+    await store.put(first)
+    await store.put(later, own)
+    await store.put(dataclasses.replace(later, tool_call_id="c2", agent="another"))
+    kept = dataclasses.replace(first, tool_call_id="c1", agent="solver")
+    assert await store.tool_results([KEY]) == [kept, own]
 
 
 async def test_concurrent_puts_are_committed_together(
@@ -187,7 +201,7 @@ async def test_a_store_that_is_not_open_says_so(path: Path, make_call: Any) -> N
 
 
 async def test_the_plugin_puts_the_file_into_the_folder(tmp_path: Path, make_rollout: Any) -> None:
-    async with build(NoOptions(), tmp_path) as store:
+    async with build(SqliteOptions(), tmp_path) as store:
         await store.put(make_rollout("r"))
     assert (tmp_path / "store.sqlite").is_file()
 
@@ -199,4 +213,4 @@ async def test_large_batches_cross_the_statement_size(store: Store, make_attempt
 
 
 def test_every_table_is_written() -> None:
-    assert len({table.name for table in schema.TABLES}) == len(schema.TABLES)
+    assert len({table.name for table in tables.TABLES}) == len(tables.TABLES)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agl_core.errors import StoreError
-from agl_core.store import queries
-from agl_core.store.database import connect_reader
+from agl_core.store import queries, tables
+from agl_core.store.connections import connect_reader
 from agl_core.store.interface import Store
-from agl_core.types import AttemptKey, Mode, Outcome, OutcomeStatus, RolloutState, Run
+from agl_core.types import AttemptKey, Mode, RolloutState, Run, ToolResult, ToolStatus
 
 
 async def test_runs_come_oldest_first(store: Store) -> None:
@@ -79,14 +79,14 @@ async def test_calls_of_many_attempts(store: Store, make_call: Any) -> None:
     assert await store.calls([]) == []
 
 
-async def test_outcomes_are_in_the_order_they_were_recorded(store: Store) -> None:
-    def outcome(id: str, rollout: str) -> Outcome:
-        return Outcome(id, rollout, 0, "add", OutcomeStatus.OK)
+async def test_tool_results_are_in_the_order_they_were_recorded(store: Store) -> None:
+    def tool_result(id: str, rollout: str) -> ToolResult:
+        return ToolResult(id, rollout, 0, "add", ToolStatus.OK)
 
-    await store.put(outcome("z", "r"), outcome("y", "s"))
-    await store.put(outcome("a", "r"), outcome("x", "unasked"))
-    await store.put(outcome("z", "r"))
-    found = await store.outcomes([AttemptKey("s", 0), AttemptKey("r", 0)])
+    await store.put(tool_result("z", "r"), tool_result("y", "s"))
+    await store.put(tool_result("a", "r"), tool_result("x", "unasked"))
+    await store.put(tool_result("z", "r"))
+    found = await store.tool_results([AttemptKey("s", 0), AttemptKey("r", 0)])
     assert [each.id for each in found] == ["z", "y", "a"]
 
 
@@ -101,8 +101,9 @@ async def test_no_query_by_key_scans_a_table(store: Store, path: Path, make_call
     queries.rollouts(connection, {"grp": "group"}, None)
     queries.rollouts(connection, {"state": "queued"}, 10)
     queries.attempts(connection, "r")
-    for query in (queries.calls, queries.outcomes, queries.rewards, queries.uses):
-        query(connection, keys)
+    queries.calls(connection, keys)
+    for table in (tables.TOOL_RESULTS, tables.REWARDS, tables.TRAINING_RECORDS):
+        queries.recorded(connection, table, keys)
     connection.set_trace_callback(None)
     # A query that calls json_each() is traced a second time, as the comment that SQLite makes of the inner one.
     statements = [statement for statement in asked if not statement.startswith("--")]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from any_records import attempts, calls, outcomes, rewards, rollouts, runs, uses
-from hypothesis import given, settings
+from any_records import attempts, calls, rewards, rollouts, runs, tool_results, training_records
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.errors import StoreError
@@ -23,15 +23,13 @@ from agl_core.types import (
     Call,
     Choice,
     FinishReason,
-    Outcome,
     Reward,
     Rollout,
     Run,
     Sampling,
-    Use,
+    ToolResult,
+    TrainingRecord,
 )
-
-few = settings(max_examples=25, deadline=None)
 
 
 def through_the_store(records: list[Any], read: Callable[[SqliteStore], Any]) -> Any:
@@ -53,31 +51,26 @@ def by_attempt(records: list[Any]) -> list[AttemptKey]:
     return [AttemptKey(record.rollout, record.attempt) for record in records]
 
 
-@few
 @given(st.lists(calls, max_size=3, unique_by=lambda call: (call.rollout, call.attempt)))
 def test_calls(exactly: Any, records: list[Call]) -> None:
     assert exactly(through_the_store(records, lambda s: s.calls(by_attempt(records)))) == exactly(records)
 
 
-@few
 @given(st.lists(rollouts, max_size=3, unique_by=lambda rollout: rollout.id))
 def test_rollouts(exactly: Any, records: list[Rollout]) -> None:
     assert exactly(through_the_store(records, lambda s: s.rollouts())) == exactly(records)
 
 
-@few
 @given(attempts)
 def test_attempts(exactly: Any, record: Attempt) -> None:
     assert exactly(through_the_store([record], lambda s: s.attempts(record.rollout))) == exactly([record])
 
 
-@few
-@given(st.lists(outcomes, max_size=3, unique_by=lambda outcome: outcome.id))
-def test_outcomes(exactly: Any, records: list[Outcome]) -> None:
-    assert exactly(through_the_store(records, lambda s: s.outcomes(by_attempt(records)))) == exactly(records)
+@given(st.lists(tool_results, max_size=3, unique_by=lambda tool_result: tool_result.id))
+def test_tool_results(exactly: Any, records: list[ToolResult]) -> None:
+    assert exactly(through_the_store(records, lambda s: s.tool_results(by_attempt(records)))) == exactly(records)
 
 
-@few
 @given(
     st.lists(rewards, max_size=4, unique_by=lambda r: (r.rollout, r.attempt, r.name, r.source, r.call, r.choice)),
 )
@@ -85,14 +78,12 @@ def test_rewards(exactly: Any, records: list[Reward]) -> None:
     assert exactly(through_the_store(records, lambda s: s.rewards(by_attempt(records)))) == exactly(records)
 
 
-@few
-@given(st.lists(uses, max_size=4, unique_by=lambda use: use.key))
-def test_uses(exactly: Any, records: list[Use]) -> None:
-    assert exactly(through_the_store(records, lambda s: s.uses(by_attempt(records)))) == exactly(records)
+@given(st.lists(training_records, max_size=4, unique_by=lambda record: record.key))
+def test_uses(exactly: Any, records: list[TrainingRecord]) -> None:
+    assert exactly(through_the_store(records, lambda s: s.training_records(by_attempt(records)))) == exactly(records)
 
 
-@few
-@given(st.lists(runs, max_size=3, unique_by=lambda run: (run.id, run.incarnation)))
+@given(st.lists(runs, max_size=3, unique_by=lambda run: (run.id, run.restart)))
 def test_runs(exactly: Any, records: list[Run]) -> None:
     assert exactly(through_the_store(records, lambda s: s.runs())) == exactly(records)
 
@@ -131,9 +122,11 @@ async def test_arrays_of_another_type_are_refused_not_rounded(
 
 
 async def test_numpy_scalars_are_numbers(store: Store, make_call: Any, calls_of: Any) -> None:
-    use = Use("r", np.int64(0), "c", np.int32(1), np.int64(2), np.float32(0.5), np.float64(0.25), np.float32(1))  # type: ignore[arg-type]
-    await store.put(use, make_call("c", version=np.int64(7), requested=Sampling(temperature=np.float64(0.5))))
-    assert await store.uses([AttemptKey("r", 0)]) == [Use("r", 0, "c", 1, 2, 0.5, 0.25, 1.0)]
+    record = TrainingRecord(
+        "r", np.int64(0), "c", np.int32(1), np.int64(2), np.float32(0.5), np.float64(0.25), np.float32(1)
+    )  # type: ignore[arg-type]
+    await store.put(record, make_call("c", version=np.int64(7), requested=Sampling(temperature=np.float64(0.5))))
+    assert await store.training_records([AttemptKey("r", 0)]) == [TrainingRecord("r", 0, "c", 1, 2, 0.5, 0.25, 1.0)]
     call = (await calls_of(store, "r"))["c"]
     assert (call.version, call.requested.temperature) == (7, 0.5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from agl_core.errors import StoreError
-from agl_core.store import schema
+from agl_core.store import schema, tables
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Use
+from agl_core.types import AttemptKey, Ending, Source, ToolStatus, TrainingRecord
 
 NEXT = """
 ALTER TABLE rollouts ADD COLUMN note TEXT NOT NULL DEFAULT 'none';
@@ -62,21 +63,62 @@ async def test_an_older_file_is_brought_up_to_date_and_keeps_its_rows(
 
 
 async def test_a_file_with_one_use_of_each_transition_takes_one_of_each_step(
-    path: Path, monkeypatch: pytest.MonkeyPatch, make_call: Any
+    path: Path, monkeypatch: pytest.MonkeyPatch, make_attempt: Any
 ) -> None:
-    call, use = make_call("c"), Use("r", 0, "c", 0, 1, 1.0, 0.5, 0.25)
+    attempt, record = make_attempt("r"), TrainingRecord("r", 0, "c", 0, 1, 1.0, 0.5, 0.25)
     with monkeypatch.context() as older:
         older.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:2])
         async with SqliteStore(path) as store:
-            await store.put(call)
+            await store.put(attempt)
     with sqlite3.connect(path) as connection:
         connection.execute("INSERT INTO uses SELECT 1, seq, 'c', 0, 1, 1.0, 0.5, 0.25, NULL FROM attempt_keys")
     connection.close()
     async with SqliteStore(path) as store:
-        assert await store.uses([call.key]) == [use]
-        changed, again = replace(use, weight=0.75), replace(use, step=2)
+        assert await store.training_records([attempt.key]) == [record]
+        changed, again = replace(record, weight=0.75), replace(record, step=2)
         await store.put(again, changed)
-        assert await store.uses([call.key]) == [changed, again]
+        assert await store.training_records([attempt.key]) == [changed, again]
+
+
+async def test_a_file_of_an_earlier_agl_is_migrated_whole(path: Path) -> None:
+    """`schema_3.sql` is the dump of a store that an agl wrote whose schema had version 3."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((Path(__file__).parent / "schema_3.sql").read_text())
+    key = AttemptKey("s1-g0-m0", 0)
+    async with SqliteStore(path) as store:
+        assert [(run.restart, run.resumed_step) for run in await store.runs()] == [(0, None), (1, 2)]
+        rollout = await store.rollout("s1-g0-m0")
+        assert (rollout.restart, rollout.group, rollout.position, rollout.ending) == (1, "s1-g0", 0, Ending.FINISHED)
+        assert rollout.task.metadata == {"answer": 3}
+        [call] = await store.calls([key])
+        assert call.prompt_ids is not None
+        assert call.prompt_ids.tolist() == list(range(300))
+        assert call.request["messages"] == [{"role": "user", "content": "1+2?"}]
+        assert (call.effective.seed, call.state, call.pruned) == (7, {"turn": 1}, False)
+        [choice] = call.choices
+        assert choice.response_ids is not None
+        assert choice.logprobs is not None
+        assert choice.mask is not None
+        assert (choice.response_ids.tolist(), choice.mask.tolist()) == ([5, 6, 7], [True, True, False])
+        assert choice.logprobs[:2].tolist() == [-0.5, -0.25]
+        results = await store.tool_results([key])
+        assert [(each.source, each.adapter, each.status, each.error) for each in results] == [
+            (Source.ADAPTER, "langchain", ToolStatus.OK, None),
+            (Source.SPAN, "otel", ToolStatus.ERROR, "no \udc80"),
+        ]
+        assert (results[0].tool_call_id, results[0].result, results[0].parent_span) == ("call_1", "3", "span1")
+        assert {(each.name, each.source): each.value for each in await store.rewards([key])} == {
+            ("answer", "answer"): 1.0,
+            ("add.0.ok", "tool_results"): 0.2,
+            ("speed", "agent"): 0.5,
+        }
+        assert [(each.step, each.credit, each.dropped) for each in await store.training_records([key])] == [
+            (1, 1.0, None),
+            (2, None, "stale"),
+        ]
+        await store.put(*results, replace(rollout, position=7))
+        assert await store.tool_results([key]) == results
+        assert [each.position for each in await store.rollouts()] == [7]
 
 
 async def test_a_reader_does_not_migrate(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +170,7 @@ async def test_another_programs_database_is_left_alone(path: Path, read_only: bo
 
 
 async def test_the_columns_written_are_the_columns_there(store: SqliteStore, path: Path) -> None:
-    for table in schema.TABLES:
+    for table in tables.TABLES:
         assert [row[1] for row in ask(path, f"PRAGMA table_info({table.name})")] == list(
             dict.fromkeys(["seq", *table.columns])
         )

@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 from memory_store import MemoryStore
-from pydantic import BaseModel
 
+from agl_core.builtin.credit import identical
+from agl_core.builtin.fifo import Fifo
 from agl_core.config import PolicyPlan, RunConfig
 from agl_core.config.resolve import Chosen
-from agl_core.learning import identical
-from agl_core.plugins import Component, Kind, Need, NoOptions, Plugins
+from agl_core.plugins import Component, Kind, Plugins
 from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
-from agl_core.training.buffers import Fifo
+from agl_core.registering import NoOptions
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Judged
 from agl_core.training.loop import Trainer
 from agl_core.training.progress import Silent
 from agl_core.types import (
     Batch,
+    CreditKind,
     DropReason,
     Ending,
     Episode,
@@ -31,9 +32,9 @@ from agl_core.types import (
     Reward,
     Rollout,
     Task,
+    TrainingRecord,
     Transition,
     TransitionKey,
-    Use,
 )
 
 
@@ -52,7 +53,7 @@ class StuckError(Exception):
 
 def episode(
     rollout: str = "r", versions: Sequence[int | None] = (0,), *, terminal: float = 1.0, policy: str = "default",
-    group: str = "g", member: int = 0, dropped: DropReason | None = None,
+    group: str = "g", member: int = 0, dropped: DropReason | None = None, ending: Ending = Ending.FINISHED,
 ) -> Episode:  # fmt: skip
     """One call by each of these versions."""
     return Episode(
@@ -62,7 +63,7 @@ def episode(
         member=member,
         task=Task("t", 0),
         mode=Mode.TRAIN,
-        ending=Ending.FINISHED,
+        ending=ending,
         transitions=tuple(transition(rollout, turn, version, policy) for turn, version in enumerate(versions)),
         terminal=terminal,
         dropped=dropped,
@@ -88,7 +89,7 @@ def transition(rollout: str, turn: int, version: int | None, policy: str = "defa
 
 
 def asking(step: int = 1, seed: int = 0, version: int = 0, max_staleness: int = 4, at_least: int = 1) -> DrawContext:
-    """What a buffer is told."""
+    """What a buffer is asked with."""
     return DrawContext(step, seed, {"default": version}, max_staleness, at_least)
 
 
@@ -103,8 +104,12 @@ class ScriptedCollector:
     held: Callable[[Rollout], bool] = lambda rollout: False
     first: Callable[[Rollout], Any] = lambda rollout: 0
     reward: Callable[[Rollout], float] = lambda rollout: float(rollout.member)
+    ending: Callable[[Rollout], Ending] = lambda rollout: Ending.FINISHED
+    """Those that do not finish make no call, and are dropped."""
     judges: bool = True
     """Whether a rule has something to say."""
+    reports: bool = False
+    """Whether the agent itself reports a reward."""
     out: dict[str, tuple[Rollout, int]] = field(default_factory=dict)
     """With the version that answered the first call."""
     begun: list[str] = field(default_factory=list)
@@ -117,21 +122,29 @@ class ScriptedCollector:
             self.out[rollout.id] = rollout, self.versions["default"]
         self.most_groups = max(self.most_groups, len({rollout.group for rollout, _ in self.out.values()}))
 
+    async def complete(self, group: Sequence[Judged]) -> list[Judged]:
+        return list(group)
+
     async def finished(self, ids: Collection[str]) -> list[Judged]:
         ready = [rollout for rollout, _ in self.out.values() if rollout.id in ids and not self.held(rollout)]
         if not ready:
             raise StuckError
         rollout = min(ready, key=self.first)
         _, began = self.out.pop(rollout.id)
+        ending = self.ending(rollout)
         made = episode(
             rollout.id,
-            (began, self.versions["default"]),
+            (began, self.versions["default"]) if ending is Ending.FINISHED else (),
             terminal=self.reward(rollout),
             group=rollout.group,
             member=rollout.member,
+            dropped=None if ending is Ending.FINISHED else DropReason.ENDING,
+            ending=ending,
         )
         if self.judges:
             made = replace(made, rewards=(Reward(rollout.id, 0, "right", self.reward(rollout), "right"),))
+        if self.reports:
+            made = replace(made, rewards=(*made.rewards, Reward(rollout.id, 0, "own", 1.0, "agent")))
         return [Judged(rollout, made, [])]
 
     async def cancel(self, ids: Collection[str]) -> None:
@@ -144,6 +157,8 @@ class CountingEngine:
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.version = 0
+        self.dropped: DropReason | None = None
+        """Why no transition of a batch is trained on, if so."""
 
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
@@ -151,7 +166,7 @@ class CountingEngine:
         self.batches.append(batch)
         self.version += 1
         zeros = np.zeros(len(batch))
-        return UpdateResult(self.version, {}, zeros, zeros, (None,) * len(batch))
+        return UpdateResult(self.version, {}, zeros, zeros, (self.dropped,) * len(batch))
 
     async def stats(self) -> Mapping[str, float]:
         return {}
@@ -192,25 +207,23 @@ class Bench:
     @property
     def stale(self) -> set[str]:
         """The rollouts that were dropped for their age."""
-        return {use.rollout for use in self.store.written if isinstance(use, Use) and use.dropped is DropReason.STALE}
+        return {
+            record.rollout
+            for record in self.store.written
+            if isinstance(record, TrainingRecord) and record.dropped is DropReason.STALE
+        }
 
     def metric(self, key: str) -> list[float]:
         """By step."""
         return [line[key] for line in self.log.lines]
 
 
-def chosen(kind: Kind, build: Callable[..., Any], provides: Need) -> Chosen:
-    options: type[BaseModel] = NoOptions
-    return Chosen(
-        Component(kind, "scripted", build, options, lambda _: frozenset(), frozenset({provides}), "", ""), options()
-    )
-
-
 def make_bench(
-    folder: Path, state: RunState | None = None, incarnation: int = 0, buffer: Buffer | None = None, **settings: Any
+    folder: Path, state: RunState | None = None, restart: int = 0, buffer: Buffer | None = None, **settings: Any
 ) -> Bench:
-    """`settings` are those of [train], but for `max_staleness` and `in_flight`."""
+    """`settings` are those of [train], but for `max_staleness`, `in_flight` and `eval_every`."""
     asynchronous = {key: settings.pop(key) for key in ("max_staleness", "in_flight") if key in settings}
+    evaluation = {"eval": {"every": settings.pop("eval_every")}} if "eval_every" in settings else {}
     train = {"steps": 4, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1, **settings}
     config = RunConfig.model_validate(
         {
@@ -220,10 +233,12 @@ def make_bench(
             "policies": {"default": {"model": {"path": "."}}},
             "train": train,
             **({"async": asynchronous} if asynchronous else {}),
+            **evaluation,
         }
     )
-    credit = chosen(Kind.CREDIT, lambda options: identical, Need.RETURNS)
-    algorithm = chosen(Kind.ALGORITHM, lambda options: None, Need.RETURNS)
+    returns = frozenset({CreditKind.RETURN})
+    credit = Chosen(Component(Kind.CREDIT, "scripted", lambda options: identical, "", yields=returns), NoOptions())
+    algorithm = Chosen(Component(Kind.ALGORITHM, "scripted", lambda options: None, ""), NoOptions())
     engine, store, log = CountingEngine(), MemoryStore(), Log()
     engine.version = (state or RunState()).step
     versions = {"default": engine.version}
@@ -236,7 +251,7 @@ def make_bench(
         config=config,
         policies={"default": PolicyPlan(algorithm, credit)},
         run="run",
-        incarnation=incarnation,
+        restart=restart,
         tasks=Numbers(),
         store=store,
         buffer=Fifo() if buffer is None else buffer,

@@ -13,10 +13,11 @@ from stack import make_rollout
 from agl_core.errors import EngineError, PluginError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
+from agl_core.protocols import GroupRewardRule
 from agl_core.training import collect
 from agl_core.training.collect import Collector
 from agl_core.training.progress import Silent
-from agl_core.types import Attempt, Ending, Episode, Rollout, RolloutState
+from agl_core.types import Attempt, AttemptKey, Ending, Episode, Rollout, RolloutState
 
 
 class ScriptedQueue:
@@ -127,3 +128,27 @@ async def test_a_rule_that_fails_on_every_rollout_ends_the_run_and_on_some_drops
                     await collection
             else:
                 assert [each.terminal for each in (await collection).episodes] == [None, 1.0]
+
+
+async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_are_stored() -> None:
+    seen: list[list[str]] = []
+
+    def compare(episodes: Sequence[Episode]) -> list[float]:
+        seen.append([episode.rollout for episode in episodes])
+        return [float(place) for place, _ in enumerate(episodes)]
+
+    queue, store = ScriptedQueue(), MemoryStore()
+    rollouts = await recorded(store, "a", "b")
+    with Silent().phase("rollouts", 1) as phase:
+        collection = asyncio.create_task(collecting(queue, store, GroupRewardRule(compare)).collect([rollouts], phase))
+        await settle()
+        queue.finish("b")
+        await settle()
+        assert seen == []
+        queue.finish("a")
+        collected = await collection
+
+    assert seen == [["a", "b"]]
+    assert [episode.terminal for episode in collected.episodes] == [0.0, 1.0]
+    stored = await store.rewards([AttemptKey("a", 0), AttemptKey("b", 0)])
+    assert [(r.rollout, r.value, r.source) for r in stored] == [("a", 0.0, "half"), ("b", 1.0, "half")]

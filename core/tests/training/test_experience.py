@@ -8,17 +8,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_training import Bench, StuckError, asking, episode, make_bench
 
+from agl_core.builtin.fifo import Fifo
 from agl_core.errors import PluginError
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.store.interface import Record
-from agl_core.training.buffers import Fifo
 from agl_core.training.checkpoints import read_state
-from agl_core.types import Rollout, Use
+from agl_core.types import Rollout, TrainingRecord
 
 
 def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:
@@ -34,7 +34,6 @@ def shuffling(bench: Bench, seed: int) -> None:
     bench.collector.first = lambda rollout: random.Random(f"{seed}:{rollout.id}").random()
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 4), groups=st.integers(1, 3))
 def test_without_staleness_each_step_trains_on_what_it_began_in_the_order_of_the_plan(
     tmp_path_factory: pytest.TempPathFactory, seed: int, steps: int, groups: int
@@ -98,7 +97,9 @@ async def test_the_step_of_a_rollout_is_written_together_with_what_was_made_of_i
     moved = [(each, write) for write in writes for each in write if isinstance(each, Rollout)]
     assert {each.id: each.step for each, _ in moved}.items() >= {"s1-g0-m0": 3, "s1-g0-m1": 3}.items()
     for rollout, write in moved:
-        assert rollout.step in {use.step for use in write if isinstance(use, Use) and use.rollout == rollout.id}
+        assert rollout.step in {
+            record.step for record in write if isinstance(record, TrainingRecord) and record.rollout == rollout.id
+        }
 
 
 async def test_what_is_too_old_is_dropped_and_counted_and_recorded_with_its_step(tmp_path: Path) -> None:
@@ -116,7 +117,6 @@ async def test_what_is_too_old_is_dropped_and_counted_and_recorded_with_its_step
     assert bench.log.lines[-1]["reward/mean"] == 0.5, "what was dropped for its age was judged all the same"
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     steps=st.integers(1, 5),
@@ -170,7 +170,7 @@ async def test_a_resumed_run_begins_again_what_was_in_flight_and_nothing_else(tm
     assert saved.groups_unfinished[:2] == [0, 5]
     assert len(killed.collector.cancelled) == 4
 
-    resumed = make_bench(tmp_path, saved, incarnation=1, steps=6, max_staleness=3)
+    resumed = make_bench(tmp_path, saved, restart=1, steps=6, max_staleness=3)
     await resumed.trainer.train()
 
     done = [id for bench in (killed, resumed) for step in bench.trained for id in step]
@@ -217,10 +217,10 @@ async def test_a_buffer_that_gives_a_group_twice_or_nothing_new_is_refused(
 
 
 def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) -> None:
-    """The example of docs/asynchronous.md."""
-    page = (Path(__file__).parents[3] / "docs" / "asynchronous.md").read_text()
+    """The example of docs/plugins.md."""
+    page = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
     plugin = ModuleType("unequal")
-    exec(page.split("```python\n")[1].split("```")[0], vars(plugin))
+    exec(page.split("\n## Buffer\n")[1].split("```python\n")[1].split("```")[0], vars(plugin))
     plugins = Plugins()
     plugins.register(plugin, "the page")
     buffer = plugins.component(Kind.BUFFER, "unequal", "[buffer] name").build(None)

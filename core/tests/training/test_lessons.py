@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_training import Bench, make_bench
 
+from agl_core.errors import TrainingError
 from agl_core.training.progress import Silent
+from agl_core.types import Attempt, DropReason, Ending, Rollout
 
 
 class Said(Silent):
@@ -20,10 +25,10 @@ class Said(Silent):
 
 
 async def said(bench: Bench) -> list[str]:
-    """What a whole training has to say."""
+    """What a whole training has to say beside its steps' own lines."""
     observer = Said()
     await replace(bench.trainer, observer=observer).train()
-    return observer.lines
+    return [line for line in observer.lines if not re.match(r"step +\d+/\d+  reward ", line)]
 
 
 async def test_a_run_that_learns_says_nothing(tmp_path: Path) -> None:
@@ -31,7 +36,7 @@ async def test_a_run_that_learns_says_nothing(tmp_path: Path) -> None:
 
 
 async def test_chosen_agents_that_made_no_call(tmp_path: Path) -> None:
-    lines = await said(make_bench(tmp_path, agents=["writer", "edit*"], steps=2))
+    lines = await said(make_bench(tmp_path, agents=["writer", "edit*"], steps=2, patience=0))
 
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
     assert "train.agents = ['writer', 'edit*'] names none of the agents that made calls: solver (8 calls)" in lines[0]
@@ -50,3 +55,68 @@ async def test_rollouts_that_nobody_rewarded(tmp_path: Path, judges: bool) -> No
     else:
         [line] = lines
         assert "no rule in [rewards] had anything to say of 4 rollouts" in line
+
+
+def failing(rollout: Rollout) -> Ending:
+    return Ending.CRASHED
+
+
+async def test_rollouts_that_all_crash_are_told_with_the_first_error_and_stop_the_run(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path, steps=4)
+    bench.collector.ending = failing
+    await bench.store.put(Attempt("s1-g0-m0", 0, "w", 0.0, 1.0, Ending.CRASHED, None, "KeyError: 'city'\n  in solve"))
+    observer = Said()
+
+    with pytest.raises(TrainingError, match=r"in steps 1 to 2: all rollouts ended as crashed\. .*train\.patience"):
+        await replace(bench.trainer, observer=observer).train()
+
+    assert [line.partition(":")[0] for line in observer.lines if "update" not in line] == ["step 1", "step 2"]
+    assert "4 of 4 rollouts ended as crashed" in observer.lines[0]
+    assert observer.lines[0].endswith("The first, s1-g0-m0:\nKeyError: 'city'\n  in solve")
+    assert bench.trainer.state.endings == {"crashed": 8}
+
+
+@pytest.mark.parametrize(("patience", "steps"), [(1, 1), (3, 3), (0, 4)])
+async def test_patience_is_how_many_such_steps_end_a_run(tmp_path: Path, patience: int, steps: int) -> None:
+    bench = make_bench(tmp_path, steps=4, patience=patience)
+    bench.collector.ending = failing
+    with pytest.raises(TrainingError) if patience else nullcontext():
+        await bench.trainer.train()
+    assert bench.trainer.state.step == steps
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        lambda rollout: Ending.FINISHED if rollout.step == 2 else Ending.CRASHED,
+        lambda rollout: Ending.NO_CALL if rollout.step % 2 else Ending.CRASHED,
+    ],
+    ids=["a step between", "another reason each"],
+)
+async def test_bad_steps_that_do_not_follow_one_another_end_no_run(tmp_path: Path, ending: Any) -> None:
+    bench = make_bench(tmp_path, steps=3)
+    bench.collector.ending = ending
+    await bench.trainer.train()
+    assert bench.trainer.state.step == 3
+
+
+@pytest.mark.parametrize(
+    ("dropped", "ends"),
+    [
+        (DropReason.NO_ADVANTAGE, False),  # All groups have equal rewards, as a policy's that cannot do anything yet.
+        (DropReason.STALE, False),
+        (DropReason.TOO_LONG, True),
+    ],
+)
+async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: DropReason, ends: bool) -> None:
+    bench = make_bench(tmp_path)
+    bench.engine.dropped = dropped
+    with pytest.raises(TrainingError, match=f"one reason: {dropped}") if ends else nullcontext():
+        await bench.trainer.train()
+
+
+async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    bench.collector.ending = lambda rollout: Ending.LOST if rollout.member else Ending.FINISHED
+    with pytest.raises(TrainingError, match="one reason: ending"):
+        await bench.trainer.train()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core.server.gateway.sampling import call_seed
 from agl_core.training.plan import plan_groups, plan_train_group, train_index
 from agl_core.types import Mode, Rollout, Task
 
@@ -38,30 +39,28 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
     assert [train_index(source, i, 1) for i in range(20)] != first
 
 
-def train_group(position: int, incarnation: int = 0) -> list[Rollout]:
-    return plan_train_group(
-        Numbers(None), position, groups_per_step=3, size=2, seed=0, run="x", incarnation=incarnation
-    )
+def train_group(position: int, restart: int = 0) -> list[Rollout]:
+    return plan_train_group(Numbers(None), position, groups_per_step=3, size=2, seed=0, run="x", restart=restart)
 
 
 def test_a_position_of_training_has_a_step_and_a_place_in_it() -> None:
     planned = [(group[0].group, {each.step for each in group}) for group in map(train_group, range(5))]
     assert planned == [("s1-g0", {1}), ("s1-g1", {1}), ("s1-g2", {1}), ("s2-g0", {2}), ("s2-g1", {2})]
-    assert [each.id for each in train_group(3, incarnation=2)] == ["s2-g0-r2-m0", "s2-g0-r2-m1"]
+    assert [each.id for each in train_group(3, restart=2)] == ["s2-g0-r2-m0", "s2-g0-r2-m1"]
 
 
 def test_members_of_a_group_share_the_task_and_all_ids_are_unique() -> None:
     evaluated = [
         group
         for step in (0, 1)
-        for incarnation in (0, 1)
+        for restart in (0, 1)
         for mode in (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
         for split in ("eval", "other")
         for group in plan_groups(
-            Numbers(None), [4, 4], run="x", incarnation=incarnation, step=step, mode=mode, split=split
+            Numbers(None), [4, 4], run="x", restart=restart, step=step, mode=mode, split=split, position=0
         )
     ]
-    trained = [train_group(position, incarnation) for position in range(6) for incarnation in (0, 1)]
+    trained = [train_group(position, restart) for position in range(6) for restart in (0, 1)]
     planned = [rollout for group in (*evaluated, *trained) for rollout in group]
     assert len({rollout.id for rollout in planned}) == len(planned) == 32 + 24
     groups: dict[str, set[str]] = {}
@@ -69,3 +68,28 @@ def test_members_of_a_group_share_the_task_and_all_ids_are_unique() -> None:
         groups.setdefault(rollout.group, set()).add(rollout.task.id)
     assert all(len(tasks) == 1 for tasks in groups.values())
     assert len(groups) == len(evaluated) + len(trained)
+
+
+def seeds_of(restart: int) -> list[int]:
+    """Of the first calls of two steps' training, four groups of one single task, and of an evaluation of it."""
+    trained = [
+        plan_train_group(Numbers(1), position, groups_per_step=4, size=3, seed=0, run="x", restart=restart)
+        for position in range(8)
+    ]
+    evaluated = plan_groups(
+        Numbers(1),
+        [0, 0],
+        run="x",
+        restart=restart,
+        step=1,
+        mode=Mode.EVAL_SAMPLED,
+        split="eval",
+        position=0,
+    )
+    return [call_seed(0, rollout, 0, 0) for group in (*trained, *evaluated) for rollout in group]
+
+
+def test_a_task_that_is_drawn_again_is_sampled_with_other_seeds_and_a_resumed_run_repeats_them() -> None:
+    seeds = seeds_of(restart=0)
+    assert len(set(seeds)) == len(seeds) == 8 * 3 + 2
+    assert seeds_of(restart=1) == seeds

@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_training import Bench, asking, episode, make_bench
 
-from agl_core.protocols import DrawnGroup
-from agl_core.training.replay import (
+from agl_core.builtin.replay import (
     Prioritised,
     PrioritisedOptions,
     inclusion_probabilities,
     spread,
     systematic_sample,
 )
-from agl_core.types import DropReason, Episode, Use
+from agl_core.protocols import DrawnGroup
+from agl_core.types import DropReason, Episode, TrainingRecord
 
-DRAWS = 3000
+DRAWS = 1000
 
 
 @cache
@@ -214,19 +214,23 @@ def test_a_run_trains_on_every_new_group_once_and_on_old_ones_again(tmp_path: Pa
     bench = replaying(tmp_path, seed)
     asyncio.run(bench.trainer.train())
 
-    uses = [use for use in bench.store.written if isinstance(use, Use)]
-    assert len({(use.key, use.step) for use in uses}) == len(uses), "each step uses a transition once"
-    assert {use.dropped for use in uses} <= {None, DropReason.STALE}
+    training_records = [record for record in bench.store.written if isinstance(record, TrainingRecord)]
+    assert len({(record.key, record.step) for record in training_records}) == len(training_records), (
+        "each step uses a transition once"
+    )
+    assert {record.dropped for record in training_records} <= {None, DropReason.STALE}
     begun = [f"s{step + 1}-g{number}" for step in range(8) for number in range(2)]
     assert sorted(set(bench.collector.begun)) == sorted(f"{name}-m{m}" for name in begun for m in range(3))
-    first_step = {use.rollout: use.step for use in reversed(uses)}
+    first_step = {record.rollout: record.step for record in reversed(training_records)}
     assert Counter(first_step.values()) == dict.fromkeys(range(1, 9), 2 * 3)
     assert [set(first_step), bench.trainer.state.groups_unfinished] == [set(bench.collector.begun), []]
     moved = {each.id: each.step for each in bench.store.written if hasattr(each, "member")}
     assert moved.items() <= first_step.items(), "a rollout is recorded with the step that first trained on it"
 
-    assert bench.stale.isdisjoint(use.rollout for use in uses if use.step > first_step[use.rollout])
-    replayed = Counter(use.step for use in uses if use.step > first_step[use.rollout])
+    assert bench.stale.isdisjoint(
+        record.rollout for record in training_records if record.step > first_step[record.rollout]
+    )
+    replayed = Counter(record.step for record in training_records if record.step > first_step[record.rollout])
     assert sum(replayed.values()) > 0
     assert bench.metric("buffer/replayed") == [replayed[step] / (3 * 2) for step in range(1, 9)]
     assert bench.metric("rollouts") == [6.0] * 8
@@ -244,7 +248,7 @@ def test_a_run_repeats_and_a_resumed_one_begins_with_nothing_to_replay(tmp_path:
         asyncio.run(bench.trainer.train())
     assert runs[0].trained == runs[1].trained
 
-    resumed = replaying(tmp_path / "c", state=replace(runs[0].trainer.state, step=4), incarnation=1)
+    resumed = replaying(tmp_path / "c", state=replace(runs[0].trainer.state, step=4), restart=1)
     asyncio.run(resumed.trainer.train())
     assert resumed.metric("buffer/replayed")[0] == 0
     assert sum(resumed.metric("buffer/replayed")) > 0

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from scripted_training import episode, transition
 
-from agl_core.learning import PolicyCredit, identical, make_batches, staleness, without_stale
+from agl_core.builtin.credit import identical
+from agl_core.learning import PolicyCredit, make_batches, staleness, without_stale
 from agl_core.types import CreditKind, DropReason, Episode
 
 CREDIT = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
@@ -42,7 +43,7 @@ def test_those_left_of_a_group_are_compared_with_each_other() -> None:
     batch = prepared.batches["default"]
     assert {key.rollout for key in batch.keys} == {"m0", "m2"}
     assert batch.rollout_N.tolist() == [0, 0, 1, 1]
-    assert {(use.rollout, use.dropped) for use in prepared.dropped} == {("m1", DropReason.STALE)}
+    assert {(record.rollout, record.dropped) for record in prepared.dropped} == {("m1", DropReason.STALE)}
     assert prepared.episodes_dropped == {DropReason.STALE: 1}
 
 

@@ -78,4 +78,4 @@ def test_one_line_changes_the_rule_of_credit_or_the_algorithm(credit: str, algor
 
 
 def test_the_policy_is_there(config: LoadedConfig) -> None:
-    assert (Path(config.config.policies["default"].model.path) / "config.json").is_file()
+    assert (Path(config.weights["default"]) / "config.json").is_file()

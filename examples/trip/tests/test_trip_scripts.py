@@ -13,14 +13,14 @@ from oracle import Effect
 from where_credit_went import episodes, of_run, pulls
 
 from agl_core.config.load import load
-from agl_core.types import Episode, Use
+from agl_core.types import Episode, TrainingRecord
 
 EXAMPLE = Path(__file__).parents[1]
 NEARER, LOST, NONE = Effect.NEARER, Effect.OUT_OF_REACH, Effect.NONE
 
 
-def used(advantage: float | None, weight: float, dropped: str | None = None) -> Use:
-    return Use("r", 0, "c", 0, step=1, credit=0.0, advantage=advantage, weight=weight, dropped=dropped)
+def used(advantage: float | None, weight: float, dropped: str | None = None) -> TrainingRecord:
+    return TrainingRecord("r", 0, "c", 0, step=1, credit=0.0, advantage=advantage, weight=weight, dropped=dropped)
 
 
 def test_pulls_are_shared_by_advantage_and_weight() -> None:
@@ -51,7 +51,7 @@ def test_a_threshold_is_reached_by_the_mean_of_three_steps() -> None:
     assert compare.reached(values[:2], seconds, 0.1) is None
 
 
-@pytest.mark.slow
+@pytest.mark.storm
 def test_a_run_is_recorded_so_that_both_scripts_can_read_it(tmp_path: Path) -> None:
     small = {
         "runs": tmp_path,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from trip_tools import TOOLS, use
 from trips import AIRLINES, CITIES, Split, Trip, pair_is_held_out, traveller, trip
 
-from agl_core.learning.outcomes import message_status
-from agl_core.types import OutcomeStatus
+from agl_core.capture import message_status
+from agl_core.types import ToolStatus
 
 ROME = Trip("Rome", "Nova", refund=30, fare=80)
 TRAVELLERS = st.builds(traveller, st.sampled_from(Split), st.integers(-5, 10**6), st.integers(0, 10**9))
@@ -40,7 +40,7 @@ def test_held_out_pairs_are_few_and_of_several_cities_and_airlines() -> None:
     assert len({airline for _, airline in pairs}) >= 3
 
 
-OK, EMPTY, ERROR, TIMEOUT = OutcomeStatus.OK, OutcomeStatus.EMPTY, OutcomeStatus.ERROR, OutcomeStatus.TIMEOUT
+OK, EMPTY, ERROR, TIMEOUT = ToolStatus.OK, ToolStatus.EMPTY, ToolStatus.ERROR, ToolStatus.TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ OK, EMPTY, ERROR, TIMEOUT = OutcomeStatus.OK, OutcomeStatus.EMPTY, OutcomeStatus
         ("calculator", "9**9**9", "Error: no numbers", ERROR),
     ],
 )
-def test_what_a_tool_says_and_how_agl_reads_it(name: str, argument: str, said: str, status: OutcomeStatus) -> None:
+def test_what_a_tool_says_and_how_agl_reads_it(name: str, argument: str, said: str, status: ToolStatus) -> None:
     [parameter] = next(t["function"]["parameters"]["properties"] for t in TOOLS if t["function"]["name"] == name)
     assert use(ROME, name, json.dumps({parameter: argument})) == said
     assert message_status(said) is status

@@ -22,7 +22,9 @@ from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire import CloseRequest, LeaseRequest, rollout_path
+from agl_core.wire.headers import rollout_path
+from agl_core.wire.workers import CloseRequest, LeaseRequest
+from agl_core.worker.environment import PLACEHOLDER_KEY
 
 _PATIENCE = 90.0
 """Seconds that a cell may take."""
@@ -55,7 +57,7 @@ class Bench:
         self.upstream.play(scenario)
         self.relay.lose(scenario.lost)
         root = self.relay.url if scenario.lost else self.server.base_url
-        setting = Setting(cell.api, cell.streaming, cell.form, root, self.server.agent_key)
+        setting = Setting(cell.api, cell.streaming, cell.form, root, PLACEHOLDER_KEY)
         with cell.driver.attached(cell.form):
             program = cell.driver.build(scenario, setting)
             keys = [await self._lease() for _ in range(scenario.rollouts)]
@@ -69,17 +71,18 @@ class Bench:
 
     async def _roll_out(self, program: Program, key: AttemptKey, root: str, question: str) -> list[str]:
         """As a worker does: run the agent, and close the attempt with what was reported. What adapters could not do."""
-        active = ActiveAttempt(*key, base_url=root, api_key=self.server.agent_key, recording=Recording())
+        api_key = self.server.keys.of_attempt(key)
+        active = ActiveAttempt(*key, base_url=root, api_key=api_key, recording=Recording())
 
         async def run() -> None:
             with running(active):
-                await program(Question(question, f"{root}{rollout_path(*key)}"))
+                await program(Question(question, f"{root}{rollout_path(*key)}", api_key))
 
         try:
             await asyncio.create_task(run())
         finally:
             active.recording.close()
-            report = CloseRequest(ending=Ending.FINISHED, outcomes=list(active.recording.outcomes))
+            report = CloseRequest(ending=Ending.FINISHED, tool_results=list(active.recording.tool_results))
             await self.server.queue.close_attempt(key, report)
         return [f"an adapter's problem: {text}" for text in active.recording.problems]
 
@@ -92,8 +95,8 @@ class Bench:
             for call in calls
             if bool(call.request.get("stream")) is not cell.streaming
         ]
-        rollout, outcomes = await self.store.rollout(key.rollout), await self.store.outcomes([key])
-        return found + differences(cell.scenario.expected, build_episode(rollout, attempt, calls, outcomes))
+        rollout, tool_results = await self.store.rollout(key.rollout), await self.store.tool_results([key])
+        return found + differences(cell.scenario.expected, build_episode(rollout, attempt, calls, tool_results))
 
     async def _lease(self) -> AttemptKey:
         rollout = make_rollout(f"r{next(self._ids)}")

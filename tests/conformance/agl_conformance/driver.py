@@ -38,6 +38,7 @@ class Setting:
     root: str
     """The server's address without a path. A client made from it alone belongs to no rollout until it is stamped."""
     api_key: str
+    """What such a client is made with; the stamp brings the attempt's own key."""
     retries: int = 2
     """How often clients are to send a failed request again."""
 
@@ -54,6 +55,8 @@ class Question:
     text: str
     root: str
     """The attempt's own address, whose path names the rollout, for agents that nothing stamps."""
+    api_key: str
+    """The attempt's own key, for these."""
 
 
 Program: TypeAlias = Callable[[Question], Awaitable[None]]

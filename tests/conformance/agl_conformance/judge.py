@@ -30,7 +30,7 @@ def differences(expected: Expected, episode: Episode) -> list[str]:
     turns = [call[0].turn for call in found]
     wrong = [] if turns == list(range(len(found))) else [f"the turns are numbered {turns}"]
     if episode.unjoined:
-        wrong.append(f"outcomes joined with no call: {[(o.tool, str(o.status)) for o in episode.unjoined]}")
+        wrong.append(f"tool results joined with no call: {[(o.tool, str(o.status)) for o in episode.unjoined]}")
     if len({call[0].key.call for call in found}) != len(found):
         wrong.append("a call's transitions are apart, or two calls have one id")
     for block in expected:
@@ -84,13 +84,17 @@ def _of_call(turn: Turn, call: Sequence[Transition]) -> list[str]:
         expect("whose system prompt it is", f"You are {turn.agent}." in prompt, True)
         if turn.forgot:
             expect(f"{turn.forgot!r} in the prompt", turn.forgot in prompt, False)
-        expect("the outcomes", [(o.tool, str(o.status)) for o in each.outcomes], list(turn.outcomes))
-        expect("the agent of an outcome", [o.agent for o in each.outcomes], [turn.agent] * len(turn.outcomes))
+        expect("the tool results", [(o.tool, str(o.status)) for o in each.tool_results], list(turn.tool_results))
+        expect(
+            "the agent of a tool result", [o.agent for o in each.tool_results], [turn.agent] * len(turn.tool_results)
+        )
         if isinstance(turn.reply, CallTools):
             ids_asked = [asked["id"] for asked in each.response.get("tool_calls") or ()]
-            expect("the tool calls of the outcomes", [o.tool_call_id for o in each.outcomes], ids_asked)
+            expect("the tool calls of the tool results", [o.tool_call_id for o in each.tool_results], ids_asked)
             expect(
-                "the arguments", [o.arguments for o in each.outcomes], [dict(given) for _, given in turn.reply.calls]
+                "the arguments",
+                [o.arguments for o in each.tool_results],
+                [dict(given) for _, given in turn.reply.calls],
             )
     return wrong
 

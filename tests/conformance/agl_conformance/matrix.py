@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,3 +54,28 @@ def cells(drivers: Sequence[Driver]) -> Iterator[Cell]:
             if not any(gap.covers(each.scenario.name, each.api, each.streaming, each.form) for each in found):
                 raise ValueError(f"{driver.name}: the gap {gap} covers no cell. Check the names in it.")
         yield from found
+
+
+def pairwise(cells: Sequence[Cell]) -> set[str]:
+    """The names of few cells in which every pair is played that is played in any: scenario and API, driver and form, …
+
+    A gap plays nothing, and is not chosen.
+    """
+    pairs = {str(cell): _pairs(cell) for cell in cells if cell.gap is None}
+    left, chosen = set().union(*pairs.values()), set()
+    while left:
+        best = max(pairs, key=lambda name: len(pairs[name] & left))
+        chosen.add(best)
+        left -= pairs.pop(best)
+    return chosen
+
+
+def _pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
+    values = {
+        "scenario": str(cell.scenario),
+        "driver": cell.driver.name,
+        "api": cell.api,
+        "streaming": cell.streaming,
+        "form": cell.form,
+    }
+    return set(itertools.combinations(values.items(), 2))

@@ -11,18 +11,18 @@ from agl_conformance.matrix import Cell, cells
 
 _HEAD = """# Conformance
 
-What every adapter has to get right, whatever the framework: **who** made each call, **which** tokens were sampled, and
-**what the tools did**. `tests/conformance` plays the same scripts with the real API of each framework, through the real
-gateway and the real store, and compares the episode that agl makes of it with the one that is written beside the
-script: agent names, turns, response token ids and log-probabilities, whose prompt it was, and each outcome with its
-status, arguments and tool call id; nothing may be missing, and nothing may be there besides.
+This page shows what every adapter has to get right, whatever the framework: **who** made each call, **which** tokens
+were sampled, and **what the tools did**. `tests/conformance` plays the same scripts with the real API of each
+framework, through the real gateway and the real store. It compares the episode that agl builds with the episode that is
+written beside the script: agent names, turns, response token ids and log-probabilities, whose prompt it was, and each
+tool result with its status, arguments and tool call id. Nothing may be missing, and nothing may be added.
 
 ```
 python -m pytest tests/conformance
 ```
 
-This page is made of the scenarios and of what the drivers declare (`make docs`), and every cell of it is a test. A cell
-that is a gap is played too: the test fails if it passes, so that a gap cannot outlive its reason.
+`make docs` generates this page from the scenarios and from what the drivers declare. Every cell is a test. A cell that
+is a gap is tested too: the test fails if the gap passes, so a gap cannot outlive its reason.
 
 ## The scenarios
 
@@ -31,8 +31,8 @@ that is a gap is played too: the test fails if it passes, so that a gap cannot o
 """
 
 _LEGEND = """✓ passes; a number names a gap. In the form `attach` the agent's code has no line of agl, and every
-installed adapter is attached at once, as agl's workers do. A driver's first form is played with and without streaming,
-each further one with one of both for each API, in turn."""
+installed adapter is attached at once, as agl's workers do. A driver's first form is played with and without streaming.
+Each further form is played once for each API, alternating between streaming and not."""
 
 _OWN = """## Your own adapter
 
@@ -47,13 +47,15 @@ Then the matrix is your driver's alone. A driver is one class; this one is `test
 ```python
 {example}```
 
-`build` makes the agents as a user of your framework would: from `scenario.agents`, with their `prompt` (the scripted
-model knows an agent by it), `tools` (functions in `agl_conformance.tools.TOOLS`), `experts` (agents called as tools, by
-their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`), all answered by a model client for
-`setting.api` at `setting.base_url`, streaming where `setting.streaming` says so. What it returns is awaited once for
-each rollout, inside it. In the form `attach`, all adapters that are installed are attached, yours among them if it is
-registered as a plugin; name your one-line forms in `forms`, and use the one that `setting.form` names. What your
-framework cannot express raises `InexpressibleError`, and stands in `gaps` with the reason.
+`build` makes the agents as a user of your framework would, from `scenario.agents`. Each agent has a `prompt` (the
+scripted model recognises the agent by it), `tools` (functions in `agl_conformance.tools.TOOLS`), `experts` (agents
+called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). All agents are answered
+by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is set. What `build`
+returns is awaited once for each rollout, inside it.
+
+In the form `attach`, all installed adapters are attached, including yours if it is registered as a plugin. Name your
+one-line forms in `forms`, and use the form that `setting.form` names. If your framework cannot express a scenario,
+raise `InexpressibleError`, and put the scenario into `gaps` with the reason.
 `tests/conformance/agl_conformance/drivers` holds the drivers above.
 """
 

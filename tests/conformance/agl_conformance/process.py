@@ -32,6 +32,6 @@ def attached_to(adapters: Sequence[Adapter] | None) -> Iterator[None]:
             yield
         finally:
             attachment.detach()
-            for name in ("agl_langchain.callback", "agl_otel.processor"):
+            for name, installing in (("agl_langchain.callback", "attach"), ("agl_otel.watching", "watch")):
                 if name in sys.modules:
-                    sys.modules[name].attach.cache_clear()
+                    getattr(sys.modules[name], installing).cache_clear()

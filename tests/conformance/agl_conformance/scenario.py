@@ -9,7 +9,7 @@ from typing import TypeAlias
 from pydantic import BaseModel
 from scripted_upstream import CallTools, Say, Step
 
-from agl_core.types import OutcomeStatus
+from agl_core.types import ToolStatus
 
 Reply: TypeAlias = Say | CallTools
 
@@ -49,7 +49,7 @@ class Turn:
     number: int
     """0, 1, … among this agent's calls."""
     reply: Reply
-    outcomes: tuple[tuple[str, str], ...] = ()
+    tool_results: tuple[tuple[str, str], ...] = ()
     """(tool, status) each, in the order of the tool calls."""
     choices: int = 1
     """Responses sampled by this one call, each a transition."""
@@ -57,8 +57,8 @@ class Turn:
     """What an earlier tool told, and the prompt of this call no longer holds."""
 
     def __post_init__(self) -> None:
-        for _, status in self.outcomes:
-            OutcomeStatus(status)
+        for _, status in self.tool_results:
+            ToolStatus(status)
 
 
 @dataclass(frozen=True)

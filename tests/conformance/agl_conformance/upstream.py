@@ -14,7 +14,7 @@ from aiohttp import web
 from scripted_upstream import Fail, ScriptedUpstream, Step
 
 from agl_conformance.scenario import Scenario
-from agl_core.server.retries import HEADER_STAINLESS
+from agl_core.server.gateway.retries import HEADER_STAINLESS
 
 _MEET = 20.0
 """Seconds that requests which are to be there together wait for each other."""

@@ -15,17 +15,17 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from agl_core.errors import AglError, nearest
-from agl_core.wire import HEADER_POLICY, HEADER_ROLLOUT
+from agl_core.wire.headers import HEADER_POLICY, HEADER_ROLLOUT
 from agl_torch.chat import ChatError
 from agl_torch.sampling import Generated
 from agl_torch.serve.loop import EngineLoop
-from agl_torch.serve.model import Exchange, ServedModel
+from agl_torch.serve.model import Exchange, ModelServer
 from agl_torch.serve.request import parse_request
 
 Endpoint = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
-def create_app(models: Mapping[str, ServedModel], loop: EngineLoop, *, api_key: str) -> Starlette:
+def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: str) -> Starlette:
     """`GET /v1/models` and `POST /v1/chat/completions` for these models, by the name that clients ask for.
 
     Every request needs `Authorization: Bearer <api_key>`. The header `x-agl-rollout` names the session whose earlier
@@ -65,13 +65,13 @@ def create_app(models: Mapping[str, ServedModel], loop: EngineLoop, *, api_key: 
 
     return Starlette(
         routes=[
-            Route("/v1/models", guarded(list_models, api_key), methods=["GET"]),
-            Route("/v1/chat/completions", guarded(chat_completions, api_key), methods=["POST"]),
+            Route("/v1/models", _guarded(list_models, api_key), methods=["GET"]),
+            Route("/v1/chat/completions", _guarded(chat_completions, api_key), methods=["POST"]),
         ]
     )
 
 
-def guarded(endpoint: Endpoint, api_key: str) -> Endpoint:
+def _guarded(endpoint: Endpoint, api_key: str) -> Endpoint:
     """An endpoint that asks for the bearer key, and whose agl errors become OpenAI-shaped replies."""
 
     async def checked(request: HttpRequest) -> HttpResponse:
@@ -93,9 +93,9 @@ def guarded(endpoint: Endpoint, api_key: str) -> Endpoint:
 
 
 async def _unless_gone(
-    request: HttpRequest, loop: EngineLoop, model: ServedModel, exchange: Exchange
+    request: HttpRequest, loop: EngineLoop, model: ModelServer, exchange: Exchange
 ) -> Generated | None:
-    """Generate, but give up when the client hangs up: nobody would read the reply."""
+    """Generate, but give up when the client hangs up."""
     generating = asyncio.ensure_future(loop.generate(model.name, exchange.request))
     watching = asyncio.ensure_future(_hang_up(request))
     try:

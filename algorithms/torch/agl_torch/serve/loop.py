@@ -46,7 +46,7 @@ class EngineLoop:
         loop = EngineLoop({"default": sampler})
         loop.start()
         generated = await loop.generate("default", request)
-        metrics = await loop.run_exclusive(lambda: trainer.update(batch))
+        metrics = await asyncio.wrap_future(loop.run_exclusive(lambda: trainer.update(batch)))
         await loop.stop()
     """
 
@@ -82,14 +82,11 @@ class EngineLoop:
             self._post(_Abort(model, request.id))
             raise
 
-    async def run_exclusive(self, job: Callable[[], Result]) -> Result:
-        """Run a function on the tensor thread while nothing is being sampled, and return its result.
-
-        It runs to its end even if the waiting task is cancelled.
-        """
+    def run_exclusive(self, job: Callable[[], Result]) -> Future[Result]:
+        """Run a function on the tensor thread while nothing is being sampled; it runs to its end in any case."""
         future: Future[Result] = Future()
         self._post(_Exclusive(job, future))
-        return await asyncio.wrap_future(future)
+        return future
 
     def counters(self) -> dict[str, int]:
         """The samplers' counters, summed over the models."""

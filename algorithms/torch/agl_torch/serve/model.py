@@ -43,7 +43,7 @@ class Exchange:
         return self.tool_format.parse(text) if self.tool_format else Parsed(text)
 
 
-class ServedModel:
+class ModelServer:
     """A loaded model as a chat API sees it. Used from one thread (the event loop's).
 
     `name` is what clients ask for, and the name of the model's sampler in the engine loop.

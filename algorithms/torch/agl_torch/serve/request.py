@@ -94,7 +94,7 @@ class ChatRequest(BaseModel):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of: none when it must not call any."""
+        """The tools that the model sees: none when it must not call any."""
         return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools or []]
 
     @property

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from agl_core.types import FinishReason
 from agl_torch.sampling import Generated, Request, Response, Sampler
-from agl_torch.serve import ServedModel
+from agl_torch.serve import ModelServer
 from agl_torch.serve.request import parse_request
 
 CHATML = """\
@@ -186,7 +186,7 @@ class ScriptedChat:
     """A served model whose responses the test writes: chat in, chat out, no weights."""
 
     def __init__(self, loaded: Loaded) -> None:
-        self.served, self.loaded = ServedModel("m", loaded), loaded
+        self.served, self.loaded = ModelServer("m", loaded), loaded
 
     def ask(self, messages: list[dict[str, Any]], *replies: str | Sequence[int], **fields: Any) -> dict[str, Any]:
         """Answer by `replies`: texts (the end token is added) or token ids; they follow what is forced."""

@@ -12,7 +12,7 @@ import pytest
 from agl_core.types import FinishReason
 from agl_torch.chat import ChatError
 from agl_torch.sampling import Generated, Response
-from agl_torch.serve import ServedModel
+from agl_torch.serve import ModelServer
 from agl_torch.serve.request import parse_request
 
 from .conftest import CALCULATOR, Loaded, ScriptedChat
@@ -118,7 +118,7 @@ def test_the_stop_string_is_told(stops: Any, said: str | None, chat: ScriptedCha
 
 
 def test_a_stop_string_is_noticed_at_its_last_token(qwen: Loaded) -> None:
-    served = ServedModel("m", qwen)
+    served = ModelServer("m", qwen)
     exchange = served.begin(parse_request({"model": "m", "messages": [USER], "stop": "plus é"}), None)
     ids = qwen.tokenizer("12 plus é and more", add_special_tokens=False)["input_ids"]
     assert exchange.request.stop is not None
@@ -128,12 +128,12 @@ def test_a_stop_string_is_noticed_at_its_last_token(qwen: Loaded) -> None:
 
 def test_one_call_only_where_parallel_calls_are_off(qwen: Loaded, llama: Loaded) -> None:
     fields = {"messages": [USER], "model": "m", "tools": [CALCULATOR], "parallel_tool_calls": False}
-    stop = ServedModel("m", qwen).begin(parse_request(fields), None).request.stop
+    stop = ModelServer("m", qwen).begin(parse_request(fields), None).request.stop
     ids = qwen.tokenizer(CALL, add_special_tokens=False)["input_ids"]
     assert stop is not None
     assert [stop(ids[:-1]), stop(ids)] == [False, True]
     with pytest.raises(ChatError, match="parallel_tool_calls=false cannot be enforced"):
-        ServedModel("m", llama).begin(parse_request(fields), None)
+        ModelServer("m", llama).begin(parse_request(fields), None)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_tools_need_a_known_format(qwen: Loaded) -> None:
     plain = replace(qwen, tokenizer=type(qwen.tokenizer)(tokenizer_object=qwen.tokenizer.backend_tokenizer))
     plain.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ChatError, match="no format that this engine knows") as caught:
-        ServedModel("m", plain).begin(parse_request({"model": "m", "messages": [USER], "tools": [CALCULATOR]}), None)
+        ModelServer("m", plain).begin(parse_request({"model": "m", "messages": [USER], "tools": [CALCULATOR]}), None)
     assert caught.value.code == "tools_not_supported"
 
 

@@ -77,7 +77,7 @@ async def test_a_job_waits_for_what_is_in_flight_and_holds_what_comes(
 
     before = asyncio.create_task(ask("before"))
     await asyncio.to_thread(sampler.began.wait)
-    job = asyncio.create_task(loop.run_exclusive(update))
+    job = asyncio.wrap_future(loop.run_exclusive(update))
     job.add_done_callback(lambda _: order.append("job"))
     await asyncio.sleep(0)
     after = asyncio.create_task(ask("after"))
@@ -87,7 +87,7 @@ async def test_a_job_waits_for_what_is_in_flight_and_holds_what_comes(
 
 async def test_a_failing_job_tells_its_caller_and_nobody_else(qwen: Loaded, loop: EngineLoop) -> None:
     with pytest.raises(ZeroDivisionError):
-        await loop.run_exclusive(lambda: 1 // 0)
+        await asyncio.wrap_future(loop.run_exclusive(lambda: 1 // 0))
     assert (await loop.generate("m", request(qwen, "a"))).responses
 
 
@@ -97,7 +97,7 @@ async def test_a_cancelled_request_leaves(qwen: Loaded, sampler: Watched, loop: 
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await loop.run_exclusive(lambda: None)
+    await asyncio.wrap_future(loop.run_exclusive(lambda: None))
     assert sampler.counters.decoded < 400
 
 

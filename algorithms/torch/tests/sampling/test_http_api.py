@@ -15,7 +15,7 @@ import torch
 import uvicorn
 
 from agl_torch.sampling import Sampler
-from agl_torch.serve import EngineLoop, ServedModel, create_app
+from agl_torch.serve import EngineLoop, ModelServer, create_app
 
 from .conftest import CALCULATOR, Loaded
 
@@ -27,7 +27,7 @@ EXTRAS = {"return_token_ids": True}
 async def serving(loaded: Loaded) -> AsyncIterator[tuple[str, EngineLoop]]:
     loop = EngineLoop({"policy": Sampler(loaded)})
     loop.start()
-    app = create_app({"policy": ServedModel("policy", loaded)}, loop, api_key="secret")
+    app = create_app({"policy": ModelServer("policy", loaded)}, loop, api_key="secret")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -139,5 +139,5 @@ async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded) -> None:
             asking.cancel()
             reply = await plain.post("/v1/chat/completions", json={**body, "max_tokens": 1, "n": 1}, timeout=60)
             assert reply.status_code == 200
-        await loop.run_exclusive(lambda: None)
+        await asyncio.wrap_future(loop.run_exclusive(lambda: None))
         assert loop.counters()["decoded"] < 64 * 400

@@ -20,8 +20,8 @@ from agl_algorithms.options import GrpoOptions
 from agl_core.config.models import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind, TransitionKey
-from agl_torch.model import LoadedModel, load_model
-from agl_torch.trainer import PolicyTrainer
+from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.training.trainer import PolicyTrainer
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
@@ -190,7 +190,7 @@ def make_batch(
 
 
 def reordered(batch: Batch, order: NDArray[np.int64]) -> Batch:
-    from agl_core.learning.screening import subset
+    from agl_core.learning.trainable import subset
 
     return subset(batch, order)
 

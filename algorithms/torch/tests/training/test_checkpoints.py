@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from agl_algorithms.options import GrpoOptions
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import CheckpointError
 from agl_core.protocols import PolicySpec
-from agl_torch.checkpoint import load_policy, save_policy
-from agl_torch.model import LoadedModel, load_model
-from agl_torch.trainer import PolicyTrainer
+from agl_torch.models.loading import Bases, LoadedModel, load_model
+from agl_torch.training.checkpoint import load_policy, save_policy
+from agl_torch.training.trainer import PolicyTrainer
 
 from .conftest import LORA, TEXTS, Shape, make_batch, make_checkpoint, weights_of
 
@@ -120,6 +121,18 @@ def test_a_lora_checkpoint_is_a_peft_adapter(checkpoint: Path, tmp_path: Path) -
     assert torch.equal(adapted, loaded.model(ids).logits)
     assert not torch.equal(adapted, plain)
     assert not (tmp_path / "p" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("error")  # peft warns when it cannot look the base up, which it need not.
+def test_an_adapter_names_its_base_as_the_configuration_does(checkpoint: Path, tmp_path: Path) -> None:
+    bases, names = Bases(), ("someone/a-base", "weights/mine")
+    policies = [load_model(PolicySpec(str(checkpoint), lora=LORA, name=name), CPU, 0, bases) for name in names]
+    for number, (loaded, name) in enumerate(zip(policies, names, strict=True)):
+        _, trainer = start(checkpoint, lora=LORA)
+        save_policy(tmp_path / str(number), loaded, trainer)
+        model = tmp_path / str(number) / "model"
+        assert json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+        assert [file.name for file in model.iterdir() if str(checkpoint).encode() in file.read_bytes()] == []
 
 
 def test_a_failed_save_leaves_the_earlier_checkpoint(

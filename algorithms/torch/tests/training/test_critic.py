@@ -19,9 +19,9 @@ from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, DropReason
-from agl_torch.checkpoint import load_policy, save_policy
-from agl_torch.model import LoadedModel, load_model
-from agl_torch.trainer import PolicyTrainer
+from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.training.checkpoint import load_policy, save_policy
+from agl_torch.training.trainer import PolicyTrainer
 
 from .conftest import LORA, make_batch, plain_logprobs, weights_of
 
@@ -108,8 +108,9 @@ def test_an_update_equals_a_plain_adamw_loop(checkpoint: Path, budget: int) -> N
     assert metrics["value_mean"] != 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"across_calls": True}])
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in KINDS), ("float32", {"across_calls": True})], ids=str
+)
 def test_it_learns_a_fixed_batch(checkpoint: Path, kind: str, options: dict[str, Any]) -> None:
     started = Started(checkpoint, **KINDS[kind])
     batch = make_batch(started.loaded)

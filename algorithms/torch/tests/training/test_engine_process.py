@@ -12,16 +12,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 import openai
 import pytest
 import pytest_asyncio
 
-from agl_core.errors import AglError, CheckpointError, ConfigError, EngineError, PluginError
+from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
-from agl_core.types import Batch, CreditKind, TransitionKey
+from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
+from agl_core.types import Batch
 from agl_torch import plugin
 from agl_torch.engine import TorchEngine
 from agl_torch.options import TorchOptions
@@ -30,6 +30,7 @@ from .conftest import LORA, Shape, make_batch, make_checkpoint
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 OPTIMIZER = {"learning_rate": 1e-2}
+RLOO = Path(__file__).parents[3] / "policy" / "tests" / "rloo_plugin.py"
 SMALL = {"threads": 1, "cache_mib": 16}
 
 
@@ -74,29 +75,26 @@ async def chat(upstream: Upstream, question: str, model: str = "default", **more
         )
 
 
-def batch_of(replies: list[Any], values: list[float], temperature: float) -> Batch:
-    """What the core would make of these replies: one group, one rollout each."""
-    prompts = [reply.model_extra["prompt_token_ids"] for reply in replies]
-    responses = [reply.choices[0].model_extra["token_ids"] for reply in replies]
-    logprobs = [[entry.logprob for entry in reply.choices[0].logprobs.content] for reply in replies]
-    count = len(replies)
-    return Batch(
-        tokens_T=np.concatenate([np.array(p + r) for p, r in zip(prompts, responses, strict=True)]).astype(np.int32),
-        offsets=np.cumsum([0, *(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))]),
-        prompt_lengths_N=np.array([len(p) for p in prompts]),
-        response_offsets=np.cumsum([0, *map(len, responses)]),
-        behaviour_logprobs_R=np.concatenate(logprobs).astype(np.float32),
-        mask_R=np.ones(sum(map(len, responses)), dtype=bool),
-        temperature_N=np.full(count, temperature, dtype=np.float32),
-        values_N=np.array(values),
-        kind=CreditKind.RETURN,
-        group_N=np.zeros(count, dtype=np.int64),
-        rollout_N=np.arange(count),
-        turn_N=np.zeros(count, dtype=np.int64),
-        version_N=np.zeros(count, dtype=np.int64),
-        scores_N=np.array(values),
-        keys=tuple(TransitionKey(f"r{i}", 0, reply.id, 0) for i, reply in enumerate(replies)),
-    )
+async def sampled(upstream: Upstream, values: list[float]) -> Batch:
+    """Replies to questions, of which two are one, at a temperature of 0.7."""
+    questions = ["What is 12 plus 345?", "Tom", "Tom", "Grüße, 世界! What is 1234567890 minus 1?"]
+    replies = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
+    rows = [Row.of_reply(reply.model_dump(), value) for reply, value in zip(replies, values, strict=True)]
+    return batch_of(rows, temperature=0.7)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def case(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> AsyncIterator[EngineCase]:
+    folder = tmp_path_factory.mktemp("case")
+    where = engine_context(folder, str(checkpoint))
+    async with running(where) as (engine, upstream):
+        yield EngineCase(engine, upstream, where, folder)
+
+
+@in_one_loop
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+async def test_the_engine_keeps_the_contract(case: EngineCase, check: EngineCheck) -> None:
+    await check(case)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -113,7 +111,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> 
         "def register_algorithms(register):\n"
         "    register('broken', build)\n"
     )
-    async with running(context(folder, checkpoint, plugin_files=(broken,))) as (engine, upstream):
+    async with running(context(folder, checkpoint, plugin_files=(broken, RLOO))) as (engine, upstream):
         yield Running(engine, upstream, folder)
 
 
@@ -124,27 +122,18 @@ async def version(engine: TorchEngine) -> int:
 @in_one_loop
 async def test_sample_train_sample(shared: Running) -> None:
     engine, upstream, _ = shared
-    assert upstream.returns_ids
     assert upstream.context_length == 256
-    start, stats_before = await version(engine), await engine.stats()
-    questions = ["What is 12 plus 345?", "Tom", "Tom", "Grüße, 世界! What is 1234567890 minus 1?"]
-    replies = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
-    batch = batch_of(list(replies), [1.0, 0.0, 0.5, 0.0], temperature=0.7)
-    shares: list[float] = []
-    result = await engine.update("default", batch, "grpo", {"beta": 0.1}, shares.append)
+    stats_before = await engine.stats()
+    batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.0])
+    result = await engine.update("default", batch, "grpo", {"beta": 0.1})
 
-    assert result.version == start + 1 == await version(engine)
-    assert result.dropped == (None,) * 4
     assert result.metrics["logprob_gap_max"] <= 1e-4
     assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-6)
-    assert shares[-1] == 1.0
 
     # The new weights are served, and the trainer agrees with the sampler about them too.
-    again = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
-    second = batch_of(list(again), [0.0, 1.0, 0.0, 0.0], temperature=0.7)
+    second = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
     assert not np.array_equal(second.behaviour_logprobs_R, batch.behaviour_logprobs_R)
     result = await engine.update("default", second, "grpo", {"beta": 0.1})
-    assert result.version == start + 2
     assert result.metrics["logprob_gap_max"] <= 1e-4
     assert result.metrics["kl_reference"] > 1e-6
 
@@ -159,27 +148,15 @@ async def test_sample_train_sample(shared: Running) -> None:
 
 
 @in_one_loop
-async def test_save_and_load_restore_everything(shared: Running) -> None:
-    engine, upstream, folder = shared
-    batches = [make_batch(None, seed=i) for i in range(3)]
-    await engine.update("default", batches[0], "grpo", {"beta": 0.1})
-    await engine.save(folder / "checkpoint")
-    saved = await version(engine)
-    expected = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
-    said = await chat(upstream, "Tom", seed=1)
-    await engine.update("default", batches[2], "grpo", {"beta": 0.1})
-    assert (await chat(upstream, "Tom", seed=1)).choices[0].logprobs != said.choices[0].logprobs
-
-    await engine.load(folder / "checkpoint")
-    assert await version(engine) == saved
-    found = await engine.update("default", batches[1], "grpo", {"beta": 0.1})
-    assert found.version == expected.version
-    for name in ("loss", "grad_norm", "kl_reference", "entropy"):
-        assert found.metrics[name] == expected.metrics[name]
-    again = await chat(upstream, "Tom", seed=1)
-    assert again.choices[0].logprobs == said.choices[0].logprobs
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        await engine.load(folder / "nowhere")
+async def test_an_algorithm_of_fifteen_lines_trains(shared: Running) -> None:
+    assert len([line for line in RLOO.read_text().splitlines() if line]) <= 15
+    engine, upstream, _ = shared
+    batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.5])
+    result = await engine.update("default", batch, "rloo", {"beta": 0.1, "epochs": 2})
+    assert result.advantage_N == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
+    assert result.dropped == (None,) * 4
+    assert result.metrics["grad_norm"] > 0
+    assert result.metrics["kl_reference"] >= 0
 
 
 async def test_several_policies_are_separate_and_a_dead_engine_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
@@ -204,10 +181,8 @@ async def test_several_policies_are_separate_and_a_dead_engine_is_an_error(tmp_p
 
 @in_one_loop
 async def test_mistakes_come_back_as_what_they_are(shared: Running) -> None:
-    engine, upstream, folder = shared
+    engine, _, folder = shared
     batch, before = make_batch(None), await version(engine)
-    with pytest.raises(PluginError, match="Did you mean 'grpo'"):
-        await engine.update("default", batch, "grop", {})
     with pytest.raises(ConfigError, match="clip"):
         await engine.update("default", batch, "grpo", {"clip": -1})
     with pytest.raises(EngineError, match="ZeroDivisionError: no such luck"):
@@ -216,12 +191,6 @@ async def test_mistakes_come_back_as_what_they_are(shared: Running) -> None:
     # It goes on, and no version was made.
     assert await version(engine) == before
     assert (await engine.update("default", batch, "grpo", {"beta": 0})).version == before + 1
-    # An agent's key opens no control route.
-    control = upstream.urls[0].removesuffix("/v1") + "/engine/stats"
-    async with httpx.AsyncClient(trust_env=False) as client:
-        assert (await client.get(control)).status_code == 401
-        bearer = {"authorization": f"Bearer {upstream.api_key}"}
-        assert (await client.get(control, headers=bearer)).status_code == 401
 
 
 async def test_why_it_does_not_start(tmp_path: Path, checkpoint: Path) -> None:
@@ -234,14 +203,13 @@ async def test_why_it_does_not_start(tmp_path: Path, checkpoint: Path) -> None:
 
 
 async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:
-    process = engine._process
-    assert process is not None
+    assert engine.pid is not None
     started = asyncio.Event()
     options = {"beta": 0, "epochs": 100, "minibatches": 3}
     update = asyncio.ensure_future(engine.update(policy, make_batch(None), "grpo", options, lambda _: started.set()))
     await asyncio.wait_for(started.wait(), 60)
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"lost during 'update'.*exit code: -9.*last checkpoint"):
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"lost during 'update'.*exit code -9.*cache_mib.*last checkpoint"):
         await asyncio.wait_for(update, 60)
     with pytest.raises(EngineError, match="lost during 'stats'"):
         await asyncio.wait_for(engine.stats(), 60)
@@ -251,40 +219,6 @@ async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str
         await engine.versions()
 
 
-def test_the_process_ends_with_its_parent(tmp_path: Path, checkpoint: Path) -> None:
-    code = f"""
-import asyncio, os, signal
-from pathlib import Path
-from agl_core.protocols import EngineContext, PolicySpec
-from agl_torch.engine import TorchEngine
-from agl_torch.options import TorchOptions
-async def main():
-    policies = {{"default": PolicySpec({str(checkpoint)!r})}}
-    context = EngineContext(Path({str(tmp_path)!r}), 0, policies, False, (), "k")
-    engine = TorchEngine(TorchOptions(threads=1, cache_mib=16), context)
-    await engine.start()
-    print(engine._process.pid, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-asyncio.run(main())
-"""
-    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False, timeout=120)
-    assert parent.returncode == -signal.SIGKILL
-    child = int(parent.stdout)
-    for _ in range(600):
-        if not _alive(child):
-            return
-        subprocess.run(["sleep", "0.1"], check=True)
-    pytest.fail("the engine process outlived its parent")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def test_what_the_package_registers(tmp_path: Path, checkpoint: Path) -> None:
     plugins = Plugins()
     plugins.register(plugin, "test")
@@ -292,13 +226,12 @@ def test_what_the_package_registers(tmp_path: Path, checkpoint: Path) -> None:
     engine: Engine = component.build(component.options(), context(tmp_path, checkpoint))
     assert isinstance(engine, TorchEngine)
     assert all(field.description for field in component.options.model_fields.values())
-    assert issubclass(EngineError, AglError)
 
 
 def test_the_run_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib, agl_torch.plugin as p, agl_torch.engine\n"
-        "from agl_core.plugins import NoOptions\n"
+        "from agl_core.registering import NoOptions\n"
         f"t = p.build_tensorboard(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
         "t.log(3, {'reward/mean': 0.5}); t.close()\n"
         "sys.exit('torch' in sys.modules)"

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.types import Batch, TransitionKey
-from agl_torch import batching, prefix_tree
-from agl_torch.batching import Limits, MicroBatch, micro_batches, score
-from agl_torch.model import LoadedModel
+from agl_torch.models.loading import LoadedModel
+from agl_torch.training import batching, prefix_tree
+from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
 
 from .conftest import make_batch, plain_logprobs
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
-from agl_torch.model import LoadedModel, load_model
+from agl_torch.models.loading import LoadedModel, load_model
 
 from .conftest import LORA, TEXTS, Shape, make_checkpoint
 

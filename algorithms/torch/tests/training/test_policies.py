@@ -11,42 +11,34 @@ import pytest
 import torch
 
 from agl_core.errors import EngineError
-from agl_core.protocols import PolicySpec, UpdateResult
+from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
 from agl_core.wire.updates import UpdateRequest, decode_result, encode_result
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
-from agl_torch.wire import Settings
 
 from .conftest import Shape, make_batch, make_checkpoint, weights_of
 
 
-def settings(checkpoint: Path, seed: int = 0, **options: Any) -> Settings:
-    return Settings(
-        options=TorchOptions(**({"cache_mib": 16} | options)),
-        policies={"default": PolicySpec(str(checkpoint))},
-        seed=seed,
-        deterministic=False,
-        plugin_files=(),
-        api_key="a",
-        control_key="c",
-    )
+def load(checkpoint: Path, **options: Any) -> Policies:
+    context = EngineContext(checkpoint.parent, 0, {"default": PolicySpec(str(checkpoint))}, False, (), "key")
+    return Policies.load(TorchOptions(**({"cache_mib": 16} | options)), context)
 
 
 def test_every_setting_arrives(checkpoint: Path) -> None:
     threads = torch.get_num_threads()
     try:
-        changed = Policies.load(settings(checkpoint, max_context=100, device="cpu", threads=threads + 1))
+        changed = load(checkpoint, max_context=100, device="cpu", threads=threads + 1)
         assert changed.context_length == 100
         assert torch.get_num_threads() == threads + 1
-        assert Policies.load(settings(checkpoint)).context_length == 256
+        assert load(checkpoint).context_length == 256
     finally:
         torch.set_num_threads(threads)
 
 
 def test_rows_bound_what_is_decoded_together(checkpoint: Path) -> None:
     for rows in (1, 2):
-        policy = Policies.load(settings(checkpoint, max_rows=rows)).policies["default"]
+        policy = load(checkpoint, max_rows=rows).policies["default"]
         shapes: list[int] = []
         policy.loaded.model.register_forward_pre_hook(
             lambda _, args, kwargs, shapes=shapes: shapes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
@@ -61,7 +53,7 @@ def test_rows_bound_what_is_decoded_together(checkpoint: Path) -> None:
 def test_training_settings_reach_the_trainer(checkpoint: Path) -> None:
     passes = []
     for options in ({}, {"tokens_per_micro_batch": 50}, {"gradient_checkpointing": True}):
-        policies = Policies.load(settings(checkpoint, **options))
+        policies = load(checkpoint, **options)
         model = policies.policies["default"].loaded.model
         seen: list[int] = []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
@@ -75,17 +67,17 @@ def test_a_cache_that_holds_no_reply_is_refused_by_the_names_of_its_settings(tmp
     # 48 layers of 256 tokens of 2 x 256 floats: 25 MB for one reply.
     wide = make_checkpoint(tmp_path / "wide", Shape(layers=48, hidden=256))
     with pytest.raises(EngineError, match=r"engine\.torch\.cache_mib or engine\.torch\.max_context"):
-        Policies.load(settings(wide, cache_mib=1))
+        load(wide, cache_mib=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(checkpoint: Path) -> None:
     with pytest.raises(EngineError, match="no CUDA GPU"):
-        Policies.load(settings(checkpoint, device="cuda"))
+        load(checkpoint, device="cuda")
 
 
 def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policies = Policies.load(settings(checkpoint))
+    policies = load(checkpoint)
     policy = policies.policies["default"]
     before = weights_of(policy.loaded.model)
     step = policy.trainer.optimizer.step
@@ -105,12 +97,12 @@ def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, mo
 
 def test_an_update_request_crosses_whole() -> None:
     batch = make_batch(None, noise=0.1)
-    batch = replace(batch, weight_N=np.linspace(0, 2, len(batch)))
+    batch = replace(batch, weight_N=np.linspace(0, 2, len(batch)), step=7)
     sent = UpdateRequest("default", "grpo", {"clip": 0.1}, batch)
     found = UpdateRequest.decode(sent.encode())
     assert (found.policy, found.algorithm, found.options) == (sent.policy, sent.algorithm, sent.options)
-    assert (found.batch.kind, found.batch.keys) == (sent.batch.kind, sent.batch.keys)
-    arrays = {each.name for each in fields(batch)} - {"kind", "keys"}
+    assert (found.batch.kind, found.batch.keys, found.batch.step) == (sent.batch.kind, sent.batch.keys, 7)
+    arrays = {each.name for each in fields(batch)} - {"kind", "keys", "step"}
     for name in arrays:
         mine, theirs = getattr(found.batch, name), getattr(sent.batch, name)
         assert mine.dtype == theirs.dtype

@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agl_core.protocols import PolicySpec
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.wire.updates import UpdateRequest
-from agl_torch.model import LoadedModel
+from agl_torch.models.loading import LoadedModel
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies, Policy
-from agl_torch.wire import Settings
 
 from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
 
@@ -25,16 +24,8 @@ GRPO: dict[str, Any] = {"beta": 0.1}
 
 
 def load(seed: int = 0, **policies: PolicySpec) -> Policies:
-    settings = Settings(
-        options=TorchOptions(cache_mib=16, device="cpu"),
-        policies=policies,
-        seed=seed,
-        deterministic=False,
-        plugin_files=(),
-        api_key="a",
-        control_key="c",
-    )
-    return Policies.load(settings)
+    context = EngineContext(Path("run"), seed, policies, False, (), "key")
+    return Policies.load(TorchOptions(cache_mib=16, device="cpu"), context)
 
 
 def spec(checkpoint: Path, **more: Any) -> PolicySpec:

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.interface import Logprobs, Samples
-from agl_algorithms.options import GrpoOptions
+from agl_algorithms.options import GrpoOptions, PpoOptions
+from agl_algorithms.ppo import Ppo
 from agl_core.config.models import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch
-from agl_torch.model import LoadedModel, load_model
+from agl_torch.models.loading import LoadedModel, load_model
 
 from .conftest import LORA, grpo, make_batch, plain_logprobs, trainer_of, weights_of
 
@@ -49,12 +51,29 @@ def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: A
     return total
 
 
-def test_the_step_size_falls_along_a_cosine_over_the_runs_updates(in_float64: LoadedModel) -> None:
+@pytest.mark.parametrize("steps", [(1, 2, 3, 4, 5, 6), (2, 4), (1, 4)])
+def test_the_step_size_falls_along_a_cosine_over_the_runs_steps(in_float64: LoadedModel, steps: tuple[int]) -> None:
+    """Whether or not the policy has a batch in each of them; the critic's as the policy's."""
     settings = OptimizerSection(learning_rate=1e-2, schedule="cosine")
-    trainer = trainer_of(in_float64, settings, updates=4)
-    rates = [trainer.update(make_batch(in_float64), grpo(epochs=2)).metrics["learning_rate"] for _ in range(6)]
-    half = 1e-2 * (1 + 0.5**0.5) / 2
-    assert rates == pytest.approx([1e-2, half, 0.5e-2, 1e-2 - half, 0, 0], abs=1e-12)
+    algorithm = Ppo(PpoOptions(epochs=2, critic_learning_rate=1e-2))
+    trainer = trainer_of(in_float64, settings, steps=4, initial=lambda: copy.deepcopy(in_float64))
+    batch = make_batch(in_float64)
+    half = (1 + 0.5**0.5) / 2
+    left = [1, half, 0.5, 1 - half, 0, 0]
+    for step in steps:
+        metrics = trainer.update(replace(batch, step=step), algorithm).metrics
+        for name in ("learning_rate", "critic_learning_rate"):
+            assert metrics[name] == pytest.approx(1e-2 * left[step - 1], abs=1e-12)
+
+
+def test_a_resumed_schedule_goes_on_at_the_runs_step(loaded: LoadedModel) -> None:
+    settings = OptimizerSection(learning_rate=1e-2, schedule="cosine")
+    batch = make_batch(loaded)
+    first = trainer_of(loaded, settings, steps=4)
+    first.update(replace(batch, step=1), grpo())
+    again = trainer_of(loaded, settings, steps=4)
+    again.load_state_dict(first.state_dict())
+    assert again.update(replace(batch, step=3), grpo()).metrics["learning_rate"] == pytest.approx(0.5e-2)
 
 
 @pytest.mark.parametrize(("beta", "weights"), [(0.0, (1.0,)), (0.5, (1.0,)), (0.5, (1.0, 0.25, 0.0, 3.0))])
@@ -201,15 +220,65 @@ def test_minibatches_split_rollouts_and_carry_the_whole_weight(loaded: LoadedMod
         assert sum(float(algorithm.calls[call][3].sum()) for call in step_calls) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("count", [4, 12])
+def test_a_replayed_group_counts_its_weight_with_any_number_of_minibatches(
+    in_float64: LoadedModel, kind: str, count: int
+) -> None:
+    # Parts of equal size, and weights that stand still: the parts' gradients have the whole's as their mean.
+    batch = make_batch(in_float64, groups=6, members=2)
+    batch = replace(
+        batch,
+        values_N=(batch.rollout_N % 2).astype(np.float64),
+        weight_N=np.where(batch.group_N < 3, 0.02, 1.0),
+    )
+    settings = OptimizerSection(learning_rate=1e-12, max_grad_norm=1e9)
+
+    def gradients(minibatches: int) -> list[Tensor]:
+        """Of each optimizer step; those of the critic follow those of the policy."""
+        algorithm = Ppo(PpoOptions(critic_learning_rate=1e-12, minibatches=minibatches))
+        trainer = trainer_of(in_float64, settings, initial=lambda: copy.deepcopy(in_float64))
+        taken: list[Tensor] = []
+
+        def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            taken.append(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
+
+        hook = register_optimizer_step_pre_hook(take)
+        try:
+            trainer.update(batch, algorithm if kind == "critic" else grpo(minibatches=minibatches))
+        finally:
+            hook.remove()
+        return taken[minibatches:] if kind == "critic" else taken
+
+    (whole,) = gradients(1)
+    parts = gradients(count)
+    assert len(parts) == count
+    torch.testing.assert_close(sum(parts) / count, whole, rtol=1e-6, atol=1e-7 * float(whole.norm()))
+
+
+def test_the_metrics_of_an_update_are_means_by_weight_over_its_steps(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded, groups=6, members=2)
+    batch = replace(
+        batch,
+        values_N=(batch.rollout_N % 2).astype(np.float64),
+        weight_N=np.where(batch.group_N < 3, 0.02, 1.0),
+    )
+    still = OptimizerSection(learning_rate=1e-12)
+    found = [trainer_of(loaded, still).update(batch, grpo(minibatches=count)).metrics for count in (1, 12)]
+    for name in ("loss", "entropy", "kl_behaviour"):
+        assert found[1][name] == pytest.approx(found[0][name], abs=1e-5)
+
+
 def test_the_same_update_twice_is_bit_equal(checkpoint: Path) -> None:
-    outcomes = []
+    tool_results = []
     for _ in range(2):
         loaded = load_model(PolicySpec(str(checkpoint), lora=LORA | {"dropout": 0.3}), torch.device("cpu"), seed=0)
         torch.manual_seed(9)
         result = trainer_of(loaded, seed=4).update(make_batch(loaded), grpo(epochs=2, minibatches=2))
-        outcomes.append((weights_of(loaded.model), result.metrics["loss"]))
-    assert outcomes[0][1] == outcomes[1][1]
-    assert all(torch.equal(outcomes[0][0][name], outcomes[1][0][name]) for name in outcomes[0][0])
+        tool_results.append((weights_of(loaded.model), result.metrics["loss"]))
+    assert tool_results[0][1] == tool_results[1][1]
+    assert all(torch.equal(tool_results[0][0][name], tool_results[1][0][name]) for name in tool_results[0][0])
 
 
 def test_the_result_is_in_the_order_of_the_batch(loaded: LoadedModel) -> None:

@@ -18,7 +18,7 @@ from agl_algorithms.options import GrpoOptions
 from agl_core.config.models import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, DropReason
-from agl_torch.model import LoadedModel, load_model
+from agl_torch.models.loading import LoadedModel, load_model
 
 from .conftest import grpo, make_batch, reordered, trainer_of, weights_of
 

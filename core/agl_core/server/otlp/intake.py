@@ -1,4 +1,4 @@
-"""What the spans of an attempt add to its record: outcomes of tools, and the agents of calls that nobody named."""
+"""What the spans of an attempt add to its record: tool results, and the agents of calls without a name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from agl_core.capture.span_tree import SeenCall, SpanTree
-from agl_core.capture.spans import Span, see
-from agl_core.server.attempts import ActiveAttempt
-from agl_core.server.queue import RolloutQueue
+from agl_core.capture.spans.spans import Span, see
+from agl_core.capture.spans.tree import SeenCall, SpanTree
+from agl_core.server.rollouts.attempt import ActiveAttempt
+from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.interface import Record, Store
-from agl_core.types import AttemptKey, Call, Identity, Outcome
-from agl_core.wire import OutcomeReport
+from agl_core.types import AttemptKey, Call, Identity, Source, ToolResult
+from agl_core.wire.workers import ToolResultReport
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class IntakeCounters:
     """Spans that came after their attempt was closed, and do not count."""
     rejected: int = 0
     """Spans that could not be taken in."""
-    outcomes: int = 0
-    """Outcomes recorded."""
+    tool_results: int = 0
+    """Tool results recorded."""
     named_calls: int = 0
     """Recorded calls that got their agent or their parent span from a span."""
 
@@ -48,22 +48,23 @@ class _Trace:
 
     tree: SpanTree = field(default_factory=SpanTree)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    outcomes: dict[str, OutcomeReport] = field(default_factory=dict)
+    tool_results: dict[str, ToolResultReport] = field(default_factory=dict)
     identities: dict[str, Identity] = field(default_factory=dict)
     """By response id."""
 
-    def add(self, spans: Iterable[Span]) -> tuple[list[OutcomeReport], list[SeenCall]]:
-        """What is to be recorded because of these spans: outcomes that are new or changed, and calls."""
+    def add(self, spans: Iterable[Span]) -> tuple[list[ToolResultReport], list[SeenCall]]:
+        """What is to be recorded because of these spans: tool results that are new or changed, and calls."""
         for span in spans:
             self.tree.add(see(span))
-        outcomes = [each for each in self.tree.outcomes() if self.outcomes.get(each.id) != each]
-        return outcomes, [each for each in self.tree.calls() if _tells(each, self.identities)]
+        tool_results = [each for each in self.tree.tool_results() if self.tool_results.get(each.id) != each]
+        return tool_results, [each for each in self.tree.calls() if _tells(each, self.identities)]
 
 
 class SpanIntake:
-    """Records what spans tell. Spans come in batches, inner ones before those around them; each may come twice.
+    """Records the content of spans. They come in batches, inner ones before those around them; each may come twice.
 
-    What an adapter in the agent's process told by header stays. All methods belong to one event loop.
+    The first that comes with its ids counts, and what it says of a tool stays: spans around it only add what was left
+    open. What an adapter in the agent's process sent as a header stays. All methods belong to one event loop.
     """
 
     def __init__(self, queue: RolloutQueue, store: Store) -> None:
@@ -96,14 +97,17 @@ class SpanIntake:
     async def _record(self, key: AttemptKey, trace: _Trace, spans: Sequence[Span]) -> None:
         async with trace.lock:
             reports, calls = await asyncio.to_thread(trace.add, spans)
-            outcomes = [Outcome(rollout=key.rollout, attempt=key.attempt, **each.model_dump()) for each in reports]
+            tool_results = [
+                ToolResult(rollout=key.rollout, attempt=key.attempt, **{**each.model_dump(), "source": Source.SPAN})
+                for each in reports
+            ]
             named = await self._named(key, calls, trace.identities)
-            records: list[Record] = [*outcomes, *named]
+            records: list[Record] = [*tool_results, *named]
             if records:
                 await self._store.put(*records)
-            self.counters.outcomes += sum(each.id not in trace.outcomes for each in reports)
+            self.counters.tool_results += sum(each.id not in trace.tool_results for each in reports)
             self.counters.named_calls += len(named)
-            trace.outcomes.update({each.id: each for each in reports})
+            trace.tool_results.update({each.id: each for each in reports})
             trace.identities.update({each.response_id: each.identity for each in calls if each.response_id})
 
     async def _named(self, key: AttemptKey, seen: Iterable[SeenCall], before: dict[str, Identity]) -> list[Call]:
@@ -114,9 +118,9 @@ class SpanIntake:
         changed = []
         for call in await self._store.calls([key]):
             if call.id in wanted:
-                told, earlier = wanted[call.id], before.get(call.id, Identity())
-                agent = told.agent if call.agent in (None, earlier.agent) else call.agent
-                parent = told.parent_span if call.parent_span in (None, earlier.parent_span) else call.parent_span
+                new, earlier = wanted[call.id], before.get(call.id, Identity())
+                agent = new.agent if call.agent in (None, earlier.agent) else call.agent
+                parent = new.parent_span if call.parent_span in (None, earlier.parent_span) else call.parent_span
                 if (agent, parent) != (call.agent, call.parent_span):
                     changed.append(replace(call, agent=agent, parent_span=parent))
         return changed
@@ -129,7 +133,7 @@ class SpanIntake:
 
 
 def _tells(call: SeenCall, before: dict[str, Identity]) -> bool:
-    """Whether a call's spans tell of it what they did not tell before."""
+    """Whether a call's spans name an agent or a parent span that they did not name before."""
     identity = call.identity
     is_new = call.response_id is not None and before.get(call.response_id) != identity
     return is_new and (identity.agent is not None or identity.parent_span is not None)

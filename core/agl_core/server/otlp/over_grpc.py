@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from starlette.requests import Request
 
 from agl_core.errors import ServerError, StoreError
-from agl_core.server.faults import ApiError
+from agl_core.server.errors import ApiError
 from agl_core.server.otlp.decoding import MAX_BYTES
 from agl_core.server.otlp.service import TraceService
 
@@ -30,7 +30,7 @@ _CODES = {
 
 
 class GrpcTraces(trace_service_pb2_grpc.TraceServiceServicer):
-    """Serves `TraceService/Export`. The attempt is named by metadata (`x-agl-rollout`) or by the spans' resource.
+    """Serves `TraceService/Export`. The attempt is the one whose key the metadata carry.
 
     Port 0 takes a free one; `port` is the one taken, once it has started.
     """

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agl_core.errors import StoreError
-from agl_core.server.faults import ApiError
+from agl_core.server.errors import ApiError
 from agl_core.server.otlp import decoding
 from agl_core.server.otlp.service import TraceService
 

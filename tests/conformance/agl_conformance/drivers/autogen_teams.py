@@ -29,7 +29,7 @@ _MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family
 
 
 class AutoGen(Driver):
-    """Agents are AssistantAgents, handoffs a Swarm; what they cannot do, a subclass of BaseChatAgent does.
+    """Agents are `AssistantAgent`s, handoffs a `Swarm`. A subclass of `BaseChatAgent` does what these cannot.
 
     AutoGen's agents keep their conversation: rollouts share the model client, and each has agents of its own.
     """

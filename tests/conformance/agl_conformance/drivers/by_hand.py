@@ -23,14 +23,14 @@ from agl_conformance.driver import (
 from agl_conformance.drivers.conversations import client_of
 from agl_conformance.drivers.handmade import NO_CHOICES, Loop, Telling
 from agl_conformance.scenario import Scenario
-from agl_core.capture import current_identity, identify, outcome_report, record_outcome
-from agl_core.wire import HEADER_AGENT
+from agl_core.capture import current_identity, identify, record_tool_result, tool_result_report
+from agl_core.wire.headers import HEADER_AGENT
 
 HEADERS = "headers, no agl in the process"
 
 
 class _Functions(Telling):
-    """`identify` around an agent, `record_outcome` for tools without ids; the conversation tells of the others."""
+    """`identify` around an agent, `record_tool_result` for tools without ids, the conversation for other tools."""
 
     def speaking(self, agent: str) -> AbstractContextManager[Any]:
         return identify(agent)
@@ -43,8 +43,8 @@ class _Functions(Telling):
         def tell(result: str) -> None:
             who = current_identity()
             if id is None and who is not None:
-                record_outcome(
-                    outcome_report(
+                record_tool_result(
+                    tool_result_report(
                         uuid.uuid4().hex,
                         tool,
                         result,
@@ -76,7 +76,7 @@ class ByHand(Driver):
     gaps = (NO_CHOICES,)
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        loop = Loop(_Functions(), client_of(setting, setting.root), setting, scenario)
+        loop = Loop(_Functions(), client_of(setting, setting.root, setting.api_key), setting, scenario)
 
         async def program(question: Question) -> None:
             await loop.run(question.text)
@@ -93,7 +93,7 @@ class ByHeaders(Driver):
     streaming = (False,)
     gaps = (
         NO_CHOICES,
-        Gap("text ReAct", "Without tool call ids, the conversation does not tell what a tool did; spans do."),
+        Gap("text ReAct", "Without tool call ids, the conversation does not show what a tool did; spans do."),
     )
 
     @contextlib.contextmanager
@@ -105,6 +105,7 @@ class ByHeaders(Driver):
             raise InexpressibleError
 
         async def program(question: Question) -> None:
-            await Loop(_Headers(), client_of(setting, question.root), setting, scenario).run(question.text)
+            client = client_of(setting, question.root, question.api_key)
+            await Loop(_Headers(), client, setting, scenario).run(question.text)
 
         return program

@@ -168,11 +168,11 @@ _KINDS: Mapping[str, type[Conversation]] = {
 }
 
 
-def client_of(setting: Setting, root: str) -> Any:
+def client_of(setting: Setting, root: str, api_key: str) -> Any:
     """The vendor's client for an API, for the server or attempt at `root`."""
     if setting.api == MESSAGES:
-        return anthropic.AsyncAnthropic(base_url=root, api_key=setting.api_key, max_retries=setting.retries)
-    return openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=setting.api_key, max_retries=setting.retries)
+        return anthropic.AsyncAnthropic(base_url=root, api_key=api_key, max_retries=setting.retries)
+    return openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=api_key, max_retries=setting.retries)
 
 
 def conversation(client: Any, setting: Setting, headers: Mapping[str, str]) -> Conversation:

@@ -24,11 +24,11 @@ CALLBACK = "AglCallback()"
 
 
 class LangChain(Driver):
-    """Agents are `create_agent`'s; handoffs, parallel agents and what has no tool calls are graphs of nodes."""
+    """Agents are made by `create_agent`. Handoffs, parallel agents and text agents are graphs of nodes."""
 
     name = "LangChain, LangGraph (agl-langchain)"
     apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "`langchain-anthropic` is not among the packages that are pinned here."}  # noqa: RUF012
+    without = {MESSAGES: "`langchain-anthropic` is not among the pinned packages."}  # noqa: RUF012
     forms = (ATTACH, CALLBACK)
     gaps = (
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),

@@ -84,7 +84,7 @@ class OpenTelemetry(Driver):
         if setting.form == PROCESSOR:
             provider.add_span_processor(AglSpanProcessor())
         if setting.form != OTLP:
-            loop = Loop(spans, client_of(setting, setting.root), setting, scenario)
+            loop = Loop(spans, client_of(setting, setting.root, setting.api_key), setting, scenario)
 
             async def program(question: Question) -> None:
                 await loop.run(question.text)
@@ -92,9 +92,10 @@ class OpenTelemetry(Driver):
             return program
 
         async def exporting(question: Question) -> None:
-            key = {"authorization": f"Bearer {setting.api_key}"}
+            key = {"authorization": f"Bearer {question.api_key}"}
             provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{question.root}/v1/traces", headers=key)))
-            await Loop(spans, client_of(setting, question.root), setting, scenario).run(question.text)
+            client = client_of(setting, question.root, question.api_key)
+            await Loop(spans, client, setting, scenario).run(question.text)
             assert await asyncio.to_thread(provider.force_flush)
 
         return exporting

@@ -1,0 +1,349 @@
+"""What the tools did, joined with the calls that the gateway stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
+from autogen_agentchat.base import Response
+from autogen_agentchat.messages import BaseChatMessage, TextMessage, ToolCallExecutionEvent
+from autogen_agentchat.teams import RoundRobinGroupChat, Swarm
+from autogen_agentchat.tools import AgentTool
+from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
+from autogen_core.models import UserMessage
+from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
+from autogen_core.tools import (
+    FunctionTool,
+    StaticWorkbench,
+)
+from pydantic import BaseModel
+from scripted_upstream import CallTools, Say
+
+import agl_autogen.tools
+from agl_core.types import ToolStatus
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def add_async(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def nothing() -> None:
+    """Find nothing."""
+
+
+def no_matches() -> list[str]:
+    """Find no match."""
+    return []
+
+
+def silence() -> str:
+    """Say nothing."""
+    return ""
+
+
+def broken() -> str:
+    """Fail."""
+    raise ValueError("boom")
+
+
+async def slow() -> str:
+    """Time out."""
+    async with asyncio.timeout(0.001):
+        await asyncio.sleep(60)
+    return "never"
+
+
+def by_client() -> str:
+    """Time out somewhere else."""
+    try:
+        raise TimeoutError("10 s")
+    except TimeoutError as error:
+        raise RuntimeError("no answer") from error
+
+
+@pytest.mark.parametrize("tool", [add, add_async])
+async def test_a_tool_that_returns(tool: Any, run: Any) -> None:
+    (tool_result,) = await run((tool.__name__, {"a": 2, "b": 3}), tools=[tool])
+    assert (tool_result.tool, tool_result.status, tool_result.agent) == (tool.__name__, ToolStatus.OK, "solver")
+    assert (tool_result.arguments, tool_result.result, tool_result.error) == ({"a": 2, "b": 3}, "5", None)
+    assert tool_result.tool_call_id
+    assert tool_result.started <= tool_result.ended
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "error"),
+    [
+        (broken, ToolStatus.ERROR, "ValueError: boom"),
+        (slow, ToolStatus.TIMEOUT, "TimeoutError"),
+        (by_client, ToolStatus.TIMEOUT, "RuntimeError: no answer"),
+    ],
+)
+async def test_a_tool_that_raises(tool: Any, status: ToolStatus, error: str, run: Any) -> None:
+    (tool_result,) = await run((tool.__name__, {}), tools=[tool])
+    assert (tool_result.status, tool_result.error, tool_result.result) == (status, error, None)
+
+
+@pytest.mark.parametrize("tool", [nothing, no_matches, silence])
+async def test_a_tool_that_finds_nothing(tool: Any, run: Any) -> None:
+    (tool_result,) = await run((tool.__name__, {}), tools=[tool])
+    assert tool_result.status is ToolStatus.EMPTY
+
+
+async def test_arguments_that_are_not_valid(run: Any) -> None:
+    (tool_result,) = await run(("add", {"a": "two"}), tools=[add])
+    assert (tool_result.tool, tool_result.status) == ("add", ToolStatus.ERROR)
+    assert tool_result.error.startswith("ValidationError: ")
+
+
+async def test_a_tool_that_does_not_exist_is_an_error_although_nothing_ran(run: Any) -> None:
+    (tool_result,) = await run(("divide", {"a": 1}), tools=[add])
+    assert (tool_result.tool, tool_result.status, tool_result.agent) == ("divide", ToolStatus.ERROR, "solver")
+    assert tool_result.arguments == {"a": 1}
+    assert not tool_result.id.startswith("messages:")
+
+
+async def test_arguments_that_are_no_json(world: Any, trial: Any, broken_arguments: Any) -> None:
+    world.upstream.script(broken_arguments("add"))
+    with trial.running():
+        await AssistantAgent("solver", world.client(), tools=[add]).run(task="hello")
+    (tool_result,) = trial.tool_results
+    assert (tool_result.tool, tool_result.status, tool_result.arguments) == ("add", ToolStatus.ERROR, "{a")
+    assert tool_result.tool_call_id == "call_broken"
+
+
+async def test_parallel_tool_calls(run: Any) -> None:
+    tool_results = await run(
+        ("add", {"a": 1, "b": 1}),
+        ("broken", {}),
+        ("add", {"a": 2, "b": 2}),
+        ("nothing", {}),
+        tools=[add, broken, nothing],
+    )
+    assert [(o.tool, o.result, str(o.status)) for o in tool_results] == [
+        ("add", "2", "ok"),
+        ("broken", None, "error"),
+        ("add", "4", "ok"),
+        ("nothing", "None", "empty"),
+    ]
+
+
+async def test_a_handoff_is_no_failure(world: Any, trial: Any) -> None:
+    world.upstream.script(CallTools([("transfer_to_bob", {}), ("add", {"a": 1, "b": 2})]), Say("done"))
+    client = world.client()
+    with trial.running():
+        alice = AssistantAgent("alice", client, tools=[add], handoffs=["bob"])
+        await Swarm([alice, AssistantAgent("bob", client)], max_turns=2).run(task="hello")
+    tool_results = (await trial.episode()).transitions[0].tool_results
+    assert [(o.tool, str(o.status), o.agent) for o in tool_results] == [
+        ("transfer_to_bob", "ok", "alice"),
+        ("add", "ok", "alice"),
+    ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_agent_as_a_tool_is_an_tool_result_as_are_its_own_tools(
+    streaming: bool, world: Any, trial: Any
+) -> None:
+    world.upstream.script(
+        CallTools([("expert", {"task": "why?"})]), CallTools([("broken", {}), ("lost", {})]), Say("because"), Say("so")
+    )
+    client = world.client()
+    expert = AssistantAgent("expert", client, tools=[broken], reflect_on_tool_use=True, model_client_stream=streaming)
+    tools = [AgentTool(expert, return_value_as_last_message=True)]
+    with trial.running():
+        await AssistantAgent("boss", client, tools=tools, model_client_stream=streaming).run(task="hello")
+    assert await trial.agents() == ["boss", "expert", "expert"]
+    episode = await trial.episode()
+    assert [[(o.tool, str(o.status), o.agent) for o in t.tool_results] for t in episode.transitions] == [
+        [("expert", "ok", "boss")],
+        [("broken", "error", "expert"), ("lost", "error", "expert")],
+        [],
+    ]
+    assert episode.transitions[0].tool_results[0].result == "because"
+
+
+class ReAct(BaseChatAgent):
+    """Asks the model once and runs a tool by the text of the answer: there are no tool call ids."""
+
+    def __init__(self, client: Any, tool: FunctionTool, arguments: Mapping[str, Any]) -> None:
+        super().__init__("react", "")
+        self._client, self._tool, self._arguments = client, tool, arguments
+
+    @property
+    def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
+        return (TextMessage,)
+
+    async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: Any) -> Response:
+        await self._client.create([UserMessage(content="hello", source="user")])
+        found = await self._tool.run_json(self._arguments, cancellation_token)
+        return Response(chat_message=TextMessage(content=str(found), source=self.name))
+
+    async def on_reset(self, cancellation_token: Any) -> None: ...
+
+
+async def test_a_tool_without_an_id_is_joined_with_the_one_call_of_the_turn(world: Any, trial: Any) -> None:
+    with trial.running():
+        agent = ReAct(world.client(), FunctionTool(add, "Add."), {"a": 1, "b": 2})
+        await RoundRobinGroupChat([agent], max_turns=3).run(task="hello")
+    episode = await trial.episode()
+    assert [[o.result for o in t.tool_results] for t in episode.transitions] == [["3"]] * 3
+
+
+async def test_a_tool_that_calls_another_handles_its_failure(world: Any, trial: Any) -> None:
+    inner = FunctionTool(broken, "Fail.")
+
+    async def careful() -> str:
+        """Try."""
+        try:
+            return str(await inner.run_json({}, CancellationToken()))
+        except ValueError:
+            return "handled"
+
+    world.upstream.script(CallTools([("careful", {})]))
+    with trial.running():
+        await AssistantAgent("solver", world.client(), tools=[careful]).run(task="hello")
+        await ReAct(world.client(), FunctionTool(careful, "Try."), {}).run(task="hello")
+    for transition in (await trial.episode()).transitions:
+        (joined,) = transition.tool_results
+        assert (joined.tool, joined.status, joined.result) == ("careful", ToolStatus.OK, "handled")
+    assert Counter((o.tool, str(o.status)) for o in trial.tool_results) == {
+        ("careful", "ok"): 2,
+        ("broken", "error"): 2,
+    }
+
+
+@dataclass
+class Ask:
+    text: str
+
+
+class Worker(RoutedAgent):
+    """An agent of AutoGen's core, whose tools another agent runs."""
+
+    def __init__(self, client: Any, tools: list[FunctionTool]) -> None:
+        super().__init__("works")
+        self._client, self._tools = client, tools
+
+    @rpc
+    async def handle(self, message: Ask, ctx: MessageContext) -> str:
+        said = await tool_agent_caller_loop(
+            self,
+            tool_agent_id=AgentId("toolbox", self.id.key),
+            model_client=self._client,
+            input_messages=[UserMessage(content=message.text, source="user")],
+            tool_schema=self._tools,
+        )
+        return str(said[-1].content)
+
+
+async def test_tools_that_another_agent_runs_are_the_tool_results_of_who_asked(world: Any, trial: Any) -> None:
+    world.upstream.script(CallTools([("add", {"a": 1, "b": 2}), ("broken", {})]), Say("3"))
+    tools = [FunctionTool(add, "Add."), FunctionTool(broken, "Fail.")]
+    client, runtime = world.client(), SingleThreadedAgentRuntime()
+    await ToolAgent.register(runtime, "toolbox", lambda: ToolAgent("runs tools", list(tools)))
+    await Worker.register(runtime, "worker", lambda: Worker(client, tools))
+    runtime.start()
+    with trial.running():
+        assert await runtime.send_message(Ask("1 + 2?"), AgentId("worker", "default")) == "3"
+    await runtime.stop()
+    assert await trial.agents() == ["worker", "worker"]
+    tool_results = (await trial.episode()).transitions[0].tool_results
+    assert [(o.tool, str(o.status), o.agent) for o in tool_results] == [
+        ("add", "ok", "worker"),
+        ("broken", "error", "worker"),
+    ]
+
+
+async def test_a_cancelled_tool_has_no_tool_result(trial: Any) -> None:
+    started, token = asyncio.Event(), CancellationToken()
+
+    async def endless() -> str:
+        """Wait."""
+        started.set()
+        await asyncio.Event().wait()
+        return "never"
+
+    with trial.running():
+        call = StaticWorkbench([FunctionTool(endless, "Wait.")]).call_tool("endless", {}, token, "c1")
+        run = asyncio.create_task(call)
+        await started.wait()
+        token.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    assert trial.tool_results == []
+
+
+async def test_concurrent_attempts_record_their_own_tool_results(world: Any) -> None:
+    trials = [await world.trial() for _ in range(4)]
+    client = world.client()
+
+    async def one(trial: Any) -> None:
+        def whoami() -> str:
+            """Say who."""
+            return str(trial.key.rollout)
+
+        with trial.running():
+            await AssistantAgent("solver", client, tools=[whoami]).run(task="hello")
+
+    await asyncio.gather(*map(one, trials))
+    for trial in trials:
+        assert [o.result for o in trial.tool_results] == [trial.key.rollout]
+
+
+class Answer(BaseModel):
+    text: str
+
+
+async def test_what_the_program_sees_is_the_same(world: Any, trial: Any) -> None:
+    def found() -> Answer:
+        """Find."""
+        return Answer(text="it")
+
+    client = world.client(default_headers={"Authorization": f"Bearer {world.stack.key(trial.key)}"})
+
+    async def seen() -> list[Any]:
+        world.upstream.script(CallTools([("found", {}), ("broken", {}), ("lost", {})]), Say("done"))
+        agent = AssistantAgent("solver", client, tools=[found, broken], reflect_on_tool_use=True)
+        told: list[Any] = []
+        async for item in agent.run_stream(task="hello"):
+            results = item.content if isinstance(item, ToolCallExecutionEvent) else ()
+            told.append((type(item), [(result.name, result.content, result.is_error) for result in results]))
+        return told
+
+    unwatched = await seen()
+    assert trial.tool_results == []
+    with trial.running():
+        assert await seen() == unwatched
+    assert len(trial.tool_results) == 3
+
+
+@pytest.mark.expects_problems
+async def test_an_adapter_that_fails_does_not_break_the_agent(
+    world: Any, trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(agl_autogen.tools, "tool_result_report", fail)
+    monkeypatch.setattr("agl_autogen.agents.IdentityScope", fail)
+    monkeypatch.setattr("agl_autogen.calls.ToolRequest", fail)
+    world.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))
+    with trial.running():
+        result = await AssistantAgent("solver", world.client(), tools=[add]).run(task="hello")
+    assert result.messages[-1].to_text() == "3"
+    problems = " ".join(trial.active.recording.problems)
+    assert "closed failed: KeyError" in problems
+    assert "Watching AssistantAgent.on_messages failed: KeyError" in problems
+    assert "item failed: KeyError" in problems
+    assert await trial.agents() == [None]

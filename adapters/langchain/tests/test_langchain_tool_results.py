@@ -1,0 +1,369 @@
+"""What the tools did, from the events of real agents."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, wrap_tool_call
+from langchain_core.messages import ToolMessage
+from langchain_core.tools import InjectedToolCallId, ToolException, tool
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode
+from langgraph.types import interrupt
+
+import agl_langchain
+from agl_core.capture import running
+from agl_core.types import ToolStatus
+
+QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@tool
+def nothing() -> None:
+    """Find nothing."""
+
+
+@tool
+def no_matches() -> list[str]:
+    """Find no match."""
+    return []
+
+
+@tool
+def broken() -> str:
+    """Fail."""
+    raise ValueError("boom")
+
+
+@tool
+def slow() -> str:
+    """Time out."""
+    raise TimeoutError("10 s")
+
+
+def refuse() -> str:
+    """Refuse politely."""
+    raise ToolException("not allowed")
+
+
+class TellTheModel(AgentMiddleware):
+    """What LangChain's documentation shows for tool errors: the model is told, and goes on."""
+
+    def wrap_tool_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(request)
+        except (ValueError, TimeoutError) as error:
+            return ToolMessage(str(error), tool_call_id=request.tool_call["id"], status="error")
+
+    async def awrap_tool_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return await handler(request)
+        except (ValueError, TimeoutError) as error:
+            return ToolMessage(str(error), tool_call_id=request.tool_call["id"], status="error")
+
+
+@pytest.fixture
+def run(config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any) -> Callable[..., list[Any]]:
+    """Runs an agent whose model asks for the given tools, and gives the tool results."""
+
+    def run(*calls: tuple[str, str, dict[str, Any]], tools: Any, asynchronous: bool = False) -> list[Any]:
+        server.script = in_turn(ask(*calls), answer("done"))
+        agent = create_agent(ChatOpenAI(model="m"), tools, name="solver", middleware=[TellTheModel()])
+        active = attempt()
+        with running(active):
+            asyncio.run(agent.ainvoke(QUESTION, config)) if asynchronous else agent.invoke(QUESTION, config)
+        return list(active.recording.tool_results)
+
+    return run
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_tool_that_returns(asynchronous: bool, run: Any) -> None:
+    (tool_result,) = run(("c1", "add", {"a": 2, "b": 3}), tools=[add], asynchronous=asynchronous)
+    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == ("add", ToolStatus.OK, "c1")
+    assert (tool_result.arguments, tool_result.result, tool_result.agent) == ({"a": 2, "b": 3}, "5", "solver")
+    assert tool_result.started <= tool_result.ended
+
+
+@pytest.mark.parametrize(
+    ("raising", "status", "error"),
+    [(broken, ToolStatus.ERROR, "ValueError: boom"), (slow, ToolStatus.TIMEOUT, "TimeoutError: 10 s")],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_tool_that_raises(asynchronous: bool, raising: Any, status: ToolStatus, error: str, run: Any) -> None:
+    (tool_result,) = run(("c1", raising.name, {}), tools=[raising], asynchronous=asynchronous)
+    assert (tool_result.status, tool_result.error, tool_result.result, tool_result.tool_call_id) == (
+        status,
+        error,
+        None,
+        "c1",
+    )
+
+
+@pytest.mark.parametrize("empty", [nothing, no_matches])
+def test_a_tool_that_finds_nothing(empty: Any, run: Any) -> None:
+    (tool_result,) = run(("c1", empty.name, {}), tools=[empty])
+    assert tool_result.status is ToolStatus.EMPTY
+
+
+def test_a_handled_tool_exception_is_an_error(run: Any) -> None:
+    refusing = tool(refuse)
+    refusing.handle_tool_error = True
+    (tool_result,) = run(("c1", "refuse", {}), tools=[refusing])
+    assert (tool_result.status, tool_result.result) == (ToolStatus.ERROR, "not allowed")
+
+
+def test_arguments_that_are_not_valid_are_one_error(run: Any) -> None:
+    (tool_result,) = run(("c1", "add", {"a": "two"}), tools=[add])
+    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == ("add", ToolStatus.ERROR, "c1")
+
+
+def test_a_tool_that_does_not_exist_is_an_error_although_nothing_ran(run: Any) -> None:
+    (tool_result,) = run(("c1", "divide", {"a": 1}), tools=[add])
+    assert (tool_result.tool, tool_result.status, tool_result.agent) == ("divide", ToolStatus.ERROR, "solver")
+    assert (tool_result.tool_call_id, tool_result.arguments) == ("c1", {"a": 1})
+
+
+def test_parallel_tool_calls(run: Any) -> None:
+    tool_results = run(
+        ("c1", "add", {"a": 1, "b": 1}), ("c2", "broken", {}), ("c3", "nothing", {}), tools=[add, broken, nothing]
+    )
+    assert {o.tool_call_id: (o.tool, str(o.status)) for o in tool_results} == {
+        "c1": ("add", "ok"),
+        "c2": ("broken", "error"),
+        "c3": ("nothing", "empty"),
+    }
+
+
+def test_a_retried_tool_has_an_tool_result_for_each_try(
+    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    tries = iter([ValueError("busy"), None])
+
+    @tool
+    def flaky() -> str:
+        """Fail at first."""
+        failure = next(tries)
+        if failure:
+            raise failure
+        return "fine"
+
+    @wrap_tool_call
+    def again(request: Any, handler: Any) -> Any:
+        try:
+            return handler(request)
+        except ValueError:
+            return handler(request)
+
+    server.script = in_turn(ask(("c1", "flaky", {})), answer("done"))
+    active = attempt()
+    with running(active):
+        create_agent(ChatOpenAI(model="m"), [flaky], middleware=[again]).invoke(QUESTION, config)
+    assert [(o.tool_call_id, str(o.status)) for o in active.recording.tool_results] == [("c1", "error"), ("c1", "ok")]
+
+
+def test_in_a_graph_the_tool_result_is_the_callers_not_the_tool_nodes(
+    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    llm = ChatOpenAI(model="m").bind_tools([add])
+    graph = StateGraph(MessagesState)
+    graph.add_node("plan", lambda state: {"messages": [llm.invoke(state["messages"])]})
+    graph.add_node("tools", ToolNode([add]))
+    graph.add_edge(START, "plan")
+    graph.add_conditional_edges("plan", lambda state: "tools" if state["messages"][-1].tool_calls else END)
+    graph.add_edge("tools", "plan")
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    active = attempt()
+    with running(active):
+        graph.compile().invoke(QUESTION, config)
+    assert server.agents() == ["plan", "plan"]
+    assert [(o.agent, o.tool_call_id) for o in active.recording.tool_results] == [("plan", "c1")]
+
+
+def test_a_tool_called_in_a_node_without_an_id_shares_the_calls_parent(config: Any, server: Any, attempt: Any) -> None:
+    llm = ChatOpenAI(model="m")
+
+    def react(state: MessagesState) -> Any:
+        llm.invoke(state["messages"])
+        add.invoke({"a": 1, "b": 1})
+        return {"messages": []}
+
+    active = attempt()
+    with running(active):
+        StateGraph(MessagesState).add_node("react", react).add_edge(START, "react").compile().invoke(QUESTION, config)
+    (tool_result,) = active.recording.tool_results
+    assert tool_result.tool_call_id is None
+    assert tool_result.parent_span == server.seen[0].headers["x-agl-parent-span"]
+
+
+def test_several_callbacks_and_attach_see_each_thing_once(
+    seen_by_agl: None, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    inner = create_agent(ChatOpenAI(model="m"), [add], name="solver")
+
+    def solve(state: MessagesState) -> Any:
+        return inner.invoke(state, {"callbacks": [agl_langchain.AglCallback(), agl_langchain.AglCallback()]})
+
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "divide", {})), answer("3"))
+    active = attempt()
+    with running(active):
+        StateGraph(MessagesState).add_node("solve", solve).add_edge(START, "solve").compile().invoke(QUESTION)
+    assert sorted(str(o.tool_call_id) for o in active.recording.tool_results) == ["c1", "c2"]
+    assert server.agents() == ["solver", "solver"]
+
+
+def test_an_old_tool_message_in_the_input_is_no_tool_result(config: Any, server: Any, attempt: Any) -> None:
+    history = [
+        ("user", "hello"),
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "old", "name": "add", "args": {}, "type": "tool_call"}],
+        },
+        ToolMessage("failed", tool_call_id="old", status="error"),
+    ]
+    active = attempt()
+    with running(active):
+        create_agent(ChatOpenAI(model="m"), [add]).invoke({"messages": history}, config)
+    assert active.recording.tool_results == ()
+
+
+def test_an_interrupt_is_no_failure(
+    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    @tool
+    def approve() -> str:
+        """Ask a human."""
+        return str(interrupt("ok?"))
+
+    server.script = in_turn(ask(("c1", "approve", {})), answer("done"))
+    agent = create_agent(ChatOpenAI(model="m"), [approve], checkpointer=InMemorySaver())
+    active = attempt()
+    with running(active):
+        agent.invoke(QUESTION, {**config, "configurable": {"thread_id": "1"}})
+    assert active.recording.tool_results == ()
+
+
+def test_an_tool_result_after_the_end_is_counted_and_not_kept(
+    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    active = attempt()
+
+    @tool
+    def ends() -> str:
+        """The attempt is closed while this runs."""
+        active.recording.close()
+        return "late"
+
+    server.script = in_turn(ask(("c1", "ends", {})), answer("done"))
+    with running(active):
+        create_agent(ChatOpenAI(model="m"), [ends]).invoke(QUESTION, config)
+    assert active.recording.tool_results == ()
+    assert active.recording.late >= 1
+
+
+@pytest.mark.expects_problems
+def test_an_adapter_that_fails_does_not_break_the_agent(
+    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(agl_langchain.callback._Handler, "_tool_result", fail)
+    monkeypatch.setattr("agl_langchain.callback.enter_identity", fail)
+    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    active = attempt()
+    with running(active):
+        result = create_agent(ChatOpenAI(model="m"), [add], name="solver").invoke(QUESTION, config)
+    assert result["messages"][-1].content == "3"
+    assert any("on_tool_end failed: KeyError" in problem for problem in active.recording.problems)
+    assert {request.rollout for request in server.seen} == {"r1/0"}
+
+
+@tool
+def unfound() -> str:
+    """Say in words that it failed."""
+    return "Error: no such city"
+
+
+@tool
+def unfound_message(tool_call_id: Annotated[str, InjectedToolCallId]) -> ToolMessage:
+    """Say in a message that it failed, without a status."""
+    return ToolMessage("Error: no such city", tool_call_id=tool_call_id)
+
+
+@tool
+def quoting(tool_call_id: Annotated[str, InjectedToolCallId]) -> ToolMessage:
+    """Quote a log, and say that all went well."""
+    return ToolMessage("Error: disk full", tool_call_id=tool_call_id, status="success")
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [(unfound, ToolStatus.ERROR), (unfound_message, ToolStatus.ERROR), (quoting, ToolStatus.OK)],
+)
+def test_the_text_decides_where_the_tools_author_told_no_status(said: Any, status: ToolStatus, run: Any) -> None:
+    (tool_result,) = run(("c1", said.name, {}), tools=[said])
+    assert tool_result.status is status
+
+
+def test_conversations_whose_tool_call_ids_repeat(
+    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    """Two agents, one after the other and both at once, each of whose endpoints numbers its calls from 0."""
+    both_asked = threading.Barrier(2)
+
+    @tool
+    def meet(name: str) -> str:
+        """Wait for the other agent's tool."""
+        both_asked.wait(20)
+        return name
+
+    def script(body: dict[str, Any]) -> dict[str, Any]:
+        name = body["messages"][0]["content"]
+        tool_name = "add" if "add" in name else "meet"
+        arguments = {"a": 1, "b": len(name)} if tool_name == "add" else {"name": name}
+        reply: dict[str, Any] = in_turn(ask(("call_0", tool_name, arguments)), answer("done"))(body)
+        return reply
+
+    server.script = script
+
+    def sub_agent(name: str) -> Any:
+        agent = create_agent(ChatOpenAI(model="m"), [add, meet], name=name)
+        return lambda state, config: {"messages": agent.invoke({"messages": [("user", name)]}, config)["messages"][-1:]}
+
+    graph = StateGraph(MessagesState)
+    for name in ("add", "one", "another"):
+        graph.add_node(name, sub_agent(name))
+    graph.add_edge(START, "add")
+    for name in ("one", "another"):
+        graph.add_edge("add", name)
+        graph.add_edge(name, END)
+    active = attempt()
+    with running(active):
+        graph.compile().invoke(QUESTION, config)
+
+    firsts = [r for r in server.seen if not any(m["role"] == "tool" for m in r.body["messages"])]
+    asked = {r.agent: r.headers["x-agl-parent-span"] for r in firsts}
+    told = {
+        tool_result.agent: (tool_result.result, tool_result.parent_span)
+        for tool_result in active.recording.tool_results
+    }
+    assert told == {
+        "add": ("4", asked["add"]),
+        "one": ("one", asked["one"]),
+        "another": ("another", asked["another"]),
+    }

@@ -1,0 +1,303 @@
+"""What the tools did, as real agents ran them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import agents
+import pytest
+from agents import Agent, RunConfig, function_tool, tool_input_guardrail
+from agents.mcp import MCPServerStdio
+from sample_agents import add, broken, slow_in_own_words, solver
+
+from agl_core.capture import running
+from agl_core.types import ToolStatus
+
+
+@function_tool
+def nothing() -> None:
+    """Find nothing."""
+
+
+@function_tool
+def no_matches() -> list[str]:
+    """Find no match."""
+    return []
+
+
+@function_tool(failure_error_function=None)
+def fatal() -> str:
+    """Fail, and the run with it."""
+    raise ValueError("boom")
+
+
+@function_tool(failure_error_function=lambda context, error: "Never mind.")
+def soothing() -> str:
+    """Fail, in words of the user's own."""
+    raise ValueError("boom")
+
+
+@function_tool
+def out_of_time() -> str:
+    """Time out by itself."""
+    raise TimeoutError("10 s")
+
+
+@function_tool(timeout=0.01)
+async def slow() -> str:
+    """Take too long."""
+    await asyncio.sleep(60)
+    return "late"
+
+
+@function_tool(timeout=0.01, timeout_behavior="raise_exception", failure_error_function=None)
+async def fatally_slow() -> str:
+    """Take too long, and end the run."""
+    await asyncio.sleep(60)
+    return "late"
+
+
+@function_tool(timeout=30, timeout_error_function=lambda context, error: "Later, perhaps.")
+async def in_time() -> str:
+    """Be quick enough."""
+    return "quick"
+
+
+@pytest.fixture
+def tool_results(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> Any:
+    """Runs an agent whose model asks for the given tools, and gives the tool results."""
+
+    def run(*calls: tuple[str, str, Any], tools: Any, config: RunConfig | None = None, **options: Any) -> list[Any]:
+        server.script = in_turn(ask(*calls), answer("done"))
+        active = attempt()
+        with running(active):
+            run_briefly(solver(*tools, **options), "hello", run_config=config)
+        assert active.recording.problems == ()
+        return list(active.recording.tool_results)
+
+    return run
+
+
+def test_a_tool_that_returns(tool_results: Any, server: Any) -> None:
+    (tool_result,) = tool_results(("c1", "add", {"a": 2, "b": 3}), tools=[add])
+    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == ("add", ToolStatus.OK, "c1")
+    assert (tool_result.arguments, tool_result.result, tool_result.agent) == ({"a": 2, "b": 3}, 5, "solver")
+    assert tool_result.started <= tool_result.ended
+    assert tool_result.parent_span == server.seen[0].headers["x-agl-parent-span"]
+
+
+def test_each_way_to_observe_sees_it_once(
+    run_briefly: Any, observed: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+) -> None:
+    server.script = in_turn(ask(("c1", "add", {"a": 2, "b": 3}), ("c2", "broken", {})), answer("done"))
+    active = attempt()
+    with running(active):
+        run_briefly(solver(add, broken), "hello")
+    assert sorted((str(o.tool_call_id), str(o.status)) for o in active.recording.tool_results) == [
+        ("c1", "ok"),
+        ("c2", "error"),
+    ]
+    assert observed is None or observed.episodes() == []
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize(
+    ("tool", "status", "error"),
+    [
+        (broken, "error", "ValueError: boom"),
+        (soothing, "error", "ValueError: boom"),
+        (out_of_time, "timeout", "TimeoutError: 10 s"),
+        (slow, "timeout", "ToolTimeoutError: Tool 'slow' timed out after 0.01 seconds."),
+        (slow_in_own_words, "timeout", "ToolTimeoutError: Tool 'slow_in_own_words' timed out after 0.01 seconds."),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_failure_that_became_a_text(disabled: bool, tool: Any, status: str, error: str, tool_results: Any) -> None:
+    config = RunConfig(tracing_disabled=disabled)
+    (tool_result,) = tool_results(("c1", tool.name, {}), tools=[tool], config=config)
+    assert (str(tool_result.status), tool_result.error, tool_result.result, tool_result.tool_call_id) == (
+        status,
+        error,
+        None,
+        "c1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "error"), [(fatal, "error", "ValueError: boom"), (fatally_slow, "timeout", None)]
+)
+def test_a_failure_that_ends_the_run(
+    tool: Any, status: str, error: str | None, run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any
+) -> None:
+    server.script = lambda seen: ask(("c1", tool.name, {}))
+    active = attempt()
+    with running(active), pytest.raises(agents.AgentsException):
+        run_briefly(solver(tool), "hello")
+    (tool_result,) = active.recording.tool_results
+    assert (str(tool_result.status), tool_result.tool_call_id) == (status, "c1")
+    assert tool_result.error == (error or "ToolTimeoutError: Tool 'fatally_slow' timed out after 0.01 seconds.")
+
+
+def test_a_tool_that_is_quick_enough(tool_results: Any) -> None:
+    (tool_result,) = tool_results(("c1", "in_time", {}), tools=[in_time])
+    assert (tool_result.status, tool_result.result) == (ToolStatus.OK, "quick")
+
+
+@pytest.mark.parametrize("empty", [nothing, no_matches], ids=lambda tool: tool.name)
+def test_a_tool_that_finds_nothing(empty: Any, tool_results: Any) -> None:
+    (tool_result,) = tool_results(("c1", empty.name, {}), tools=[empty])
+    assert tool_result.status is ToolStatus.EMPTY
+
+
+@pytest.mark.parametrize("arguments", [{"a": "two", "b": 1}, '{"a": 1', "[]"])
+def test_arguments_that_are_not_valid_are_one_error(arguments: Any, tool_results: Any) -> None:
+    (tool_result,) = tool_results(("c1", "add", arguments), tools=[add])
+    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == ("add", ToolStatus.ERROR, "c1")
+    assert tool_result.error.startswith("ModelBehaviorError: Invalid JSON input for tool add")
+
+
+def test_a_tool_that_does_not_exist(run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any) -> None:
+    server.script = lambda seen: ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "divide", {"a": 1}))
+    active = attempt()
+    with running(active), pytest.raises(agents.ModelBehaviorError):
+        run_briefly(solver(add), "hello")
+    (tool_result,) = active.recording.tool_results
+    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == ("divide", ToolStatus.ERROR, "c2")
+    assert (tool_result.arguments, tool_result.agent) == ({"a": 1}, "solver")
+
+
+def test_a_tool_that_does_not_exist_and_the_model_is_told(tool_results: Any) -> None:
+    config = RunConfig(tool_not_found_behavior="return_error_to_model")
+    found = tool_results(("c1", "add", {"a": 1, "b": 2}), ("c2", "divide", {}), tools=[add], config=config)
+    assert sorted((o.tool_call_id, str(o.status)) for o in found) == [("c1", "ok"), ("c2", "error")]
+
+
+def test_a_tool_whose_guardrail_answers_in_its_place(tool_results: Any) -> None:
+    @tool_input_guardrail
+    def never(data: Any) -> agents.ToolGuardrailFunctionOutput:
+        return agents.ToolGuardrailFunctionOutput.reject_content("not today")
+
+    @function_tool(tool_input_guardrails=[never])
+    def launch() -> str:
+        """Launch."""
+        raise AssertionError("it must not run")
+
+    (tool_result,) = tool_results(("c1", "launch", {}), tools=[launch])
+    assert (tool_result.status, tool_result.result, tool_result.tool_call_id) == (ToolStatus.ERROR, "not today", "c1")
+
+
+def test_parallel_tool_calls(tool_results: Any) -> None:
+    found = tool_results(
+        ("c1", "add", {"a": 1, "b": 1}),
+        ("c2", "broken", {}),
+        ("c3", "nothing", {}),
+        ("c4", "slow", {}),
+        tools=[add, broken, nothing, slow],
+    )
+    assert {o.tool_call_id: (o.tool, str(o.status)) for o in found} == {
+        "c1": ("add", "ok"),
+        "c2": ("broken", "error"),
+        "c3": ("nothing", "empty"),
+        "c4": ("slow", "timeout"),
+    }
+
+
+def test_a_tool_that_calls_a_failing_tool_by_itself_has_not_failed(tool_results: Any) -> None:
+    @function_tool
+    async def careful(context: agents.RunContextWrapper[Any]) -> str:
+        """Try, and do without."""
+        return f"did without: {await broken.on_invoke_tool(context, '{}')}"  # type: ignore[arg-type]
+
+    (tool_result,) = tool_results(("c1", "careful", {}), tools=[careful])
+    assert (tool_result.tool, tool_result.status) == ("careful", ToolStatus.OK)
+
+
+def test_an_agent_used_as_a_tool_that_fails(
+    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
+) -> None:
+    expert = Agent(name="expert", instructions="expert", model="m", tools=[broken])
+    boss = Agent(
+        name="boss", instructions="boss", model="m", tools=[expert.as_tool("consult", "Ask the expert.", max_turns=1)]
+    )
+    server.script = by_agent(
+        boss=in_turn(ask(("c1", "consult", {"input": "why"})), answer("done")),
+        expert=lambda seen: ask((f"e{seen.turns}", "broken", {})),
+    )
+    active = attempt()
+    with running(active):
+        run_briefly(boss, "hello")
+    assert [
+        (o.agent, o.tool_call_id, str(o.status), o.error.partition(":")[0]) for o in active.recording.tool_results
+    ] == [
+        ("expert", "e0", "error", "ValueError"),
+        ("boss", "c1", "error", "MaxTurnsExceeded"),
+    ]
+
+
+def test_an_agent_used_as_a_tool_that_waits_for_approval_has_no_tool_result_yet(
+    attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any, loop: Any
+) -> None:
+    @function_tool(needs_approval=True)
+    def launch() -> str:
+        """Launch."""
+        return "launched"
+
+    expert = Agent(name="expert", instructions="expert", model="m", tools=[launch])
+    boss = Agent(name="boss", instructions="boss", model="m", tools=[expert.as_tool("consult", "Ask the expert.")])
+    server.script = by_agent(
+        boss=in_turn(ask(("c1", "consult", {"input": "why"})), answer("done")),
+        expert=in_turn(ask(("e1", "launch", {})), answer("up")),
+    )
+    active = attempt()
+
+    async def ask_and_approve() -> Any:
+        result = await agents.Runner.run(boss, "hello")
+        (interruption,) = result.interruptions
+        assert active.recording.tool_results == ()
+        state = result.to_state()
+        state.approve(interruption)
+        return await agents.Runner.run(boss, state)
+
+    with running(active):
+        assert loop.run_until_complete(ask_and_approve()).final_output == "done"
+    assert [(o.tool_call_id, o.result) for o in active.recording.tool_results] == [("e1", "launched"), ("c1", "up")]
+
+
+MCP_SERVER = """
+from mcp.server.fastmcp import FastMCP
+
+server = FastMCP("test")
+
+@server.tool()
+def double(number: int) -> int:
+    return 2 * number
+
+@server.tool()
+def refuse() -> str:
+    raise ValueError("refused")
+
+server.run()
+"""
+
+
+def test_tools_of_an_mcp_server(
+    attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, loop: Any
+) -> None:
+    server.script = in_turn(ask(("c1", "double", {"number": 4}), ("c2", "refuse", {})), answer("done"))
+    active = attempt()
+
+    async def serve_and_run() -> None:
+        parameters: Any = {"command": sys.executable, "args": ["-c", MCP_SERVER]}
+        async with MCPServerStdio(parameters, client_session_timeout_seconds=60) as mcp_server:
+            await agents.Runner.run(solver(mcp_servers=[mcp_server]), "hello")
+
+    with running(active):
+        loop.run_until_complete(serve_and_run())
+    tool_results = {o.tool_call_id: o for o in active.recording.tool_results}
+    assert {id: str(o.status) for id, o in tool_results.items()} == {"c1": "ok", "c2": "error"}
+    assert tool_results["c1"].result == {"type": "text", "text": "8"}
+    assert tool_results["c2"].result["text"].startswith("Error executing tool refuse")

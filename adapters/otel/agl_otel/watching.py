@@ -1,0 +1,142 @@
+"""Who makes a call, and what the tools did, from the spans of an agent in this process."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+
+from agl_core.capture import Identity, Recording, current_attempt, guarded
+from agl_core.capture.spans.spans import SeenSpan, ToolExecution, see
+from agl_core.capture.spans.tree import agent_of, identity_of, outermost_execution, tool_result_of
+from agl_otel.sdk import plain
+
+_MAX_RUNNING = 20_000
+"""A span may never end; the oldest running ones are forgotten beyond this many."""
+
+_Key: TypeAlias = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A span of this process and the one around it, which may end before it."""
+
+    span: Span
+    outer: _Node | None
+    recording: Recording | None = None
+    """Of the attempt that the span belongs to."""
+    same: list[tuple[int, SeenSpan]] = field(default_factory=list)
+    """Spans below it that are the same run of a tool, by depth."""
+
+    def around(self) -> list[_Node]:
+        """This node and those around it, innermost first."""
+        found, node = [self], self.outer
+        while node is not None:
+            found.append(node)
+            node = node.outer
+        return found
+
+
+class RunningSpans:
+    """The spans of this process that are running, however many processors see them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[_Key, _Node] = {}
+
+    def start(self, span: Span, outer: trace.Span) -> bool:
+        """A span starts; whether it belongs to an attempt."""
+        active = current_attempt()
+        with self._lock:
+            around = self._node(outer)
+            recording = active.recording if active else around.recording if around else None
+            self._nodes.setdefault(_key(span), _Node(span, around, recording))
+            if len(self._nodes) > _MAX_RUNNING:
+                del self._nodes[next(iter(self._nodes))]
+        return recording is not None
+
+    def end(self, span: ReadableSpan) -> None:
+        with self._lock:
+            node = self._nodes.pop(_key(span), None)
+        if node is None or node.recording is None:
+            return
+        seen = see(plain(span))
+        if not isinstance(seen.did, ToolExecution):
+            return
+        around = node.around()
+        lineage = [seen, *(see(plain(each.span)) for each in around[1:])]
+        outermost = around[lineage.index(outermost_execution(lineage))]
+        outermost.same.append((len(around), seen))
+        if outermost is node:
+            spans = [each for _, each in sorted(node.same, key=lambda same: same[0])]
+            node.recording.tool_result(tool_result_of(spans, agent_of(lineage)))
+
+    def identity(self) -> Identity | None:
+        """Who makes a call that is sent now."""
+        with self._lock:
+            node = self._node(trace.get_current_span())
+        return identity_of([see(plain(each.span)) for each in node.around()]) if node else None
+
+    def _node(self, span: trace.Span) -> _Node | None:
+        node = self._nodes.get(_key(span))
+        if node is None and isinstance(span, Span):  # it has ended, and what it started goes on
+            return _Node(span, self._nodes.get((span.parent.trace_id, span.parent.span_id)) if span.parent else None)
+        return node
+
+
+class WatchingProcessor(SpanProcessor):
+    """Reports to the attempt that is running what its spans say."""
+
+    def __init__(self) -> None:
+        self.running = _of_this_process()
+
+    @guarded
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self.running.start(span, trace.get_current_span(parent_context))
+
+    @guarded
+    def on_end(self, span: ReadableSpan) -> None:
+        self.running.end(span)
+
+    def shutdown(self) -> None:
+        """Nothing: what it kept stays."""
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return True
+
+
+@functools.cache
+def watch() -> Callable[[], Identity | None]:
+    """Add a processor to every tracer provider of this process: the global one, and those made from now on.
+
+    It returns who makes a call that is sent now.
+    """
+    processor = WatchingProcessor()
+    init = TracerProvider.__init__
+
+    @functools.wraps(init)
+    def seen_init(provider: TracerProvider, *args: Any, **kwargs: Any) -> None:
+        init(provider, *args, **kwargs)
+        provider.add_span_processor(processor)
+
+    TracerProvider.__init__ = seen_init  # type: ignore[method-assign, assignment]
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, TracerProvider):
+        provider.add_span_processor(processor)
+    return _of_this_process().identity
+
+
+@functools.cache
+def _of_this_process() -> RunningSpans:
+    return RunningSpans()
+
+
+def _key(span: ReadableSpan | trace.Span) -> _Key:
+    context = span.get_span_context()
+    return (context.trace_id, context.span_id) if context else (0, 0)

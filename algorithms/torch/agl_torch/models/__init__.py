@@ -1,0 +1,1 @@
+"""A policy's model and tokenizer, loaded."""

@@ -1,0 +1,223 @@
+"""Loading a policy: any Hugging Face causal LM, its tokenizer, and a LoRA adapter if one is asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.hub import cached_file
+
+from agl_core.config.hub import HUB_NAME
+from agl_core.config.models import LoraSection
+from agl_core.errors import EngineError
+from agl_core.protocols import PolicySpec
+from agl_torch.models.tokenizer import load_tokenizer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The weights of one policy, ready to sample and to train, and what is needed to talk to them."""
+
+    model: Any
+    """A Hugging Face causal LM in eval mode; wrapped by peft if the policy trains a LoRA adapter."""
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    eos_ids: frozenset[int]
+    """Every token id that ends a response."""
+    context_length: int
+    """Prompt and response together can have this many tokens."""
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether it is wrapped by peft and only its adapter is trained."""
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids the model gives a probability to."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+
+class Bases:
+    """What adapters are put on: each base is loaded once, and everything above it has the same frozen tensors.
+
+    Policies, and critics, that adapt the same weights in the same dtype so cost one base and an adapter each.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[str, str, bool, torch.device], LoadedModel] = {}
+
+    def get(self, spec: PolicySpec, device: torch.device) -> LoadedModel:
+        """The base of a policy without an adapter: modules of its own, which hold the shared parameters."""
+        place = (spec.model, spec.dtype, spec.trust_remote_code, device)
+        if place not in self._loaded:
+            base = _load(spec, device)
+            base.model.requires_grad_(False)
+            self._loaded[place] = base
+        base = self._loaded[place]
+        shared = {id(parameter): parameter for parameter in base.model.parameters()}
+        return replace(base, model=copy.deepcopy(base.model, shared))
+
+
+def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases | None = None) -> LoadedModel:
+    """Load one policy; `seed` makes the adapter's initial weights, `bases` are shared with other adapters.
+
+    Dropout of the pretraining is switched off (only an adapter's own is kept), so that the weights being trained
+    are the weights that sample. float16 weights are loaded as bfloat16 on a GPU and as float32 on a CPU,
+    since training in float16 overflows.
+
+    Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
+    template, or the tokenizer does not fit the model.
+    """
+    if spec.lora is None:
+        return _load(spec, device)
+    base = (bases or Bases()).get(spec, device)
+    adapted = _with_adapter(base.model, LoraSection.model_validate(dict(spec.lora)), spec, seed)
+    return replace(base, model=adapted.eval())
+
+
+def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
+    """The weights as they are saved, without an adapter."""
+    _check_place(spec.model)
+    try:
+        cached_file(spec.model, "config.json")  # Of an unreachable hub, hear it once, not once for every file.
+        tokenizer = load_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            spec.model,
+            dtype=_dtype(spec, device),
+            trust_remote_code=spec.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if isinstance(error, EngineError):
+            raise
+        raise EngineError(_cannot_load(spec.model, error)) from error
+    model, loading = loaded
+    if loading["missing_keys"]:
+        raise EngineError(
+            f"The weights of '{spec.model}' are incomplete: {_some(loading['missing_keys'])} are missing. "
+            f"Copy or download the whole folder again."
+        )
+    _check_vocabulary(spec.model, model, tokenizer)
+    _switch_dropout_off(model)
+    model.to(device)
+    return LoadedModel(
+        model=model.eval(),
+        tokenizer=tokenizer,
+        device=device,
+        dtype=next(model.parameters()).dtype,
+        eos_ids=_eos_ids(model, tokenizer),
+        context_length=_context_length(model.config, tokenizer),
+    )
+
+
+def _check_place(model: str) -> None:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise EngineError(
+                f"The folder '{model}' holds no config.json, so it is no Hugging Face model. Name the folder that "
+                f"has config.json, the weights (*.safetensors) and tokenizer.json."
+            )
+    elif not HUB_NAME.fullmatch(model):
+        raise EngineError(
+            f"There is no folder '{model}'. Give a folder (a relative path starts at the configuration file) or "
+            f"a hub name such as 'Qwen/Qwen2.5-0.5B-Instruct'."
+        )
+
+
+def _cannot_load(model: str, error: Exception) -> str:
+    reason = str(error).strip().split("\n", 1)[0]
+    if Path(model).is_dir():
+        return f"The model in '{model}' cannot be loaded: {reason} Check that the folder is a whole causal LM."
+    return (
+        f"There is no folder '{model}', and the Hugging Face hub did not give a model of that name ({reason}). "
+        f"Check the spelling and the network, or download the model and give its folder."
+    )
+
+
+def _dtype(spec: PolicySpec, device: torch.device) -> torch.dtype | str:
+    if spec.dtype != "auto":
+        try:
+            return _DTYPES[spec.dtype]
+        except KeyError:
+            raise EngineError(f"'{spec.dtype}' is no dtype to train in: use {', '.join(_DTYPES)} or auto.") from None
+    config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
+    if getattr(config, "dtype", None) in (torch.float16, "float16"):
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return "auto"
+
+
+def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= rows:
+        raise EngineError(
+            f"The tokenizer of '{name}' knows the id {largest}, but its model has embeddings for {rows} ids only. "
+            f"Tokenizer and weights do not belong together: take both from the same checkpoint."
+        )
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _with_adapter(model: Any, lora: LoraSection, spec: PolicySpec, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    # The adapter and its model card are saved with this name; where the base is on this machine is of no use elsewhere.
+    model.name_or_path = model.config.name_or_path = spec.name or spec.model
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            linear = sorted({path.rsplit(".", 1)[-1] for path, m in model.named_modules() if isinstance(m, nn.Linear)})
+            raise EngineError(
+                f"LoRA finds no layer of '{spec.model}' to adapt: lora.targets is {', '.join(lora.targets)}, "
+                f"the model's linear layers are {', '.join(linear)}."
+            ) from error
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        if isinstance(value, int):
+            found.add(value)
+        elif value is not None:
+            found.update(value)
+    return frozenset(found)
+
+
+def _context_length(config: Any, tokenizer: Any) -> int:
+    lengths = [getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
+    known = [int(length) for length in lengths if length is not None and 0 < length < 10**9]
+    if not known:
+        raise EngineError("The model does not say how long its context is. Set engine.torch.max_context.")
+    return min(known)
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

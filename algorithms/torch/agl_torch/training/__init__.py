@@ -1,0 +1,1 @@
+"""An update of one policy's weights, and its checkpoint."""

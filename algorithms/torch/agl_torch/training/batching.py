@@ -1,0 +1,191 @@
+"""How transitions are laid out in forward passes, and what a pass yields: the one place that knows.
+
+Transitions with a common prefix make one tree (`agl_torch.training.prefix_tree`), which computes the prefix once. A
+`MicroBatch` is a rectangle of trees of similar size, padded on the right to its own largest. Where no tree branches
+the model's own causal attention is right and no mask is made. Nothing outside this module and the trees' own sees
+input ids, positions, masks or pads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agl_core.types import Batch
+from agl_torch.training.prefix_tree import LARGEST_MASKED, Tree, grow, plan_trees
+
+LOGITS_PER_MICRO_BATCH = 2**28
+"""Response tokens × vocabulary of one pass: 1 GiB of float32 logits. Bounds memory with large vocabularies."""
+SMALLEST_SHARE = 0.5
+"""A tree smaller than this share of the largest goes to another micro-batch: at most half is pads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a forward pass."""
+
+    tokens: int
+    """Pads included; a transition that is longer goes alone."""
+    vocabulary: int
+    """Numbers that the output layer makes of each response token."""
+    hidden_size: int
+    """The model's: from it follows when sharing a prefix pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass over n transitions in B trees of at most L tokens. R counts their response tokens."""
+
+    transitions_n: Tensor
+    """[n] int64: which transitions of the batch."""
+    tokens_R: Tensor
+    """[R] int64: where their response tokens lie in the batch's response-aligned arrays."""
+    transition_R: Tensor
+    """[R] int64: 0 … n-1, the transition of each response token, ascending."""
+    input_ids: Tensor
+    """[B, L] int64, padded on the right."""
+    depth_BL: Tensor | None
+    """Position ids; None where no tree branches: they are then 0, 1, …"""
+    last_BL: Tensor | None
+    """Token i sees token j if j <= i <= last[j]; None where no tree branches."""
+    row_R: Tensor
+    """[R] int64: the row whose hidden state predicts the response token,"""
+    column_R: Tensor
+    """[R] int64: and where in it."""
+    targets_R: Tensor
+    """[R] int64: the response tokens."""
+    temperature_R: Tensor
+    """[R] float32."""
+    tokens: int
+    """Prompt and response tokens of all transitions together."""
+    computed: int
+    """Tokens that the pass computes for them: fewer where prefixes are shared."""
+
+
+class TokenScores(NamedTuple):
+    """What the model says about response tokens, under each transition's own temperature."""
+
+    logprobs_R: Tensor
+    """[R] at least float32; carries the gradient."""
+    entropy_R: Tensor
+    """[R] of the whole distribution, in nats; no gradient."""
+
+
+def micro_batches(
+    batch: Batch, chosen: NDArray[np.int64], limits: Limits, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Forward passes that cover each of the `chosen` transitions once, largest trees first."""
+    logits = max(1, LOGITS_PER_MICRO_BATCH // limits.vocabulary)
+    trees = [
+        grow(batch, transitions)
+        for transitions in plan_trees(
+            batch, chosen, token_budget=limits.tokens, response_budget=logits, hidden_size=limits.hidden_size
+        )
+    ]
+    trees.sort(key=len, reverse=True)
+    responses = [int(batch.response_lengths_N[tree.transitions_n].sum()) for tree in trees]
+    start = 0
+    for end in range(1, len(trees) + 1):
+        if end == len(trees) or not _fit(trees[start : end + 1], sum(responses[start : end + 1]), limits, logits):
+            yield _lay_out(batch, trees[start:end], device)
+            start = end
+
+
+def _fit(trees: Sequence[Tree], responses: int, limits: Limits, logits: int) -> bool:
+    """Whether these trees, largest first, go into one pass."""
+    largest = len(trees[0])
+    return (
+        len(trees) * largest <= limits.tokens
+        and len(trees[-1]) >= SMALLEST_SHARE * largest
+        and responses <= logits
+        and (len(trees) * largest**2 <= LARGEST_MASKED**2 or not any(tree.branches for tree in trees))
+    )
+
+
+def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> MicroBatch:
+    transitions = np.concatenate([tree.transitions_n for tree in trees])
+    shape = len(trees), max(map(len, trees))
+    ids, depth, last = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))
+    for row, tree in enumerate(trees):
+        ids[row, : len(tree)], depth[row, : len(tree)] = tree.tokens_L, tree.depth_L
+        last[row, : len(tree)] = tree.last_L
+    paths = [path for tree in trees for path in tree.paths_n]
+    prompts, responses = batch.prompt_lengths_N[transitions], batch.response_lengths_N[transitions]
+    transition_R = np.repeat(np.arange(len(transitions)), responses)
+    offset_R = np.arange(int(responses.sum())) - np.repeat(np.cumsum(responses) - responses, responses)
+    row_n = np.repeat(np.arange(len(trees)), [len(tree.transitions_n) for tree in trees])
+    predicted = np.concatenate([path[prompt:] for path, prompt in zip(paths, prompts, strict=True)])
+    branches = any(tree.branches for tree in trees)
+
+    def on_device(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return MicroBatch(
+        transitions_n=on_device(transitions),
+        tokens_R=on_device(batch.response_offsets[transitions][transition_R] + offset_R),
+        transition_R=on_device(transition_R),
+        input_ids=on_device(ids),
+        depth_BL=on_device(depth) if branches else None,
+        last_BL=on_device(last) if branches else None,
+        row_R=on_device(row_n[transition_R]),
+        column_R=on_device(
+            np.concatenate(
+                [path[prompt - 1 : -1] for path, prompt in zip(paths, prompts, strict=True)],
+            )
+        ),
+        targets_R=on_device(ids[row_n[transition_R], predicted]),
+        temperature_R=on_device(batch.temperature_N[transitions][transition_R].astype(np.float32)),
+        tokens=int(np.diff(batch.offsets)[transitions].sum()),
+        computed=sum(map(len, trees)),
+    )
+
+
+def score(model: Any, micro: MicroBatch) -> TokenScores:
+    """Log-probability and entropy of each response token.
+
+    Hidden states are selected before the output layer, so logits exist at response positions only; what a model's
+    own forward does to its logits afterwards (scaling, capping) still happens.
+    """
+
+    def select(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (arguments[0][micro.row_R, micro.column_R], *arguments[1:])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(select)
+    try:
+        logits = model(**_inputs(micro, model.dtype)).logits
+    finally:
+        hook.remove()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / micro.temperature_R[:, None]
+    normalizer_R = torch.logsumexp(logits, dim=-1)
+    logprobs_R = logits.gather(-1, micro.targets_R[:, None])[:, 0] - normalizer_R
+    with torch.no_grad():
+        shifted = logits - normalizer_R[:, None]
+        entropy_R = -(shifted.exp() * shifted).nan_to_num(0.0).sum(-1)
+    return TokenScores(logprobs_R, entropy_R)
+
+
+def read_values(backbone: Any, head: Any, micro: MicroBatch) -> Tensor:
+    """[R] what `head` makes of the hidden states that predict the response tokens: one number each."""
+    hidden = backbone(**_inputs(micro, backbone.dtype)).last_hidden_state
+    selected = hidden[micro.row_R, micro.column_R]
+    values: Tensor = head(selected.to(head.weight.dtype))
+    return values[:, 0]
+
+
+def _inputs(micro: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
+    """A model's arguments; the mask is additive, [B, 1, L, L]."""
+    inputs: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
+    if micro.last_BL is None:
+        return inputs
+    place_L = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device)
+    hidden_BLL = (place_L[:, None] < place_L) | (place_L[:, None] > micro.last_BL[:, None, :])
+    mask_B1LL = torch.zeros(hidden_BLL.shape, dtype=dtype, device=hidden_BLL.device)
+    mask_B1LL = mask_B1LL.masked_fill_(hidden_BLL, torch.finfo(dtype).min)[:, None]
+    return {**inputs, "attention_mask": mask_B1LL, "position_ids": micro.depth_BL}

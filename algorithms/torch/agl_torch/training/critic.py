@@ -1,0 +1,151 @@
+"""A policy's critic: what it says about prompts and responses, and how it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agl_algorithms.interface import CriticAlgorithm
+from agl_algorithms.prepared import Prepared, ValueTraining, minibatches
+from agl_algorithms.statistics import explained_variance
+from agl_core.config.models import OptimizerSection
+from agl_core.types import Batch
+from agl_torch.models.loading import LoadedModel
+from agl_torch.training.batching import Limits, MicroBatch, micro_batches, read_values
+from agl_torch.training.measuring import BACKWARD_COST, Meter, Work
+from agl_torch.training.optimizer import PolicyOptimizer
+
+
+class Critic:
+    """The policy's own architecture, from the initial weights, with a scalar head instead of the output layer.
+
+    It is trained as the policy is: all its weights, or for a policy with a LoRA adapter an adapter of the same shape
+    on the same base. The head starts at zero, and so do all values.
+
+    `loaded` is a fresh copy of the initial weights, which the critic takes over.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: OptimizerSection,
+        *,
+        steps: int = 0,
+        tokens_per_micro_batch: int,
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._device = loaded.device
+        self._seed = seed
+        causal = loaded.model.get_base_model() if loaded.has_adapter else loaded.model
+        self._backbone: Any = causal.base_model
+        # Made on no device, for its usual random weights would advance the random state.
+        hidden_size = causal.get_output_embeddings().weight.shape[1]
+        self._limits = Limits(tokens_per_micro_batch, vocabulary=1, hidden_size=hidden_size)
+        head = nn.Linear(
+            hidden_size,
+            1,
+            device="meta",
+            dtype=torch.promote_types(loaded.dtype, torch.float32),
+        )
+        self._head = head.to_empty(device=loaded.device)
+        for parameter in self._head.parameters():
+            nn.init.zeros_(parameter)
+        if gradient_checkpointing:
+            self._backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._trained = [p for module in (self._backbone, self._head) for p in module.parameters() if p.requires_grad]
+        self._optimizer = PolicyOptimizer(self._trained, settings, training_steps=steps)
+
+    def values(self, batch: Batch, work: Work) -> Tensor:
+        """[R] the value of the state before each response token, without gradient."""
+        values_R = torch.zeros(int(batch.response_offsets[-1]), dtype=self._head.weight.dtype, device=self._device)
+        with torch.no_grad():
+            for micro in self._micro_batches(batch, np.arange(len(batch))):
+                values_R[micro.tokens_R] = read_values(self._backbone, self._head, micro)
+                work.advance(micro.tokens, 1)
+        return values_R
+
+    def train(self, prepared: Prepared, algorithm: CriticAlgorithm, version: int, work: Work) -> dict[str, float]:
+        """Learn what the algorithm made of a batch; a step whose loss or gradient is not finite is skipped.
+
+        `version` makes the minibatches of each update others. Metrics: those of the value loss, explained_variance
+        (of the values before; absent where all targets are equal), and critic_grad_norm, critic_learning_rate,
+        critic_steps_applied, critic_steps_skipped.
+        """
+        training = prepared.value
+        if training is None:
+            return {}
+        rate = {"learning_rate": algorithm.critic_learning_rate}
+        self._optimizer.settings = self._optimizer.settings.model_copy(update=rate)
+        self._optimizer.training_step = prepared.batch.step
+        meter = Meter(self._optimizer.learning_rate)
+        with self._training():
+            for epoch in range(algorithm.critic_epochs):
+                seed = [self._seed, version, epoch]
+                for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
+                    self._step(prepared, training, chosen, algorithm, meter, work)
+        measured = meter.metrics()
+        metrics = {name if name.startswith("value_") else f"critic_{name}": each for name, each in measured.items()}
+        explained = explained_variance(training.values_R, training.targets_R, prepared.corrected(training.weights_R))
+        return metrics if np.isnan(explained) else metrics | {"explained_variance": explained}
+
+    def _step(
+        self,
+        prepared: Prepared,
+        training: ValueTraining,
+        chosen: NDArray[np.int64],
+        algorithm: CriticAlgorithm,
+        meter: Meter,
+        work: Work,
+    ) -> None:
+        step_weights_R = prepared.step_weights(training.weights_R, [chosen])
+        step = meter.begin()
+        for micro in self._micro_batches(prepared.batch, chosen):
+            here = micro.tokens_R
+            weights_R = step_weights_R[here]
+            loss, measured = algorithm.value_loss(
+                read_values(self._backbone, self._head, micro),
+                training.values_R[here],
+                training.targets_R[here],
+                weights_R,
+            )
+            if not torch.isfinite(loss):
+                self._optimizer.discard()
+                meter.skip()
+                return
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.gather()
+            step.add(weights_R, measured)
+            work.advance(micro.tokens, 1 + BACKWARD_COST)
+        meter.end(step, self._optimizer.step())
+
+    def _micro_batches(self, batch: Batch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
+        return micro_batches(batch, chosen, self._limits, self._device)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Train mode, which an adapter's dropout and gradient checkpointing ask for."""
+        self._backbone.train()
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self._optimizer.discard()
+            self._backbone.eval()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Trained weights and optimizer; tensors and plain values only."""
+        return {"weights": [weight.detach() for weight in self._trained], "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        with torch.no_grad():
+            for weight, saved in zip(self._trained, state["weights"], strict=True):
+                weight.copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])

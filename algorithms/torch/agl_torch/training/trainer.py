@@ -1,0 +1,269 @@
+"""One update of one policy: validate, value, compare, weigh, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
+from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
+from agl_core.config.models import OptimizerSection
+from agl_core.errors import EngineError
+from agl_core.learning.trainable import screen
+from agl_core.protocols import Progress, UpdateResult
+from agl_core.types import Batch
+from agl_torch.models.loading import LoadedModel
+from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
+from agl_torch.training.critic import Critic
+from agl_torch.training.measuring import BACKWARD_COST, Meter, Work
+from agl_torch.training.optimizer import PolicyOptimizer
+
+
+class PolicyTrainer:
+    """Trains one policy's weights in place; call it from the one thread that also samples from them.
+
+    `initial` loads the initial weights once more, for what an algorithm needs beside the policy: a frozen reference
+    (a policy with an adapter has its own below the adapter), and a critic. Neither exists before it is needed.
+    `steps` is how many training steps the run has: what a schedule of the step size ends with.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: OptimizerSection,
+        *,
+        steps: int = 0,
+        tokens_per_micro_batch: int,
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+        initial: Callable[[], LoadedModel] | None = None,
+    ) -> None:
+        self.version = 0
+        trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
+        self.optimizer = PolicyOptimizer(trained, settings, training_steps=steps)
+        self._steps = steps
+        self._loaded = loaded
+        self._limits = Limits(tokens_per_micro_batch, *loaded.model.get_output_embeddings().weight.shape)
+        self._seed = seed
+        self._gradient_checkpointing = gradient_checkpointing
+        self._initial = initial
+        self._reference: Any = None
+        self._critic: Critic | None = None
+        self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in loaded.model.modules())
+        if gradient_checkpointing:
+            loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def update(self, batch: Batch, algorithm: Algorithm, progress: Progress | None = None) -> UpdateResult:
+        """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
+
+        The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient
+        is not finite is skipped and counted. `progress` gets the share of the work done, 0 … 1.
+
+        Metrics (means are over the trained tokens of all optimizer steps, by their weight in the loss; the first three
+        are absent if no step was applied):
+
+        - loss, and whatever the algorithm's loss reports: policy_loss, kl_reference, kl_behaviour, clip_fraction,
+          ratio_mean, ratio_max for GRPO;
+        - entropy: of the policy's distribution, nats per token;
+        - grad_norm: before clipping, the mean over optimizer steps;
+        - learning_rate: of the last step;
+        - advantage_mean, advantage_std, advantage_abs_max: over the trained transitions;
+        - logprob_gap_max: the largest |old − behaviour| of a trained token;
+        - with a critic, those of `agl_torch.training.critic.Critic.train`: value_loss, explained_variance, …;
+        - tokens_trained, transitions_trained: what the loss was computed on; transitions_dropped: the others;
+        - steps_applied, steps_skipped: optimizer steps;
+        - seconds_prepare, seconds_values, seconds_reference, seconds_old, seconds_train, seconds_critic,
+          seconds_update (all of it).
+        """
+        work = Work(progress)
+        once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not self._dropout
+        usable = screen(batch, context_length=self._loaded.context_length, vocabulary=self._loaded.vocabulary)
+        precision = torch.promote_types(self._loaded.dtype, torch.float32)
+        samples = samples_of(usable.batch, dtype=precision, device=self._loaded.device)
+        work.lap("prepare")
+        values_R = self._values(usable.batch, algorithm, once, work) if algorithm.needs_critic else None
+        work.lap("values")
+        prepared = prepare(usable, samples, algorithm, values_R)
+        work.total = work.done + _cost(_tokens(prepared.batch)[prepared.trained].sum(), algorithm, once)
+        work.lap("prepare")
+        reference_R = self._reference_logprobs(prepared, work) if algorithm.needs_reference else None
+        work.lap("reference")
+        if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
+            old_R = torch.full_like(samples.behaviour_R, torch.nan)
+        else:
+            old_R = self._logprobs(self._loaded.model, prepared, work)
+        work.lap("old")
+        self.optimizer.training_step = batch.step
+        meter = Meter(self.optimizer.learning_rate)
+        with self._training():
+            for epoch in range(algorithm.epochs):
+                seed = [self._seed, self.version, epoch]
+                for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
+                    self._step(prepared, chosen, algorithm, old_R, reference_R, once, meter, work)
+        work.lap("train")
+        metrics = meter.metrics() | prepared.metrics() | {"logprob_gap_max": _logprob_gap(prepared, old_R)}
+        if self._critic is not None and algorithm.needs_critic:
+            metrics |= self._critic.train(prepared, cast(CriticAlgorithm, algorithm), self.version, work)
+        work.lap("critic")
+        self.version += 1
+        work.finish()
+        return prepared.result(self.version, metrics | work.seconds())
+
+    def _step(
+        self,
+        prepared: Prepared,
+        chosen: NDArray[np.int64],
+        algorithm: Algorithm,
+        old_R: Tensor,
+        reference_R: Tensor | None,
+        old_is_current: bool,
+        meter: Meter,
+        work: Work,
+    ) -> None:
+        """One optimizer step on the chosen transitions. With `old_is_current`, `old_R` is filled in passing."""
+        samples = prepared.samples
+        step_weights_R = prepared.step_weights(prepared.weights_R, [chosen])
+        step = meter.begin()
+        for micro in self._micro_batches(prepared.batch, chosen):
+            scores = score(self._loaded.model, micro)
+            if old_is_current:
+                old_R[micro.tokens_R] = scores.logprobs_R.detach()
+            weights_R = step_weights_R[micro.tokens_R]
+            loss, measured = algorithm.loss(
+                _samples_of(micro, samples),
+                Logprobs(
+                    current_R=scores.logprobs_R,
+                    old_R=old_R[micro.tokens_R],
+                    behaviour_R=samples.behaviour_R[micro.tokens_R],
+                    reference_R=None if reference_R is None else reference_R[micro.tokens_R],
+                ),
+                prepared.advantages_R[micro.tokens_R],
+                weights_R,
+            )
+            if not torch.isfinite(loss):
+                self.optimizer.discard()
+                meter.skip()
+                return
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.gather()
+            step.add(weights_R, {"loss": loss, "entropy": (weights_R * scores.entropy_R).sum(), **measured})
+            work.advance(micro.tokens, 1 + BACKWARD_COST)
+        meter.end(step, self.optimizer.step())
+
+    def _reference_logprobs(self, prepared: Prepared, work: Work) -> Tensor:
+        if self._loaded.has_adapter:
+            with self._loaded.model.disable_adapter():
+                return self._logprobs(self._loaded.model, prepared, work)
+        if self._reference is None:
+            self._reference = self._load_initial().model
+        return self._logprobs(self._reference, prepared, work)
+
+    def _values(self, batch: Batch, algorithm: Algorithm, once: bool, work: Work) -> Tensor:
+        """[R] the critic's, of all usable transitions."""
+        if self._critic is None:
+            self._critic = self._make_critic()
+        tokens = int(_tokens(batch).sum())
+        work.total = tokens + _cost(tokens, algorithm, once)
+        return self._critic.values(batch, work)
+
+    def _make_critic(self) -> Critic:
+        return Critic(
+            self._load_initial(),
+            self.optimizer.settings,
+            steps=self._steps,
+            tokens_per_micro_batch=self._limits.tokens,
+            gradient_checkpointing=self._gradient_checkpointing,
+            seed=self._seed,
+        )
+
+    def _load_initial(self) -> LoadedModel:
+        if self._initial is None:
+            raise EngineError("The algorithm needs the initial weights, and this policy was given none.")
+        return self._initial()
+
+    def _logprobs(self, model: Any, prepared: Prepared, work: Work) -> Tensor:
+        """[R] of the trained transitions, without gradient; 0 elsewhere."""
+        logprobs_R = torch.zeros_like(prepared.samples.behaviour_R)
+        with torch.no_grad():
+            for micro in self._micro_batches(prepared.batch, prepared.trained):
+                logprobs_R[micro.tokens_R] = score(model, micro).logprobs_R
+                work.advance(micro.tokens, 1)
+        return logprobs_R
+
+    def _micro_batches(self, batch: Batch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
+        return micro_batches(batch, chosen, self._limits, self._loaded.device)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Train mode, which an adapter's dropout and gradient checkpointing ask for."""
+        self._loaded.model.train()
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self.optimizer.discard()
+            self._loaded.model.eval()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights that later updates depend on; tensors and plain values only."""
+        device = self._loaded.device
+        return {
+            "version": self.version,
+            "optimizer": self.optimizer.state_dict(),
+            "critic": None if self._critic is None else self._critic.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; the weights must be those that belong to it."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._critic = None
+        if state["critic"] is not None:
+            self._critic = self._make_critic()
+            self._critic.load_state_dict(state["critic"])
+        self.version = state["version"]
+        torch.set_rng_state(state["random"].cpu())
+        if state["random_cuda"] is not None and self._loaded.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._loaded.device)
+
+
+def _logprob_gap(prepared: Prepared, old_R: Tensor) -> float:
+    """The largest of the trained tokens."""
+    gap_R = (old_R - prepared.samples.behaviour_R)[prepared.weights_R > 0].abs()
+    gap_R = gap_R[torch.isfinite(gap_R)]  # A skipped step leaves tokens that were not computed.
+    return float(gap_R.max()) if gap_R.numel() else 0.0
+
+
+def _tokens(batch: Batch) -> NDArray[np.int64]:
+    """[N] prompt and response together."""
+    return np.diff(batch.offsets)
+
+
+def _cost(tokens: int, algorithm: Algorithm, once: bool) -> float:
+    """Of an update on so many trained tokens, in forward passes over one token, for the progress bar."""
+    passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (not once)
+    if algorithm.needs_critic:
+        passes += (1 + BACKWARD_COST) * cast(CriticAlgorithm, algorithm).critic_epochs
+    return float(tokens * passes)
+
+
+def _samples_of(micro: MicroBatch, samples: Samples) -> Samples:
+    """The samples of one micro-batch, transitions renumbered as it numbers them."""
+    rows = micro.transitions_n
+    return Samples(
+        transition_R=micro.transition_R,
+        mask_R=samples.mask_R[micro.tokens_R],
+        behaviour_R=samples.behaviour_R[micro.tokens_R],
+        values_N=samples.values_N[rows],
+        scores_N=samples.scores_N[rows],
+        group_N=samples.group_N[rows],
+        rollout_N=samples.rollout_N[rows],
+        turn_N=samples.turn_N[rows],
+    )

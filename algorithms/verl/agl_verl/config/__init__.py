@@ -1,0 +1,1 @@
+"""veRL's configuration, made of agl's, and the algorithm that it is for."""

@@ -1,0 +1,328 @@
+"""Which key of agl's configuration becomes which of veRL's, and what is left to the user. Plain values, no veRL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from agl_core.config.models import LoraSection, OptimizerSection
+from agl_core.errors import ConfigError
+from agl_core.protocols import EngineContext
+from agl_verl.config.chosen import BuiltAlgorithm
+from agl_verl.config.native import NativeOptions
+from agl_verl.cpu.mending import WEIGHTS as CPU_WEIGHTS
+from agl_verl.cpu.mending import WEIGHTS_MODULE as CPU_WEIGHTS_MODULE
+from agl_verl.cpu.mending import WORKER_EXTENSION
+from agl_verl.options import VerlOptions
+
+if TYPE_CHECKING:
+    from agl_algorithms.interface import CriticAlgorithm
+
+SHARED, SEPARATE = "agl", "agl_separate"
+"""agl's trainers in veRL's registry (`agl_verl.driver.placements`): by where serving is."""
+
+DECIDED = {
+    "data": "[tasks] and [train]",
+    "actor_rollout_ref.hybrid_engine": "[engine.verl] serving_gpus",
+    "reward": "[rewards]",
+    "reward_model": "[rewards]",
+    "custom_reward_function": "[rewards]",
+    "algorithm": "[algorithm]",
+    "actor_rollout_ref.actor.clip_ratio": "[algorithm] clip and clip_high",
+    "actor_rollout_ref.actor.clip_ratio_low": "[algorithm] clip",
+    "actor_rollout_ref.actor.clip_ratio_high": "[algorithm] clip_high",
+    "actor_rollout_ref.actor.ppo_epochs": "[algorithm] epochs",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "[algorithm] minibatches",
+    "actor_rollout_ref.actor.shuffle": "[algorithm] minibatches",
+    "actor_rollout_ref.actor.loss_agg_mode": "[algorithm] aggregation",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "algorithm.name, for instance 'verl:gspo'",
+    "actor_rollout_ref.actor.use_kl_loss": "[algorithm] beta",
+    "actor_rollout_ref.actor.kl_loss_coef": "[algorithm] beta",
+    "actor_rollout_ref.actor.entropy_coeff": "nothing: agl's losses have no entropy term",
+    "actor_rollout_ref.actor.optim.lr": "[policies.NAME.optimizer] learning_rate",
+    "actor_rollout_ref.rollout.n": "[train] group_size",
+    "actor_rollout_ref.rollout.nnodes": "[engine.verl] serving_gpus",
+    "actor_rollout_ref.rollout.n_gpus_per_node": "[engine.verl] serving_gpus and tensor_parallel",
+    "actor_rollout_ref.rollout.temperature": "[sampling] temperature",
+    "actor_rollout_ref.rollout.top_p": "[sampling]",
+    "actor_rollout_ref.rollout.top_k": "[sampling]",
+    "actor_rollout_ref.rollout.val_kwargs": "[eval]",
+    "actor_rollout_ref.rollout.agent": "[agent]",
+    "actor_rollout_ref.rollout.multi_turn": "[agent]",
+    "actor_rollout_ref.rollout.name": "nothing: agl's gateway needs vLLM's servers",
+    "critic.ppo_epochs": "[algorithm.ppo] critic_epochs",
+    "critic.ppo_mini_batch_size": "[algorithm.ppo] minibatches",
+    "critic.cliprange_value": "[algorithm.ppo] value_clip",
+    "critic.optim.lr": "[algorithm.ppo] critic_learning_rate",
+    "critic.enable": "algorithm.name",
+    "trainer.nnodes": "[engine.verl] nodes",
+    "trainer.n_gpus_per_node": "[engine.verl] gpus_per_node",
+    "trainer.total_epochs": "[train] steps",
+    "trainer.total_training_steps": "[train] steps",
+    "trainer.save_freq": "[train] checkpoint_every",
+    "trainer.test_freq": "[eval] every",
+    "trainer.val_before_train": "[eval]",
+    "trainer.val_only": "agl eval",
+    "trainer.resume_mode": "agl train --resume",
+    "trainer.resume_from_path": "agl train --resume",
+    "trainer.default_local_dir": "`runs`",
+    "trainer.logger": "[trackers]",
+    "trainer.v1": "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)",
+    "transfer_queue.enable": "nothing: transitions go through it",
+    "ray_kwargs": "[engine.verl] address, nodes and gpus_per_node",
+    "distillation": "nothing: agl has no teacher",
+}
+"""Keys of veRL, each with all below it, that agl decides; and where."""
+
+LONGEST = 2**20
+"""Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
+_A = "actor_rollout_ref"
+_DTYPES = {"float32": ("fp32", "float32"), "bfloat16": ("bf16", "bfloat16")}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a run takes of a cluster."""
+
+    nodes: int
+    per_node: int
+    serving: int
+    """GPUs that only serve; 0: those of the nodes do both."""
+    replicas: int
+    per_replica: int
+    device: str
+
+    @classmethod
+    def of(cls, options: VerlOptions, *, cpu: bool) -> Resources:
+        """What a run with these settings takes."""
+        serving = options.serving_gpus or options.nodes * options.gpus_per_node
+        return cls(
+            nodes=options.nodes,
+            per_node=options.gpus_per_node,
+            serving=options.serving_gpus,
+            replicas=serving // options.tensor_parallel,
+            per_replica=options.tensor_parallel,
+            device="cpu" if cpu else "cuda",
+        )
+
+    @property
+    def total(self) -> int:
+        """GPUs; on a CPU, processes that compute."""
+        return self.nodes * self.per_node + self.serving
+
+    def lacking(self, gpus_of_nodes: Sequence[int]) -> str | None:
+        """What nodes with so many GPUs each lack for it, in words; None if nothing can be known beforehand.
+
+        >>> Resources(nodes=1, per_node=2, serving=2, replicas=1, per_replica=2, device="cuda").lacking([3])
+        '3 GPUs, but engine.verl asks for 1 x 2 (nodes x gpus_per_node) + 2 (serving_gpus) = 4'
+        """
+        asked = f"{self.nodes} x {self.per_node} (nodes x gpus_per_node)"
+        if sum(gpus_of_nodes) < self.total:
+            asked += f" + {self.serving} (serving_gpus)" if self.serving else ""
+            return f"{sum(gpus_of_nodes)} GPUs, but engine.verl asks for {asked} = {self.total}"
+        if sum(gpus // self.per_node for gpus in gpus_of_nodes) < self.nodes:
+            return f"too few GPUs on one node ({_listed(gpus_of_nodes)}): engine.verl asks for {asked}"
+        if self.serving and sum(gpus // self.per_replica for gpus in gpus_of_nodes) < self.replicas:
+            return (
+                f"too few GPUs on one node ({_listed(gpus_of_nodes)}): each of the {self.replicas} serving replicas "
+                f"wants {self.per_replica} of one node (engine.verl.tensor_parallel)"
+            )
+        return None
+
+    def __str__(self) -> str:
+        units = "CPU worker processes" if self.device == "cpu" else "GPUs"
+        use = f"which train, and {self.serving} more, which serve" if self.serving else "which train and serve by turns"
+        return (
+            f"{self.nodes} (nodes) x {self.per_node} = {self.nodes * self.per_node} {units}, {use}; serving replicas: "
+            f"{self.replicas}"
+        )
+
+
+def mapped(
+    options: VerlOptions, context: EngineContext, algorithm: BuiltAlgorithm, cpu: bool
+) -> Iterator[tuple[str, Any]]:
+    """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
+    [(policy, spec)] = context.policies.items()
+    training, serving = _DTYPES["float32" if cpu and spec.dtype == "auto" else _trained_dtype(spec.dtype)]
+    yield from {
+        f"{_A}.model.path": spec.model,
+        f"{_A}.model.trust_remote_code": spec.trust_remote_code,
+        f"{_A}.model.use_remove_padding": not cpu,
+        f"{_A}.model.enable_gradient_checkpointing": options.gradient_checkpointing,
+        f"{_A}.actor.strategy": "fsdp2",
+        f"{_A}.actor.fsdp_config.strategy": "fsdp2",
+        f"{_A}.actor.fsdp_config.model_dtype": "fp32",
+        f"{_A}.actor.fsdp_config.mixed_precision": {
+            "param_dtype": training,
+            "reduce_dtype": "fp32",
+            "buffer_dtype": "fp32",
+        },
+        f"{_A}.actor.fsdp_config.param_offload": options.offload,
+        f"{_A}.actor.fsdp_config.optimizer_offload": options.offload,
+        f"{_A}.actor.fsdp_config.use_torch_compile": not cpu,
+        f"{_A}.actor.use_torch_compile": not cpu,
+        f"{_A}.actor.fsdp_config.seed": context.seed,
+        f"{_A}.actor.use_dynamic_bsz": True,
+        f"{_A}.actor.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        f"{_A}.actor.ppo_mini_batch_size": 1,
+        f"{_A}.actor.calculate_entropy": True,
+        f"{_A}.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+        f"{_A}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
+        f"{_A}.ref.fsdp_config.model_dtype": "fp32",
+        f"{_A}.rollout.name": "vllm",
+        f"{_A}.rollout.dtype": serving,
+        f"{_A}.rollout.load_format": "auto",
+        f"{_A}.rollout.tensor_model_parallel_size": options.tensor_parallel,
+        f"{_A}.rollout.gpu_memory_utilization": options.serving_memory,
+        f"{_A}.rollout.max_num_seqs": options.max_rows,
+        f"{_A}.rollout.max_model_len": options.max_context,
+        f"{_A}.rollout.response_length": LONGEST,
+        f"{_A}.rollout.disable_log_stats": False,
+        f"{_A}.rollout.seed": context.seed,
+        f"{_A}.rollout.calculate_log_probs": True,
+        f"{_A}.rollout.engine_kwargs.vllm.served_model_name": policy,
+        f"{_A}.rollout.engine_kwargs.vllm.enable_auto_tool_choice": True,
+        f"{_A}.rollout.engine_kwargs.vllm.tool_call_parser": options.tool_parser,
+        "critic.model.path": spec.model,
+        "critic.model.trust_remote_code": spec.trust_remote_code,
+        "critic.model.use_remove_padding": not cpu,
+        "critic.model.enable_gradient_checkpointing": options.gradient_checkpointing,
+        "critic.strategy": "fsdp2",
+        "critic.fsdp.strategy": "fsdp2",
+        "critic.fsdp.model_dtype": "fp32",
+        "critic.fsdp.mixed_precision": {"param_dtype": training, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "critic.fsdp.param_offload": options.offload,
+        "critic.fsdp.optimizer_offload": options.offload,
+        "critic.fsdp.use_torch_compile": not cpu,
+        "critic.ppo_mini_batch_size": 1,
+        "critic.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        "reward.num_workers": 0,
+        "transfer_queue.enable": True,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,
+        "trainer.v1.trainer_mode": SEPARATE if options.serving_gpus else SHARED,
+        "trainer.nnodes": options.nodes,
+        "trainer.n_gpus_per_node": options.gpus_per_node,
+        "trainer.device": "cpu" if cpu else "cuda",
+        "trainer.total_training_steps": max(1, context.steps),
+        "trainer.logger": ["console"],
+        "trainer.resume_mode": "disable",
+    }.items()
+    optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
+    steps = algorithm.epochs * algorithm.minibatches
+    yield from _optimizer(f"{_A}.actor.optim", optimizer, optimizer.learning_rate, steps)
+    if algorithm.needs_critic:
+        critic = cast("CriticAlgorithm | NativeOptions", algorithm)
+        yield from _optimizer("critic.optim", optimizer, critic.critic_learning_rate, steps)
+    yield from _algorithm(algorithm)
+    if context.deterministic:
+        yield from _deterministic(cpu)
+    if spec.lora is not None:
+        yield from _lora(LoraSection.model_validate(dict(spec.lora)), cpu, merged=options.serving_gpus > 0)
+    if options.serving_gpus:
+        yield from _separate(options, cpu)
+    if cpu:
+        yield from {
+            f"{_A}.model.override_config.attn_implementation": "sdpa",
+            "critic.model.override_config.attn_implementation": "sdpa",
+            f"{_A}.rollout.enforce_eager": True,
+            f"{_A}.rollout.free_cache_engine": False,
+            f"{_A}.rollout.enable_sleep_mode": False,
+            f"{_A}.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
+            f"{_A}.rollout.engine_kwargs.vllm.worker_extension_cls": WORKER_EXTENSION,
+            f"{_A}.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,
+        }.items()
+
+
+def _optimizer(place: str, settings: OptimizerSection, rate: float, steps: int) -> Iterator[tuple[str, Any]]:
+    yield from {
+        f"{place}.lr": rate,
+        f"{place}.lr_scheduler_type": settings.schedule,
+        f"{place}.lr_warmup_steps": -(-settings.warmup_steps // steps),
+        f"{place}.weight_decay": settings.weight_decay,
+        f"{place}.betas": [settings.beta1, settings.beta2],
+        f"{place}.override_optimizer_config": {"eps": settings.epsilon},
+        f"{place}.clip_grad": settings.max_grad_norm,
+    }.items()
+
+
+def _algorithm(algorithm: BuiltAlgorithm) -> Iterator[tuple[str, Any]]:
+    """What veRL is to make ready; of its own algorithms also how they compute."""
+    yield from {
+        "critic.enable": algorithm.needs_critic,
+        f"{_A}.actor.use_kl_loss": algorithm.needs_reference,
+    }.items()
+    if not isinstance(algorithm, NativeOptions):
+        yield "algorithm.adv_estimator", "grpo"  # One that asks for no critic; agl's own is computed instead.
+        return
+    yield from {
+        "algorithm.adv_estimator": algorithm.estimator,
+        "algorithm.gamma": algorithm.gamma,
+        "algorithm.lam": algorithm.lam,
+        f"{_A}.actor.policy_loss.loss_mode": algorithm.loss,
+        f"{_A}.actor.loss_agg_mode": algorithm.aggregation,
+        f"{_A}.actor.clip_ratio": algorithm.clip,
+        f"{_A}.actor.clip_ratio_low": algorithm.clip,
+        f"{_A}.actor.clip_ratio_high": algorithm.clip if algorithm.clip_high is None else algorithm.clip_high,
+        f"{_A}.actor.kl_loss_coef": algorithm.beta,
+    }.items()
+
+
+def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
+    if cpu:
+        raise ConfigError(
+            "[train] deterministic: on a CPU vLLM's replies depend on what else it decodes. Set it to false, or use a "
+            "GPU or the torch engine."
+        )
+    yield f"{_A}.rollout.full_determinism", True
+    for engine in (f"{_A}.actor.fsdp_config", f"{_A}.ref.fsdp_config", "critic.fsdp"):
+        yield f"{engine}.full_determinism", True
+
+
+def _lora(lora: LoraSection, cpu: bool, *, merged: bool) -> Iterator[tuple[str, Any]]:
+    """`merged`: veRL sends no adapters to servers of their own, but weights that have it in them."""
+    if cpu:
+        raise ConfigError(
+            "The veRL engine serves no LoRA adapter on a CPU: leave [policies.NAME.model.lora] out, or use a GPU or "
+            "the torch engine."
+        )
+    if lora.dropout:
+        raise ConfigError("veRL's LoRA adapters have no dropout: set [policies.NAME.model.lora] dropout to 0.")
+    for model in (f"{_A}.model", "critic.model"):
+        yield f"{model}.lora_rank", lora.rank
+        yield f"{model}.lora_alpha", lora.alpha
+        yield f"{model}.target_modules", list(lora.targets)
+    if merged:
+        yield f"{_A}.model.lora.merge", True
+
+
+def _separate(options: VerlOptions, cpu: bool) -> Iterator[tuple[str, Any]]:
+    """Servers on GPUs of their own, each replica on one node; they get weights after every update."""
+    yield from {
+        f"{_A}.hybrid_engine": False,
+        f"{_A}.rollout.nnodes": options.serving_gpus // options.tensor_parallel,
+        f"{_A}.rollout.n_gpus_per_node": options.tensor_parallel,
+        f"{_A}.rollout.checkpoint_engine.backend": CPU_WEIGHTS if cpu else "nccl",
+        "trainer.v1.separate_async.parameter_sync_step": 1,
+        "data.train_batch_size": 1,  # veRL wants that many times the mini-batch; batches are agl's.
+    }.items()
+    if cpu:
+        yield f"{_A}.rollout.checkpoint_engine.custom_backend_module", CPU_WEIGHTS_MODULE
+
+
+def _trained_dtype(dtype: str) -> str:
+    return "bfloat16" if dtype == "auto" else dtype
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def refuse_decided(override: str) -> None:
+    """ConfigError for an override of something that agl decides."""
+    key = override.lstrip("+~").partition("=")[0].strip()
+    if "=" not in override and not override.startswith("~"):
+        raise ConfigError(f"[engine.verl] overrides: '{override}' is not KEY=VALUE.")
+    for decided, where in DECIDED.items():
+        if key == decided or key.startswith(f"{decided}."):
+            raise ConfigError(f"[engine.verl] overrides: '{key}' is agl's to decide, by {where}.")

@@ -1,0 +1,1 @@
+"""What makes veRL and vLLM run without a GPU."""

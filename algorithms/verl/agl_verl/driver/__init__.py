@@ -1,0 +1,1 @@
+"""veRL's single controller: an update, rows in and results out."""

@@ -1,0 +1,273 @@
+"""veRL's V1 trainer, driven from outside: one update at a time, with agl's algorithms or veRL's own. Imports veRL.
+
+Workers, optimizer, sharding, serving and the exchange of weights are veRL's. What is agl's here: where transitions come
+from, what they weigh, which rows make one optimizer step, and that a reply is of one policy version.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from numpy.typing import NDArray
+from omegaconf import open_dict
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1 import PPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import rename_dict
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+from verl.utils.skip import SkipManager
+from verl.workers.rollout.llm_server import LLMServerManager
+
+from agl_algorithms.interface import Samples
+from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
+from agl_core.errors import EngineError
+from agl_core.learning.trainable import Usable, screen
+from agl_core.protocols import UpdateResult
+from agl_core.types import Batch
+from agl_verl.config.chosen import ChosenAlgorithm
+from agl_verl.config.native import NativeOptions
+from agl_verl.driver import rows
+from agl_verl.driver.manager import TransitionManager
+from agl_verl.driver.metrics import named
+from agl_verl.workers.losses import STEP_WEIGHT, actor_loss, critic_loss
+from agl_verl.workers.schedule import TRAINING_STEP
+
+
+@dataclass
+class Update:
+    """One update while it is made."""
+
+    usable: Usable
+    samples: Samples
+    prepared: Prepared | None
+    """None as long as the critic's values are not known, and for veRL's own algorithms."""
+    sent: NDArray[np.int64]
+    """The usable transitions that veRL computes."""
+    groups: list[str]
+    steps: list[NDArray[np.int64]]
+    """By optimizer step of one pass, its transitions."""
+
+
+class AglTrainer(PPOTrainer):  # type: ignore[misc]
+    """Makes updates with the batches it is given, and serves what comes of them; a subclass says where.
+
+    The subclasses are in `agl_verl.driver.placements`, each with the trainer of veRL that does the same:
+    `on_sample_end` is before weights are trained, `on_step_end` brings them to the servers.
+    """
+
+    @property
+    @abstractmethod
+    def servers(self) -> LLMServerManager:
+        """Those that answer model calls."""
+
+    def start(self, chosen: ChosenAlgorithm | NativeOptions, manager: TransitionManager, seed: int) -> None:
+        """Bring up workers and servers; agl's losses go to the workers."""
+        self.version = self.global_steps = 0
+        self.timing_raw: dict[str, float] = {}
+        self.agent_loop_manager = manager
+        self._chosen, self._seed = chosen, seed
+        self._algorithm = chosen.build() if isinstance(chosen, ChosenAlgorithm) else None
+        SkipManager.init(self.config)
+        self.init()
+        if isinstance(chosen, ChosenAlgorithm):
+            self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
+            if self.use_critic:
+                self.critic_wg.set_loss_fn(partial(critic_loss, chosen))
+        served = ray.get(self.servers.server_handles[0].get_rollout_config.remote())
+        self.context_length = int(served.max_model_len)
+
+    def update(self, batch: Batch) -> UpdateResult:
+        """Train on a batch and serve the new version; it grows by one also when nothing could be trained on."""
+        trainable = min(self.context_length, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+        usable = screen(batch, context_length=trainable, vocabulary=len(self.tokenizer))
+        samples = samples_of(usable.batch)
+        prepared = self._prepare(usable, samples)
+        sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
+        self._update = Update(usable, samples, prepared, sent, [], [])
+        metrics: dict[str, Any] = {}
+        self.timing_raw = {}
+        step = self.version + 1
+        if len(sent):
+            self.global_steps = step
+            self._set_temperature(usable.batch, sent)
+            self._update.groups = self.agent_loop_manager.await_groups(rows.rows_of(usable.batch, sent, step))
+            self.prepare_step()
+            done = self._step_once(metrics, self.timing_raw, len(self._update.groups))
+            self.on_step_end()
+            if self._algorithm is None:
+                self._update.prepared = self._read_back(done)
+            tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
+        else:  # The weights are those of before, under the next number.
+            ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
+        self.version = step
+        made = self._update.prepared or Prepared.of_nothing(usable, samples)
+        seconds = {f"seconds_{name}": each for name, each in self.timing_raw.items()}
+        return made.result(step, named(metrics) | seconds | made.metrics())
+
+    def save(self, folder: Path) -> None:
+        """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""
+        self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.version)
+        if self.use_critic:
+            self.critic_wg.save_checkpoint(str(folder / "critic"), None, self.version)
+
+    def load(self, folder: Path, version: int) -> None:
+        """Restore what `save` wrote, and serve it as this version."""
+        self.on_sample_end()
+        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), del_local_after_load=False)
+        if self.use_critic:
+            self.critic_wg.load_checkpoint(str(folder / "critic"), del_local_after_load=False)
+        self.version = self.global_steps = version
+        self.on_step_end()
+
+    # What veRL calls.
+
+    def _init_dataloader(self) -> None:
+        """There are no prompts to load: tasks are agl's. Schedules of the step size need the number of steps."""
+        self.total_training_steps = self.config.trainer.total_training_steps
+        with open_dict(self.config):
+            for optimizer in (self.config.actor_rollout_ref.actor.optim, self.config.critic.optim):
+                optimizer.total_training_steps = self.total_training_steps
+
+    def _load_checkpoint(self) -> None:
+        """A run says which: `load`."""
+
+    def on_init_end(self) -> None:
+        self.on_step_end()
+
+    def prepare_step(self) -> dict[str, Any]:
+        self._submit_batch_to_rollout(tu.get_tensordict({"uid": np.array(self._update.groups, dtype=object)}))
+        return {}
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: Any, *unused: Any, **settings: Any) -> KVBatchMeta:
+        """Deal the rows out: an optimizer step has those of whole rollouts, and each worker equally many."""
+        update = self._update
+        seed = [self._seed, self.version, 0]  # As the torch engine's first pass is split; here every pass is.
+        update.steps = list(minibatches(update.usable.batch, update.sent, self._setting("minibatches"), seed))
+        row_of = {rows.place_of(key): row for row, key in enumerate(batch.keys)}
+        lengths = [tag["seq_len"] for tag in batch.tags]
+
+        def divide(chosen: list[int], workers: int) -> list[list[int]]:
+            sizes = torch.tensor([lengths[row] if row < len(lengths) else min(lengths) for row in chosen])
+            divided = get_seqlen_balanced_partitions(calculate_workload(sizes), workers, equal_size=True)
+            return [[chosen[i] for i in part] for part in divided]
+
+        steps = [np.array([row_of[place] for place in step.tolist()]) for step in update.steps]
+        layout = rows.lay_out(steps, self._workers(), divide)
+        batch = upsample_batch_to_divisible_size(batch, len(layout), self.tokenizer.eos_token_id)
+        batch.reorder(layout)
+        return batch
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        if self._algorithm is None:
+            return super()._compute_advantage(batch, metrics)
+        update = self._update
+        whole = update.usable.batch
+        if update.prepared is None:
+            values = self._read(batch, "values")
+            values_R = rows.gather(whole, values, batch.keys)
+            update.prepared = prepare(update.usable, update.samples, self._algorithm, values_R)
+        prepared = update.prepared
+        fields = {
+            "advantages": prepared.advantages_R,
+            "loss_weights": prepared.step_weights(prepared.weights_R, update.steps),
+        }
+        if prepared.value is not None:
+            fields["returns"] = prepared.value.targets_R
+            fields["value_weights"] = prepared.step_weights(prepared.value.weights_R, update.steps)
+        nested = {name: _nested(rows.spread(whole, values_R, batch.keys)) for name, values_R in fields.items()}
+        tensors = TensorDict(nested, batch_size=len(batch))
+        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=tensors)
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        value = None if self._update.prepared is None else self._update.prepared.value
+        weights_R = None if value is None else value.weights_R
+        output = self.critic_wg.train_mini_batch(self._for_training(batch, "critic_epochs", weights_R)).get()
+        metrics.update(reduce_metrics(rename_dict(output["metrics"], "critic/")))
+        return batch
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        weights_R = None if self._update.prepared is None else self._update.prepared.weights_R
+        output = self.actor_rollout_wg.update_actor(self._for_training(batch, "epochs", weights_R))
+        metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))
+        return batch
+
+    # Parts of the above.
+
+    def _prepare(self, usable: Usable, samples: Samples) -> Prepared | None:
+        if self._algorithm is None or self._algorithm.needs_critic:
+            return None
+        return prepare(usable, samples, self._algorithm)
+
+    def _setting(self, name: str) -> int:
+        """`epochs`, `minibatches` or `critic_epochs` of the algorithm."""
+        return int(getattr(self._algorithm or self._chosen, name))
+
+    def _set_temperature(self, batch: Batch, sent: NDArray[np.int64]) -> None:
+        """Log-probabilities are those of the distribution that was sampled from; veRL has one temperature a batch."""
+        temperatures = np.unique(batch.temperature_N[sent])
+        if len(temperatures) > 1:
+            raise EngineError(
+                f"The batch has transitions of several temperatures ({', '.join(map(str, temperatures))}); veRL trains "
+                f"on one at a time. Give every training call the same: [sampling] temperature."
+            )
+        with open_dict(self.config):
+            self.config.actor_rollout_ref.rollout.temperature = float(temperatures[0])
+
+    def _for_training(self, batch: KVBatchMeta, epochs: str, weights_R: Tensor | None) -> KVBatchMeta:
+        """`epochs`: what they are called in the algorithm; `weights_R`: its token weights, None for veRL's own."""
+        update = self._update
+        size = len(batch) // len(update.steps)
+        weighed = {}
+        if update.prepared is not None and weights_R is not None:
+            weighed[STEP_WEIGHT] = update.prepared.mean_step_weight(weights_R, update.steps)
+        batch.extra_info.update(
+            calculate_entropy=True,
+            global_batch_size=size,
+            mini_batch_size=size,
+            epochs=self._setting(epochs),
+            seed=self._seed,
+            dataloader_kwargs={"shuffle": False},
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+            distillation_use_topk=False,
+            distillation_only=False,
+            **{TRAINING_STEP: update.usable.batch.step},
+            **weighed,
+        )
+        return batch
+
+    def _workers(self) -> int:
+        """How many workers the rows are dealt out to."""
+        dispatch = self.actor_rollout_wg._dispatch_info
+        if "actor" not in dispatch:
+            dispatch["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
+        return int(max(dispatch["actor"])) + 1
+
+    def _read(self, batch: KVBatchMeta, field: str) -> Sequence[Tensor]:
+        """One field of every row."""
+        found = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
+        return cast(Sequence[Tensor], found[field].unbind())
+
+    def _read_back(self, batch: KVBatchMeta) -> Prepared:
+        """What veRL's own algorithm made of the rows; a token's weight is its share of all tokens."""
+        update = self._update
+        usable, samples = update.usable, update.samples
+        advantages_R = rows.gather(usable.batch, self._read(batch, "advantages"), batch.keys)
+        weights_R = samples.mask_R / samples.mask_R.sum().clamp(min=1)
+        return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, update.sent, usable.dropped)
+
+
+def _nested(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor([each.to(torch.float32) for each in tensors], layout=torch.jagged)

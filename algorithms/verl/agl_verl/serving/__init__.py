@@ -1,0 +1,1 @@
+"""vLLM's servers, whose replies are of one policy version."""

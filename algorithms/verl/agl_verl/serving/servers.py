@@ -1,0 +1,57 @@
+"""veRL's vLLM servers, with a gate before them (`agl_verl.serving.gate`). Imports veRL and vLLM."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from agl_verl.serving.gate import App, Gate, GatedApp
+
+
+class VersionedReplies(GatedApp):
+    """What vLLM puts around its app, by name."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(app, lambda scope: scope["app"].state.args.agl_gate)
+
+
+class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
+    """A server whose replies name the version of the policy."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self._gate = Gate()
+        super().__init__(*arguments, **settings)
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        args.agl_gate = self._gate
+        args.middleware = [*(args.middleware or ()), f"{__name__}.{VersionedReplies.__name__}"]
+        await super().run_server(args)
+
+    async def abort_all_requests(self, *arguments: Any, **settings: Any) -> Any:
+        self._gate.close()
+        return await super().abort_all_requests(*arguments, **settings)
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        await super().set_global_steps(global_steps)
+        self._gate.version = global_steps
+
+    async def open_submission_gate(self) -> None:
+        await super().open_submission_gate()
+        self._gate.open()
+
+
+class VersionedReplica(vLLMReplica):  # type: ignore[misc]
+    """A serving replica made of such servers."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.server_class = ray.remote(VersionedServer)
+
+
+def register_servers() -> None:
+    """Make veRL's `rollout.name=vllm` stand for these servers in this process."""
+    RolloutReplicaRegistry.register("vllm", lambda: VersionedReplica)

@@ -1,0 +1,115 @@
+"""agl's losses where veRL's training workers call them: `worker_group.set_loss_fn(partial(actor_loss, chosen))`.
+
+veRL hands over a micro-batch; its rows are flattened to the ragged tensors of `agl_algorithms.interface`, so that these
+are the very functions that the torch engine runs. Token weights come with the rows, already normalised over the whole
+optimizer step and corrected, and so does everything that needs the whole batch; a pad row's weights are zero.
+
+veRL averages gradients over its data-parallel workers, so a sum over all rows is each worker's sum times their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agl_algorithms.interface import CriticAlgorithm, Logprobs, Samples
+from agl_verl.config.chosen import ChosenAlgorithm
+
+STEP_WEIGHT = "step_weight"
+"""Beside the rows: the weight of all tokens of an optimizer step together, the mean over an update's steps."""
+TOTAL_LOSS = "total_loss"
+"""The metric of the whole loss; veRL has one of its own called `loss`, of raw sums."""
+
+
+class Ragged:
+    """The response tokens of a micro-batch, row after row, without pads."""
+
+    def __init__(self, response_mask: Any) -> None:
+        """`response_mask`: nested, [B, lengths]; it also says how long each response is."""
+        self.lengths_B = response_mask.offsets().diff()
+        self.mask_R = response_mask.values() > 0
+        places = torch.arange(len(self.lengths_B), device=self.mask_R.device)
+        self.transition_R = torch.repeat_interleave(places, self.lengths_B)
+
+    def flat(self, padded_BL: Tensor) -> Tensor:
+        """[R] of a rectangle that is padded on the right."""
+        columns = torch.arange(padded_BL.shape[1], device=padded_BL.device)
+        return padded_BL[columns < self.lengths_B[:, None]]
+
+    def samples(self, behaviour_R: Tensor) -> Samples:
+        """What a loss may know of the rows; what only advantages need is not here."""
+        nothing_B = torch.zeros(len(self.lengths_B), dtype=torch.float64, device=self.mask_R.device)
+        row_B = torch.arange(len(self.lengths_B), device=self.mask_R.device)
+        return Samples(
+            transition_R=self.transition_R,
+            mask_R=self.mask_R,
+            behaviour_R=behaviour_R,
+            values_N=nothing_B,
+            scores_N=nothing_B,
+            group_N=row_B,
+            rollout_N=row_B,
+            turn_N=torch.zeros_like(row_B),
+        )
+
+
+def actor_loss(
+    chosen: ChosenAlgorithm, model_output: Mapping[str, Tensor], data: Any, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The policy loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    rows = Ragged(data["response_mask"])
+    weights_R = data["loss_weights"].values()
+    behaviour_R = data["rollout_log_probs"].values()
+    current_R = rows.flat(no_padding_2_padding(model_output["log_probs"], data))
+    reference = data.get("ref_log_prob", None)
+    loss, measured = chosen.build().loss(
+        rows.samples(behaviour_R),
+        Logprobs(
+            current_R=current_R,
+            old_R=data["old_log_probs"].values(),
+            behaviour_R=behaviour_R,
+            reference_R=None if reference is None else reference.values(),
+        ),
+        data["advantages"].values(),
+        weights_R,
+    )
+    measured = {TOTAL_LOSS: loss.detach(), **measured}
+    if "entropy" in model_output:
+        entropy_R = rows.flat(no_padding_2_padding(model_output["entropy"], data))
+        measured["entropy"] = (weights_R * entropy_R).sum().detach()
+    return loss * data["dp_size"], _metrics(measured, data)
+
+
+def critic_loss(
+    chosen: ChosenAlgorithm, model_output: Mapping[str, Tensor], data: Any, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The value loss of one micro-batch, as veRL's `TrainingWorker` asks for it."""
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    algorithm = chosen.build()
+    assert algorithm.needs_critic
+    critic: CriticAlgorithm = algorithm  # type: ignore[assignment]
+    loss, measured = critic.value_loss(
+        Ragged(data["response_mask"]).flat(no_padding_2_padding(model_output["values"], data)),
+        data["values"].values(),
+        data["returns"].values(),
+        data["value_weights"].values(),
+    )
+    return loss * data["dp_size"], _metrics(measured, data)
+
+
+def _metrics(measured: Mapping[str, Tensor], data: Any) -> dict[str, Any]:
+    """Means over tokens by weight: veRL adds up over micro-batches, and averages over its workers and over steps."""
+    from verl.utils.metric import AggregationType, Metric
+
+    share = data["dp_size"] / data[STEP_WEIGHT]
+    return {
+        name: Metric(value=value, aggregation=AggregationType.MAX)
+        if name.endswith("_max")
+        else Metric(value=value * share, aggregation=AggregationType.SUM)
+        for name, value in measured.items()
+    }

@@ -1,0 +1,1 @@
+"""What reads a finished or running run."""

@@ -1,0 +1,44 @@
+"""What the core itself brings, through the same hooks as any plugin."""
+
+from __future__ import annotations
+
+from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.hooks import hookimpl
+from agl_core.registering import RegisterBuffer, RegisterStore, RegisterTaskSource
+
+__all__ = [
+    "discounted",
+    "identical",
+    "immediate",
+    "register_buffers",
+    "register_stores",
+    "register_task_sources",
+    "stepwise",
+]
+# Credit rules are made by a decorator: being here is all it takes, as in a user's own file.
+
+
+@hookimpl
+def register_buffers(register: RegisterBuffer) -> None:
+    """The order of completion, without and with replay."""
+    from agl_core.builtin.fifo import fifo
+    from agl_core.builtin.replay import PrioritisedOptions, prioritised, prioritised_needs
+
+    register("fifo", fifo)
+    register("prioritised", prioritised, options=PrioritisedOptions, needs=prioritised_needs)
+
+
+@hookimpl
+def register_stores(register: RegisterStore) -> None:
+    """The store that needs no server."""
+    from agl_core.store.sqlite import SqliteOptions, build
+
+    register("sqlite", build, options=SqliteOptions)
+
+
+@hookimpl
+def register_task_sources(register: RegisterTaskSource) -> None:
+    """Tasks from files."""
+    from agl_core.builtin.tasks import JsonlOptions, jsonl
+
+    register("jsonl", jsonl, options=JsonlOptions)

@@ -1,0 +1,162 @@
+"""The experience buffer "prioritised": groups are trained on again while they are new enough (arXiv 1511.05952).
+
+Prioritised experience replay (Schaul, Quan, Antonoglou and Silver, 2016, section 3), of groups instead of transitions:
+
+    p_i = 1/G · Σ_m |R_m − mean R|        the priority of group i: how far apart its rollouts' returns R lie
+    P(i) = p_i^α / Σ_k p_k^α              how often it is drawn, as a share of all that is drawn (equation 1)
+    w_i = (N · P(i))^−β / max_k w_k       its weight in the loss (section 3.4)
+
+over the N groups that could be drawn. The paper's priority is what a transition last taught, its temporal-difference
+error; p_i is the mean size of the advantages that the members of a group have (GRPO's, not divided by their
+deviation). It stands for the size of the group's gradient, and drawing in proportion to that is what makes the estimate
+of the mean gradient least noisy (Alain et al. 2015, arXiv 1511.06481). A group whose returns are equal has nothing to
+compare, and is not drawn unless α = 0. The paper gives new transitions the highest priority, so that each is seen once;
+here an update gets every new group as "fifo" gives them, with weight 1, and the replays beside them.
+
+k groups of one update are drawn together and are k different ones: k · P(i) is the probability that group i is among
+them. Where that would be more than 1 it is 1, and the others share the rest. So with β = 1 the weighted sum over what
+was drawn is, but for the constant max w, an unbiased estimate of the sum over all N (Horvitz and Thompson, 1952).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from agl_core.builtin.fifo import Fifo
+from agl_core.learning import staleness
+from agl_core.protocols import DrawContext, DrawnGroup
+from agl_core.registering import Capability
+from agl_core.returns import episode_return
+from agl_core.types import Episode
+
+
+class PrioritisedOptions(BaseModel):
+    """Settings of prioritised replay."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ratio: float = Field(
+        1.0, gt=0, le=100, description="Groups replayed in an update for each new one, as far as there are so many."
+    )
+    capacity: int = Field(256, ge=1, description="Groups kept to be replayed; those that came first leave first.")
+    alpha: float = Field(
+        0.6, ge=0, le=1, description="How much the priority counts in what is drawn; 0: all groups alike."
+    )
+    beta: float = Field(
+        1.0, ge=0, le=1, description="How much of that the weight in the loss corrects; 0: nothing, 1: all of it."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    episodes: Sequence[Episode]
+    priority: float
+
+    def too_old(self, context: DrawContext) -> bool:
+        return any(staleness(episode, context.versions) > context.max_staleness for episode in self.episodes)
+
+
+class Prioritised:
+    """Every new group once, in the order of completion; beside them those of earlier updates, by priority.
+
+    A group can be replayed until an episode of it is older than `async.max_staleness`, or more than `capacity` groups
+    came after it. What is drawn is a function of the run's seed, the step and the groups that it has.
+    """
+
+    def __init__(self, options: PrioritisedOptions) -> None:
+        self._options = options
+        self._new = Fifo()
+        self._kept: list[_Kept] = []
+
+    def __len__(self) -> int:
+        """How many groups wait to be trained on, or can be replayed."""
+        return len(self._new) + len(self._kept)
+
+    @property
+    def pending(self) -> list[str]:
+        """The names of the new groups, first to last."""
+        return self._new.pending
+
+    def add(self, group: Sequence[Episode]) -> None:
+        """A new group."""
+        self._new.add(group)
+
+    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
+        """The first `count` new groups and up to `ratio · count` others, or None if there are fewer new ones."""
+        new = self._new.draw(count, context)
+        if new is None:
+            return None
+        replays = self._replays(math.ceil(self._options.ratio * count), context)
+        usable = (_without_dropped(group.episodes) for group in new)
+        kept = [_Kept(group, spread(group)) for group in usable if len(group) >= context.min_group_size]
+        self._kept = [*self._kept, *kept][-self._options.capacity :]
+        return [*new, *replays]
+
+    def _replays(self, count: int, context: DrawContext) -> list[DrawnGroup]:
+        self._kept = [each for each in self._kept if not each.too_old(context)]
+        shares = np.array([each.priority for each in self._kept]) ** self._options.alpha
+        places = np.flatnonzero(shares)
+        chances = inclusion_probabilities(shares[places], count)
+        chosen = systematic_sample(chances, np.random.default_rng([context.seed, context.step]))
+        weights = (chances.min(initial=1.0) / chances) ** self._options.beta
+        return [DrawnGroup(self._kept[places[i]].episodes, float(weights[i])) for i in chosen]
+
+
+def prioritised(options: PrioritisedOptions) -> Prioritised:
+    """New groups once, and beside them earlier ones again, the more often the further apart their returns lie."""
+    return Prioritised(options)
+
+
+def prioritised_needs(options: PrioritisedOptions) -> set[Capability]:
+    """Old experience, corrected; and several rollouts of each task, unless all groups are drawn alike."""
+    return {Capability.REPLAY, Capability.GROUPS} if options.alpha > 0 else {Capability.REPLAY}
+
+
+def spread(group: Sequence[Episode]) -> float:
+    """p of the module's formulas: the mean absolute deviation of the returns; 0 of what is not finite."""
+    returns = [episode_return(episode) for episode in group]
+    middle = mean(returns)  # Exact: equal returns must not differ in the last bit.
+    deviation = mean(abs(each - middle) for each in returns)
+    return deviation if math.isfinite(deviation) else 0.0
+
+
+def inclusion_probabilities(shares: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """[N] in proportion to `shares` [N] (all above 0), none above 1; their sum is `count` (from 1), or N if less.
+
+    >>> inclusion_probabilities(np.array([1.0, 1.0, 2.0, 8.0]), 2).tolist()
+    [0.25, 0.25, 0.5, 1.0]
+    """
+    chances = np.ones(len(shares))
+    free, left = np.ones(len(shares), np.bool_), count
+    while 0 < left < free.sum():
+        chances[free] = left * shares[free] / shares[free].sum()
+        certain = free & (chances >= 1)
+        if not certain.any():
+            break
+        chances[certain] = 1.0
+        free, left = free & ~certain, left - int(certain.sum())
+    return chances
+
+
+def systematic_sample(chances: NDArray[np.float64], random: np.random.Generator) -> list[int]:
+    """Distinct places, each with its probability: their number is the sum of `chances`, rounded.
+
+    In a random order the probabilities are laid end to end, and marks set at distance 1 from a random start (Madow,
+    1949).
+    """
+    order = random.permutation(len(chances))
+    marks = random.random() + np.arange(round(float(chances.sum())))
+    found = np.searchsorted(np.cumsum(chances[order]), marks, side="right")
+    return sorted({int(order[min(place, len(order) - 1)]) for place in found})
+
+
+def _without_dropped(group: Sequence[Episode]) -> list[Episode]:
+    """A group as it is replayed: what is dropped was recorded the first time."""
+    return [episode for episode in group if episode.dropped is None and episode.transitions]

@@ -1,0 +1,1 @@
+"""Attaching to agents without a change to their code."""

@@ -1,0 +1,120 @@
+"""Attaching to every Python process of a command, with no change to its code: by the environment that it inherits."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from agl_core.capture.attach.attach import attach, installed_adapters
+from agl_core.capture.attach.requests import HTTP_LIBRARIES
+from agl_core.capture.context import ActiveAttempt, start_running
+from agl_core.capture.recording import Recording
+from agl_core.capture.reports import report_problem
+from agl_core.capture.spool import SpooledRecording, read_spool
+from agl_core.errors import PluginError
+from agl_core.plugins import Plugins
+from agl_core.protocols import Adapter
+from agl_core.types import AttemptKey
+from agl_core.wire.headers import rollout_path
+
+SITE = Path(__file__).parent / "site"
+"""The folder with our sitecustomize."""
+_TELEMETRY = "OTEL_EXPORTER_OTLP_"
+
+
+@contextmanager
+def bootstrapped(
+    attempt: AttemptKey,
+    base_url: str,
+    api_key: str,
+    recording: Recording,
+    environment: Mapping[str, str],
+    plugins: Sequence[Path] = (),
+) -> Iterator[dict[str, str]]:
+    """What to set beside `environment` for a command that is run inside, so that its Python processes attach.
+
+    At the end, however it comes, what they reported is in `recording`. See `bootstrap_variables`.
+    """
+    with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
+        reports = Path(folder)
+        try:
+            yield bootstrap_variables(attempt, base_url, api_key, reports, environment, plugins)
+        finally:
+            read_spool(reports, recording)
+
+
+def bootstrap_variables(
+    attempt: AttemptKey,
+    base_url: str,
+    api_key: str,
+    reports: Path,
+    environment: Mapping[str, str],
+    plugins: Sequence[Path] = (),
+) -> dict[str, str]:
+    """What to set beside `environment`, so that each Python process of a command attaches itself to an attempt.
+
+    Requests to the server at `base_url` are stamped and carry `api_key`; what adapters and the agent report is
+    written below `reports` (see `agl_core.capture.spool.read_spool`). `plugins` are files whose adapters are attached
+    beside the installed ones. A process that imports no HTTP library, no framework and no agl is left alone. Frameworks
+    are those of the adapters that are installed here, and those that adapters of the command's own Python name in the
+    entry-point group `agl.frameworks`. An OpenTelemetry exporter sends its spans to the attempt, unless
+    `environment` says where.
+    """
+    return {
+        "AGL_BASE_URL": base_url,
+        "AGL_API_KEY": api_key,
+        "AGL_ROLLOUT": attempt.rollout,
+        "AGL_ATTEMPT": str(attempt.attempt),
+        "AGL_REPORTS": str(reports),
+        "AGL_TRIGGERS": ",".join(sorted({"agl_core", *HTTP_LIBRARIES, *_own_frameworks(*plugins)})),
+        "AGL_PLUGINS": os.pathsep.join(map(str, plugins)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), environment.get("PYTHONPATH")])),
+        **_telemetry(attempt, base_url, api_key, environment),
+    }
+
+
+@functools.cache
+def _own_frameworks(*files: Path) -> frozenset[str]:
+    # What is installed stays so, and a worker asks for each attempt.
+    return frozenset(adapter.framework for adapter in _adapters(files))
+
+
+def _telemetry(attempt: AttemptKey, base_url: str, api_key: str, environment: Mapping[str, str]) -> dict[str, str]:
+    if any(name.startswith(_TELEMETRY) for name in environment):
+        return {}
+    return {
+        f"{_TELEMETRY}TRACES_ENDPOINT": f"{base_url}{rollout_path(*attempt)}/v1/traces",
+        f"{_TELEMETRY}TRACES_HEADERS": f"Authorization=Bearer%20{api_key}",
+        f"{_TELEMETRY}TRACES_PROTOCOL": "http/protobuf",
+    }
+
+
+def attach_to_attempt(environment: Mapping[str, str]) -> None:
+    """Attach this process to the attempt that `bootstrap_variables` put into its environment."""
+    recording = SpooledRecording(Path(environment["AGL_REPORTS"]))
+    start_running(
+        ActiveAttempt(
+            environment["AGL_ROLLOUT"],
+            int(environment["AGL_ATTEMPT"]),
+            environment["AGL_BASE_URL"],
+            environment["AGL_API_KEY"],
+            recording,
+        )
+    )
+    attach(_adapters([Path(each) for each in environment.get("AGL_PLUGINS", "").split(os.pathsep) if each]))
+
+
+def _adapters(files: Sequence[Path]) -> list[Adapter]:
+    try:
+        plugins = Plugins.load(files)
+        adapters = installed_adapters(plugins)
+    except Exception as error:
+        report_problem("Looking for adapters", error)
+        return []
+    for broken in plugins.broken:
+        report_problem("Looking for adapters", PluginError(str(broken)))
+    return adapters

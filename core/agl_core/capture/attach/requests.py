@@ -1,0 +1,197 @@
+"""Stamps who calls, and for which attempt, on the requests of httpx and httpx2 that go to the Lightning Server.
+
+A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
+that sends it. Requests to any other host are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import uuid
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeAlias
+from urllib.parse import quote, urlsplit
+
+from agl_core.capture.context import ActiveAttempt, current_attempt, current_identity, current_scope
+from agl_core.capture.reports import report_problem
+from agl_core.capture.state import packed_variables
+from agl_core.capture.steps import Step, current_step
+from agl_core.types import Identity
+from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
+
+HTTP_LIBRARIES = ("httpx", "httpx2")
+"""openai 1.x, 2.x and anthropic speak through the first, openai 3.x through the second."""
+
+Resolver: TypeAlias = Callable[[], Identity | None]
+"""Asks a framework who is making the request that is being sent; None if it does not know."""
+
+_RETRY_COUNT = "x-stainless-retry-count"
+"""How the clients of OpenAI and Anthropic number the retries of a request, 0 first."""
+_MAX_HEADER = 512
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The latest first try of this context."""
+
+    marker: str
+    digest: bytes
+
+
+_sent: ContextVar[_Sent | None] = ContextVar("agl_sent", default=None)
+
+
+class Stamping:
+    """Patches `Client.send` and `AsyncClient.send` of an HTTP library."""
+
+    def __init__(self) -> None:
+        self._resolvers: list[Resolver] = []
+        self._patched: list[tuple[type, Any, Any]] = []
+
+    def add_resolver(self, resolver: Resolver) -> None:
+        """Ask `resolver` where no adapter has entered an identity; in the order added, the first answer counts."""
+        self._resolvers.append(resolver)
+
+    def install(self, library: ModuleType) -> None:
+        """Patch an HTTP library; doing it again changes nothing."""
+        if any(patched is library.Client for patched, _, _ in self._patched):
+            return
+        send, async_send = library.Client.send, library.AsyncClient.send
+
+        @functools.wraps(send)
+        def stamped_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            step = self._stamp(request)
+            try:
+                return send(client, request, *args, **kwargs)
+            finally:
+                if step is not None:
+                    step.end_call()
+
+        @functools.wraps(async_send)
+        async def stamped_async_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            step = self._stamp(request)
+            try:
+                return await async_send(client, request, *args, **kwargs)
+            finally:
+                if step is not None:
+                    step.end_call()
+
+        for patched, original, stamped in (
+            (library.Client, send, stamped_send),
+            (library.AsyncClient, async_send, stamped_async_send),
+        ):
+            patched.send = stamped
+            self._patched.append((patched, original, stamped))
+
+    def uninstall(self) -> None:
+        """Forget the resolvers and restore what was patched, except where somebody else has patched it since."""
+        for patched, original, stamped in self._patched:
+            if patched.send is stamped:  # type: ignore[attr-defined]
+                patched.send = original  # type: ignore[attr-defined]
+        self._patched.clear()
+        self._resolvers.clear()
+
+    def _stamp(self, request: Any) -> Step | None:
+        """Stamp it, if it goes to the server; the step that it begins, if it begins one."""
+        active = current_attempt()
+        step = None
+        if active is None:
+            return None
+        try:
+            if _is_below(request.url, active.base_url):
+                step = _begun_step(request)
+                request.headers.update(self._headers(request, active, step))
+                _authorize(request, active)
+        except Exception as error:
+            report_problem("Stamping a request", error)
+        return step
+
+    def _headers(self, request: Any, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
+        who = current_identity() or Identity()
+        if who.agent is None and who.parent_span is None:
+            who = self._resolved() or who
+        headers = {
+            HEADER_ROLLOUT: f"{active.rollout}/{active.attempt}",
+            HEADER_AGENT: who.agent,
+            HEADER_PARENT_SPAN: who.parent_span or (step and step.span),
+            HEADER_RETRY: _retry_marker(request),
+        }
+        stamped = {name: header_value(value) for name, value in headers.items() if value}
+        variables = packed_variables()
+        return {**stamped, HEADER_STATE: variables} if variables else stamped
+
+    def _resolved(self) -> Identity | None:
+        """The first answer that names an agent, else the first answer."""
+        answered: Identity | None = None
+        for resolver in self._resolvers:
+            try:
+                identity = resolver()
+            except Exception as error:
+                report_problem("Asking a framework who makes a call", error)
+                continue
+            if identity is not None and identity.agent is not None:
+                return identity
+            answered = answered or identity
+        return answered
+
+
+def header_value(text: str) -> str:
+    """Text as the value of a header, percent-encoded where ASCII cannot say it (`urllib.parse.unquote` decodes it).
+
+    >>> header_value("write_query"), header_value("Übersetzer")
+    ('write_query', '%C3%9Cbersetzer')
+    """
+    return quote(text, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").strip()[:_MAX_HEADER]
+
+
+def _is_below(url: Any, base_url: str) -> bool:
+    base = urlsplit(base_url)
+    return (
+        url.scheme == base.scheme
+        and url.host == base.hostname
+        and (url.port or _DEFAULT_PORTS.get(url.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
+        and (url.path.startswith(f"{base.path.rstrip('/')}/") or url.path == base.path)
+    )
+
+
+def _authorize(request: Any, active: ActiveAttempt) -> None:
+    """Show the attempt's own key, whatever the client was made with: one client may serve many attempts."""
+    if "x-api-key" in request.headers:
+        request.headers["x-api-key"] = active.api_key
+    request.headers["authorization"] = f"Bearer {active.api_key}"
+
+
+def _begun_step(request: Any) -> Step | None:
+    """The step that a call begins, where its scope has steps; a retry goes on with the one of its first try."""
+    scope = current_scope()
+    if scope is None or scope.steps is None or request.method != "POST":
+        return None
+    step = current_step()
+    is_retry = request.headers.get(_RETRY_COUNT, "0") != "0"
+    return step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin()
+
+
+def _retry_marker(request: Any) -> str | None:
+    """One value for a request and its retries, where the client numbers them; None where it cannot be known.
+
+    A client retries in the context of its first try, with the same body: nothing else is taken for a retry.
+    """
+    count = request.headers.get(_RETRY_COUNT)
+    if count is None:
+        return None
+    try:
+        body = request.content
+    except RuntimeError:  # the body is a stream, which can be read only once
+        return None
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    if count == "0":
+        sent = _Sent(uuid.uuid4().hex, digest)
+        _sent.set(sent)
+        return sent.marker
+    first = _sent.get()
+    return first.marker if first is not None and first.digest == digest else None

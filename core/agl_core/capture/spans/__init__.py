@@ -1,0 +1,1 @@
+"""OpenTelemetry spans, whatever vocabulary they were written in."""

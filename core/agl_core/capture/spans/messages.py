@@ -1,0 +1,196 @@
+"""What was said in an LLM call's span, in any vocabulary, as OpenAI's chat completions say it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agl_core.capture.spans.spans import Span, loads
+from agl_core.types import Choice, FinishReason, Json, Logprobs, Sampling, Tokens
+
+_SETTINGS = {
+    "gen_ai.request.model": "model",
+    "gen_ai.request.temperature": "temperature",
+    "gen_ai.request.top_p": "top_p",
+    "gen_ai.request.max_tokens": "max_tokens",
+    "gen_ai.request.seed": "seed",
+}
+_FINISHED = {
+    **{reason.value: reason for reason in FinishReason},
+    "tool_call": FinishReason.TOOL_CALLS,
+    "tool_use": FinishReason.TOOL_CALLS,
+    "function_call": FinishReason.TOOL_CALLS,
+    "max_tokens": FinishReason.LENGTH,
+}
+
+
+def request_of(spans: Sequence[Span]) -> dict[str, Json]:
+    """The request body of one call, from its spans; the agent's own where OpenInference has kept it."""
+    settings: dict[str, Json] = {}
+    for span in spans:
+        raw = loads(span.attributes.get("input.value"))
+        if isinstance(raw, Mapping) and isinstance(raw.get("messages"), list):
+            return dict(raw)
+        settings.update(_settings(span))
+    told = (list(_told(span, "input")) for span in spans)
+    return {**settings, "messages": next(filter(None, told), [])}
+
+
+def choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
+    """The responses of one call, from its spans; with token ids where OpenInference has kept the endpoint's reply."""
+    if raw := _raw_reply(spans):
+        # Of a stream it keeps what its chunks have in common with a reply: its ids would not be all of them.
+        is_whole = raw.get("object") == "chat.completion"
+        return tuple(_raw_choice(index, each, is_whole) for index, each in enumerate(raw["choices"]))
+    told = next(filter(None, (list(_told(span, "output")) for span in spans)), [])
+    reasons = next(filter(None, (span.attributes.get("gen_ai.response.finish_reasons") for span in spans)), ())
+    reason_of = dict(enumerate(reasons))
+    return tuple(
+        Choice(
+            index=index,
+            message={name: value for name, value in message.items() if name != "finish_reason"},
+            finish_reason=_finish_reason(message, message.get("finish_reason") or reason_of.get(index)),
+        )
+        for index, message in enumerate(told)
+    )
+
+
+def prompt_ids_of(spans: Sequence[Span]) -> Tokens | None:
+    """The prompt's token ids, where OpenInference has kept the reply of an endpoint that returns them."""
+    return _ids(_raw_reply(spans).get("prompt_token_ids"))
+
+
+def sampling_of(request: Mapping[str, Json]) -> Sampling:
+    """The sampling that the agent's code asked for."""
+    return Sampling(
+        temperature=request.get("temperature"),
+        top_p=request.get("top_p"),
+        max_tokens=request.get("max_completion_tokens") or request.get("max_tokens"),
+        seed=request.get("seed"),
+    )
+
+
+def input_of(root: Span) -> Json:
+    """What the root of a trace was given, if it says so."""
+    return loads(root.attributes.get("input.value", root.attributes.get("traceloop.entity.input")))
+
+
+def output_of(root: Span) -> Json:
+    """What the root of a trace gave back, if it says so."""
+    return loads(root.attributes.get("output.value", root.attributes.get("traceloop.entity.output")))
+
+
+def _raw_reply(spans: Sequence[Span]) -> Mapping[str, Any]:
+    """The endpoint's own reply, or nothing."""
+    for span in spans:
+        raw = loads(span.attributes.get("output.value"))
+        if isinstance(raw, Mapping) and isinstance(raw.get("choices"), list):
+            return raw
+    return {}
+
+
+def _raw_choice(index: int, choice: Mapping[str, Any], is_whole: bool) -> Choice:
+    message: dict[str, Json] = {"role": "assistant", "content": None, **(choice.get("message") or {})}
+    return Choice(
+        index=choice.get("index", index),
+        message=message,
+        finish_reason=_finish_reason(message, choice.get("finish_reason")),
+        response_ids=_ids(choice.get("token_ids")) if is_whole else None,
+        logprobs=_logprobs(choice.get("logprobs")) if is_whole else None,
+    )
+
+
+def _settings(span: Span) -> dict[str, Json]:
+    """Model, sampling and tools beside the messages."""
+    attributes = span.attributes
+    settings = {ours: attributes[theirs] for theirs, ours in _SETTINGS.items() if theirs in attributes}
+    if definitions := loads(attributes.get("gen_ai.tool.definitions")):
+        settings["tools"] = definitions
+    invocation = loads(attributes.get("llm.invocation_parameters"))
+    return {**settings, **invocation} if isinstance(invocation, Mapping) else settings
+
+
+def _told(span: Span, side: str) -> Iterator[dict[str, Json]]:
+    """The messages of one side, `input` or `output`."""
+    found = loads(span.attributes.get(f"gen_ai.{side}.messages"))
+    instructions = loads(span.attributes.get("gen_ai.system_instructions"))
+    if side == "input" and isinstance(instructions, list):
+        yield from _from_parts({"role": "system", "parts": instructions})
+    if not isinstance(found, list):
+        found = _indexed(span.attributes, f"llm.{side}_messages.", ".message.")
+    for message in found:
+        if isinstance(message, Mapping):
+            yield from _from_parts(message) if isinstance(message.get("parts"), list) else _from_flat(message)
+
+
+def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    """A message of the GenAI conventions; a `tool` message answers each of its calls by itself, as OpenAI's do."""
+    content: list[Json] = []
+    tool_calls, said = [], {name: value for name, value in message.items() if name in ("role", "name", "finish_reason")}
+    for part in message["parts"]:
+        kind = part.get("type")
+        if kind == "tool_call":
+            tool_calls.append(_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
+        elif kind == "tool_call_response":
+            response = part.get("response", part.get("result"))
+            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _as_text(response)}
+        elif kind == "reasoning":
+            said["reasoning_content"] = part.get("content")
+        else:
+            content.append({"type": "text", "text": part.get("content")} if kind == "text" else dict(part))
+    if content or tool_calls or message.get("role") != "tool":
+        texts = [part["text"] or "" for part in content if part.get("type") == "text"]
+        text = "".join(texts) or (None if tool_calls else "")
+        said["content"] = text if len(texts) == len(content) else content
+        yield {**said, "tool_calls": tool_calls} if tool_calls else said
+
+
+def _from_flat(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    """A message of OpenInference, whose fields were attributes of their own; a plain one is as it is."""
+    said = {name: value for name, value in message.items() if "." not in name}
+    said.setdefault("content", None)
+    tool_calls = [
+        _tool_call(each.get("id"), each.get("function.name"), each.get("function.arguments"))
+        for each in _indexed(message, "tool_calls.", ".tool_call.")
+    ]
+    parts = _indexed(message, "contents.", ".message_content.")
+    if parts and said["content"] is None:
+        is_text = all(part.get("type") == "text" for part in parts)
+        said["content"] = "".join(part.get("text") or "" for part in parts) if is_text else parts
+    yield {**said, "tool_calls": tool_calls} if tool_calls else said
+
+
+def _indexed(attributes: Mapping[str, Any], prefix: str, infix: str) -> list[dict[str, Any]]:
+    """Things that were written as `PREFIX 0 INFIX field`, in order."""
+    pattern = re.compile(rf"{re.escape(prefix)}(\d+){re.escape(infix)}(.+)")
+    found: dict[int, dict[str, Any]] = {}
+    for name, value in attributes.items():
+        if match := pattern.fullmatch(name):
+            found.setdefault(int(match[1]), {})[match[2]] = value
+    return [found[index] for index in sorted(found)]
+
+
+def _tool_call(id: Json, name: Json, arguments: Json) -> dict[str, Json]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": _as_text(arguments)}}
+
+
+def _as_text(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _finish_reason(message: Mapping[str, Json], reason: Json) -> FinishReason:
+    told = _FINISHED.get(reason) if isinstance(reason, str) else None
+    return told or (FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP)
+
+
+def _ids(found: Any) -> Tokens | None:
+    return np.array(found, np.int32) if isinstance(found, list) and found else None
+
+
+def _logprobs(found: Any) -> Logprobs | None:
+    content = found.get("content") if isinstance(found, Mapping) else None
+    return np.array([token["logprob"] for token in content], np.float32) if content else None

@@ -1,0 +1,95 @@
+"""What an adapter keeps when it is used alone: with no gateway there is nobody else to record the calls."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any, TypeAlias
+
+from agl_core.capture.jsonable import jsonable
+from agl_core.capture.recording import Recording
+from agl_core.types import Attempt, Call, Ending, Mode, Rollout, RolloutState, Task, ToolResult
+
+Records: TypeAlias = tuple[Rollout, Attempt, list[Call], list[ToolResult]]
+"""What `agl_core.learning.build_episode` makes an episode of."""
+
+
+class CapturedRollout:
+    """One run of an agent as its framework told it: text, without token ids."""
+
+    def __init__(self, id: str, input: Any) -> None:
+        self.id = id
+        self.recording = Recording()
+        self._task = Task(id, jsonable(input))
+        self._started = time.time()
+        self._sequence = itertools.count()
+        self._calls: list[Call] = []
+        self._attempt: Attempt | None = None
+
+    def next_sequence(self) -> int:
+        """The place of a call that starts now."""
+        return next(self._sequence)
+
+    def call(self, call: Call) -> None:
+        """Keep a call that has ended."""
+        self._calls.append(call)
+
+    def finish(self, result: Any = None, error: str | None = None) -> None:
+        """The agent returned `result`, or raised `error`."""
+        ending = Ending.CRASHED if error else Ending.FINISHED if self._calls else Ending.NO_CALL
+        self._attempt = Attempt(self.id, 0, "", self._started, time.time(), ending, jsonable(result), error)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._attempt is not None
+
+    def records(self) -> Records:
+        """The records of a finished rollout."""
+        assert self._attempt is not None, "the rollout has not finished"
+        rollout = Rollout(
+            id=self.id,
+            run="alone",
+            restart=0,
+            group=self.id,
+            task=self._task,
+            # Nobody fixed the sampling, so it is not training data.
+            mode=Mode.EVAL_SAMPLED,
+            step=0,
+            member=0,
+            state=RolloutState.DONE,
+            counted_attempt=0,
+            ending=self._attempt.ending,
+        )
+        tool_results = [
+            ToolResult(rollout=self.id, attempt=0, **report.model_dump()) for report in self.recording.tool_results
+        ]
+        return rollout, self._attempt, list(self._calls), tool_results
+
+
+class Capture:
+    """The latest rollouts that an adapter used alone has seen."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._rollouts: dict[str, CapturedRollout] = {}
+
+    def start(self, id: str, input: Any) -> CapturedRollout:
+        """A new rollout; the oldest is forgotten when there are more than `keep`."""
+        rollout = CapturedRollout(id, input)
+        with self._lock:
+            self._rollouts[id] = rollout
+            while len(self._rollouts) > self._keep:
+                del self._rollouts[next(iter(self._rollouts))]
+        return rollout
+
+    def finished(self) -> list[CapturedRollout]:
+        """The rollouts that have ended, in the order they started."""
+        with self._lock:
+            return [rollout for rollout in self._rollouts.values() if rollout.is_finished]
+
+    def clear(self) -> None:
+        """Forget them all."""
+        with self._lock:
+            self._rollouts.clear()

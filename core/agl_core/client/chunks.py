@@ -1,0 +1,63 @@
+"""Records in requests that the server can take, however many they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+from pydantic import BaseModel
+
+from agl_core.store.interface import Record
+from agl_core.store.packing import pack
+from agl_core.types import Rollout
+from agl_core.wire.operation import Operation
+from agl_core.wire.trainers import (
+    ENQUEUE,
+    PUT,
+    PUT_PART,
+    WRITE_PARTS,
+    EnqueueRequest,
+    PackedRecords,
+    PartsRequest,
+    PutRequest,
+    RecordsPart,
+)
+
+LARGE = 8 << 20
+"""Bytes of records in one request, unless one record has more: the server does nothing else while it reads them."""
+
+Chunk: TypeAlias = tuple[Operation[Any, Any], BaseModel]
+
+
+def enqueuing(rollouts: Sequence[Rollout]) -> Iterator[Chunk]:
+    """The requests that have these run, in their order."""
+    for part in _packed(list(rollouts)):
+        yield ENQUEUE, EnqueueRequest.model_construct(rollouts=part)
+
+
+def putting(records: Iterable[Record]) -> Iterator[Chunk]:
+    """The requests that write these records, all or none: one, or several of which the last one writes."""
+    parts = _packed(list(records))
+    first, second = next(parts), next(parts, None)
+    if second is None:
+        yield PUT, PutRequest.model_construct(records=first)
+        return
+    put, count = uuid4().hex, 0
+    for part in (first, second, *parts):
+        yield PUT_PART, RecordsPart.model_construct(put=put, number=count, records=part)
+        count += 1
+    yield WRITE_PARTS, PartsRequest(put=put, count=count)
+
+
+def _packed(records: Sequence[Record]) -> Iterator[PackedRecords]:
+    """In so many equal parts that none is too large, as far as that can be known; at least one."""
+    packed = pack(records)
+    size = len(packed.model_dump_json())
+    if size <= LARGE or len(records) < 2:
+        yield packed
+        return
+    del packed
+    length = max(len(records) * LARGE // size, 1)
+    for start in range(0, len(records), length):
+        yield from _packed(records[start : start + length])

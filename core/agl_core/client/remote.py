@@ -1,0 +1,311 @@
+"""A Lightning Server elsewhere, with the interface that one in the trainer's own process has.
+
+While the server is away, every request waits for it; one line of the log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, TypeVar
+
+from agl_core.client.http import BlockingClient, LightningClient, RefusedError, UnreachableError
+from agl_core.client.link import Link, persistently
+from agl_core.errors import ServerError, StoreError, StoreRefusedError
+from agl_core.store.codec import name_of
+from agl_core.store.interface import Record
+from agl_core.types import (
+    Attempt,
+    AttemptKey,
+    Call,
+    Mode,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    ToolResult,
+    TrainingRecord,
+)
+from agl_core.wire.trainers import (
+    BEGIN,
+    FINISH,
+    MAX_ATTEMPTS,
+    MAX_IDS,
+    PUBLISH,
+    SERVE,
+    AttemptsQuery,
+    BeginReply,
+    BeginRequest,
+    FinishRequest,
+    RecordsName,
+    RecordsQuery,
+    Registration,
+    RolloutQuery,
+    RolloutsQuery,
+    RunsQuery,
+    StoreQuestion,
+    VersionsRequest,
+)
+from agl_core.wire.workers import AttemptRef
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Kind = TypeVar("Kind", Run, Rollout, Attempt, Call, ToolResult, Reward, TrainingRecord)
+
+_WAIT = 20.0
+"""Seconds that one question for what is done waits."""
+_CALLS_AT_ONCE = 256
+"""Attempts per request for calls, which are large."""
+_TRIES_AT_THE_END = 4
+"""A trainer that stops does not wait long for a server that is away."""
+_KEEP_ALIVE_TIMEOUT = 10.0
+_RETRY = 1.0
+_REFUSED = frozenset({413, 422})
+"""The answers to records, or a question, that are wrong as they are."""
+_NAMED = 3
+"""The most records that an error names."""
+
+
+class RemoteServer:
+    """A server at `base_url`, of which `key` is the operator's; see `agl_core.training.serving.TrainingServer`.
+
+    It counts the trainer as gone after `lease` seconds without a word from it.
+    """
+
+    worker_key = None
+
+    def __init__(self, base_url: str, key: str, lease: float = 20.0) -> None:
+        self.base_url = base_url
+        self._client = LightningClient(base_url, key)
+        self.run = RemoteRun(self._client, lease)
+
+    async def __aenter__(self) -> RemoteServer:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.run.fall_silent()
+        await self._client.close()
+
+
+class RemoteRun:
+    """The run that such a server serves; see `agl_core.training.serving.RunControl`.
+
+    A thread repeats where the engine serves, so that nothing in the trainer's event loop delays it. `check` raises
+    once another trainer has taken the run over.
+    """
+
+    def __init__(self, client: LightningClient, lease: float) -> None:
+        self._client, self._lease = client, lease
+        self._link = Link(client.base_url)
+        self.queue = RemoteQueue(client, self._link)
+        self.store = RemoteStore(client, self._link)
+        self._presence = _Presence(client.base_url, client.key, self._link)
+
+    def check(self) -> None:
+        """ServerError if the server no longer hears this trainer."""
+        if self._presence.refused is not None:
+            raise self._presence.refused
+
+    async def begin(self, request: BeginRequest) -> BeginReply:
+        """Begin the run's next restart."""
+        return await persistently(self._link, lambda: self._client.ask(BEGIN, request))
+
+    async def serve(self, registration: Registration) -> None:
+        """Say where the engine serves, and repeat it until the trainer stops."""
+        registration = registration.model_copy(update={"expires": self._lease})
+        await persistently(self._link, lambda: self._client.ask(SERVE, registration))
+        self._presence.start(registration, self._lease / 4)
+
+    async def publish(self, request: VersionsRequest) -> None:
+        """Policies were updated."""
+        self._presence.publish(request.versions)
+        await persistently(self._link, lambda: self._client.ask(PUBLISH, request))
+
+    async def finish(self, request: FinishRequest) -> None:
+        """The trainer stops."""
+        await self.fall_silent()
+        await _at_the_end(self._link, lambda: self._client.ask(FINISH, request))
+
+    async def fall_silent(self) -> None:
+        """Repeat nothing any more."""
+        await self._presence.stop()
+
+
+class RemoteQueue:
+    """A server's rollout queue."""
+
+    def __init__(self, client: LightningClient, link: Link) -> None:
+        self._client, self._link = client, link
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        """Have these run; ServerError if the server refuses some of them: those before may run then."""
+        await persistently(self._link, lambda: self._client.enqueue(rollouts))
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        """Those of `ids` that are done; waits until one is."""
+        asked = list(ids)[:MAX_IDS]
+        found: list[Rollout] = []
+        while asked and not found:
+            found = await persistently(self._link, lambda: self._client.done(asked, _WAIT))
+        return found
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        """End these; if the server is away, they end when the next restart begins."""
+        for start in range(0, len(ids), MAX_IDS):
+            some = list(ids)[start : start + MAX_IDS]
+            await _at_the_end(self._link, lambda some=some: self._client.cancel(some))  # type: ignore[misc]
+
+
+class RemoteStore:
+    """A server's store; see `agl_core.store.interface.Store`."""
+
+    def __init__(self, client: LightningClient, link: Link) -> None:
+        self._client, self._link = client, link
+
+    async def open(self) -> None:
+        """Nothing: the server has it open."""
+
+    async def close(self) -> None:
+        """Nothing: the server goes on with it."""
+
+    async def put(self, *records: Record) -> None:
+        if not records:
+            return
+        try:
+            await persistently(self._link, lambda: self._client.put(records))
+        except RefusedError as error:
+            names = " or ".join([*map(name_of, records[:_NAMED]), *(["…"] if len(records) > _NAMED else [])])
+            raise _of_store(error, f"{names}: ") from error
+
+    async def runs(self) -> list[Run]:
+        return await self._read(RunsQuery(), Run)
+
+    async def rollouts(
+        self,
+        *,
+        run: str | None = None,
+        step: int | None = None,
+        mode: Mode | None = None,
+        state: RolloutState | None = None,
+        group: str | None = None,
+        limit: int | None = None,
+    ) -> list[Rollout]:
+        question = RolloutsQuery(run=run, step=step, mode=mode, state=state, group=group, limit=limit)
+        return await self._read(question, Rollout)
+
+    async def rollout(self, prefix: str) -> Rollout:
+        [found] = await self._read(RolloutQuery(prefix=prefix), Rollout)
+        return found
+
+    async def attempts(self, rollout: str) -> list[Attempt]:
+        return await self._read(AttemptsQuery(rollout=rollout), Attempt)
+
+    async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
+        return await self._recorded("calls", attempts, Call, _CALLS_AT_ONCE)
+
+    async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
+        return await self._recorded("tool_results", attempts, ToolResult)
+
+    async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
+        return await self._recorded("rewards", attempts, Reward)
+
+    async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
+        return await self._recorded("training_records", attempts, TrainingRecord)
+
+    async def __aenter__(self) -> RemoteStore:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing, as `close`."""
+
+    async def _recorded(
+        self, name: RecordsName, attempts: Iterable[AttemptKey], kind: type[Kind], at_once: int = MAX_ATTEMPTS
+    ) -> list[Kind]:
+        """What was recorded of these attempts, in as many requests as it takes."""
+        refs = [AttemptRef(rollout=key.rollout, attempt=key.attempt) for key in dict.fromkeys(attempts)]
+        found: list[Kind] = []
+        for start in range(0, len(refs), at_once):
+            found += await self._read(RecordsQuery(kind=name, attempts=refs[start : start + at_once]), kind)
+        return found
+
+    async def _read(self, question: StoreQuestion, kind: type[Kind]) -> list[Kind]:
+        try:
+            found = await persistently(self._link, lambda: self._client.query(question))
+        except RefusedError as error:
+            raise _of_store(error) from error
+        return [record for record in found if isinstance(record, kind)]
+
+
+class _Presence:
+    """Repeats from a thread where the engine serves."""
+
+    def __init__(self, base_url: str, key: str, link: Link) -> None:
+        self._base_url, self._key, self._link = base_url, key, link
+        self._lock = threading.Lock()
+        self._registration: Registration | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.refused: ServerError | None = None
+        """Why the server does not hear this trainer any more."""
+
+    def start(self, registration: Registration, interval: float) -> None:
+        self._registration = registration
+        self._thread = threading.Thread(target=self._repeat, args=(interval,), daemon=True, name="agl-presence")
+        self._thread.start()
+
+    def publish(self, versions: dict[str, int]) -> None:
+        """The versions to name from now on."""
+        with self._lock:
+            if self._registration is not None:
+                known = {**self._registration.versions, **versions}
+                self._registration = self._registration.model_copy(update={"versions": known})
+
+    async def stop(self) -> None:
+        """Send no more; a request under way has ended when this returns."""
+        self._stopped.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _KEEP_ALIVE_TIMEOUT)
+
+    def _repeat(self, interval: float) -> None:
+        wait = interval
+        with BlockingClient(self._base_url, self._key, _KEEP_ALIVE_TIMEOUT) as client:
+            while not self._stopped.wait(wait):
+                with self._lock:
+                    registration = self._registration
+                assert registration is not None
+                try:
+                    client.ask(SERVE, registration)
+                except UnreachableError as error:
+                    self._link.failed(self, error)
+                    wait = min(_RETRY, interval)
+                except ServerError as error:
+                    self.refused = error
+                    return
+                else:
+                    self._link.worked(self)
+                    wait = interval
+
+
+async def _at_the_end(link: Link, ask: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """Ask a few times. A server that does not hear it, or refuses it, finds out by itself."""
+    failures = count(1)
+    try:
+        await persistently(link, ask, lambda: next(failures) >= _TRIES_AT_THE_END)
+    except ServerError as error:
+        logger.debug("At the end: %s", error)
+
+
+def _of_store(error: RefusedError, names: str = "") -> StoreError:
+    """The error that a store of this process would have raised."""
+    if error.status not in _REFUSED:
+        return StoreError(str(error))
+    return StoreRefusedError(f"The store refused {names}{error.reason}" if names else error.reason)

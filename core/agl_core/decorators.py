@@ -1,0 +1,227 @@
+"""Decorators that make a plugin of one function or class.
+
+    import agl_core
+
+    @agl_core.reward_rule
+    def brevity(episode, *, limit: int = 200):
+        \"\"\"1 if the answer is short.\"\"\"
+        return float(len(str(episode.result)) <= limit)
+
+Name the file in the configuration (`plugins = ["my_rewards.py"]`) and the rule beside it (`[rewards.brevity]`).
+Keyword-only parameters are its settings: `[rewards.brevity]` takes `limit`, checked against its type. What needs the
+run's folder or seed, or state of its own, is registered with a hook instead (`agl_core.hooks`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from agl_core.errors import PluginError
+from agl_core.hooks import hookimpl
+from agl_core.plugins import DECORATED
+from agl_core.protocols import Algorithm, GroupRewardRule, RewardValue
+from agl_core.registering import Capability
+from agl_core.types import CreditKind, Task
+
+Thing = TypeVar("Thing", bound=Callable[..., Any])
+Rewarding = TypeVar("Rewarding", bound=Callable[..., RewardValue | Awaitable[RewardValue]])
+Comparing = TypeVar("Comparing", bound=Callable[..., Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]])
+Crediting = TypeVar("Crediting", bound=Callable[..., list[list[float]]])
+Making = TypeVar("Making", bound=Callable[..., Algorithm])
+Listing = TypeVar("Listing", bound=Callable[..., Iterable[Task]])
+Logging = TypeVar("Logging", bound=Callable[..., None])
+
+
+def options_of(thing: Callable[..., Any]) -> type[BaseModel]:
+    """The settings of a function or class: its keyword-only parameters, their annotations and defaults."""
+    fields: dict[str, Any] = {
+        parameter.name: (
+            Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation,
+            Field(... if parameter.default is inspect.Parameter.empty else parameter.default),
+        )
+        for parameter in inspect.signature(thing, eval_str=True).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    return create_model(f"{thing.__name__}_options", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+class _Bringing:
+    """A plugin that implements one hook."""
+
+    def __init__(self, hook: str, implementation: Callable[..., None]) -> None:
+        setattr(self, hook, hookimpl(implementation))
+
+
+def _brought(thing: Thing, hook: str, made: Callable[..., Any], name: str | None, **declared: Any) -> Thing:
+    """The function or class itself; `made` makes the component of it, with the settings as keywords."""
+
+    def build(options: BaseModel, *context: Any) -> Any:
+        return made(*context, **{setting: getattr(options, setting) for setting in type(options).model_fields})
+
+    def implementation(register: Any) -> None:
+        if "options" not in declared:
+            declared.update(build=build, options=options_of(thing))
+        register(name or thing.__name__, doc=inspect.getdoc(thing), **declared)
+
+    setattr(thing, DECORATED, _Bringing(hook, implementation))
+    return thing
+
+
+def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the rule of a run: the function with its settings filled in."""
+    return lambda **settings: functools.partial(function, **settings)
+
+
+@overload
+def reward_rule(function: Rewarding) -> Rewarding: ...
+@overload
+def reward_rule(*, name: str) -> Callable[[Rewarding], Rewarding]: ...
+def reward_rule(function: Any = None, *, name: str | None = None) -> Any:
+    """Make `function(episode, *, settings…)` a reward rule; it may be async.
+
+    It returns the terminal reward; or a mapping, from names to components of it and from `transition.key` to rewards of
+    single calls; or None where it has nothing to say about the episode.
+    """
+
+    def decorate(function: Rewarding) -> Rewarding:
+        return _brought(function, "register_rewards", _filled(function), name)
+
+    return decorate if function is None else decorate(function)
+
+
+@overload
+def group_reward_rule(function: Comparing) -> Comparing: ...
+@overload
+def group_reward_rule(*, name: str) -> Callable[[Comparing], Comparing]: ...
+def group_reward_rule(function: Any = None, *, name: str | None = None) -> Any:
+    """Make `function(episodes, *, settings…)` a reward rule that sees all episodes of a group; it may be async.
+
+    It returns a list with what a reward rule returns, one for each episode in their order. It gets the episodes that
+    the other rules had rewards for, not those that were dropped or have a fixed reward for their ending.
+    """
+
+    def decorate(function: Comparing) -> Comparing:
+        def made(**settings: Any) -> GroupRewardRule:
+            return GroupRewardRule(functools.partial(function, **settings))
+
+        return _brought(function, "register_rewards", made, name, needs={Capability.GROUPS})
+
+    return decorate if function is None else decorate(function)
+
+
+def credit_rule(
+    *,
+    kind: CreditKind | Collection[CreditKind],
+    name: str | None = None,
+    needs: Iterable[Capability] = (),
+    provides: Iterable[Capability] = (),
+) -> Callable[[Crediting], Crediting]:
+    """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
+
+    It gets one group of episodes and yields one value per transition. `kind` says what the values are:
+    `CreditKind.RETURN` or `CreditKind.REWARD`, or both where the algorithm may read them as either. `needs` is what it
+    needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
+    `Capability.TOOL_RESULTS`.
+    """
+
+    def decorate(function: Crediting) -> Crediting:
+        declared = {"kind": kind, "needs": tuple(needs), "provides": tuple(provides)}
+        return _brought(function, "register_credit_rules", _filled(function), name, **declared)
+
+    return decorate
+
+
+def algorithm(
+    *,
+    name: str | None = None,
+    options: type[BaseModel] | None = None,
+    takes: CreditKind | Callable[[Any], CreditKind] | None = CreditKind.RETURN,
+    needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (Capability.TOKEN_IDS,),
+) -> Callable[[Making], Making]:
+    """Make a class an algorithm; its keyword-only parameters are the settings.
+
+    With `options`, a model of the settings, it is called with one instance of that model instead. `takes` says which
+    credited values it takes, and `needs` what it needs of the rest of the run; both may be computed from the settings.
+    """
+
+    def decorate(thing: Making) -> Making:
+        model = {} if options is None else {"options": options, "build": thing}
+        return _brought(thing, "register_algorithms", thing, name, takes=takes, needs=needs, **model)
+
+    return decorate
+
+
+@overload
+def task_source(function: Listing) -> Listing: ...
+@overload
+def task_source(*, name: str) -> Callable[[Listing], Listing]: ...
+def task_source(function: Any = None, *, name: str | None = None) -> Any:
+    """Make `function(*, settings…) -> Iterable[Task]` a task source; it is called once and lists all tasks.
+
+    Settings of type `Path` are relative to the configuration file.
+    """
+
+    def decorate(function: Listing) -> Listing:
+        def made(folder: Path, seed: int, **settings: Any) -> _ListedTasks:
+            return _ListedTasks.checked(function.__name__, function(**settings))
+
+        return _brought(function, "register_task_sources", made, name)
+
+    return decorate if function is None else decorate(function)
+
+
+@overload
+def tracker(function: Logging) -> Logging: ...
+@overload
+def tracker(*, name: str) -> Callable[[Logging], Logging]: ...
+def tracker(function: Any = None, *, name: str | None = None) -> Any:
+    """Make `function(step, metrics, *, settings…)` a tracker; it is called with the metrics of each step."""
+
+    def decorate(function: Logging) -> Logging:
+        def made(run_dir: Path, **settings: Any) -> _CalledTracker:
+            return _CalledTracker(functools.partial(function, **settings))
+
+        return _brought(function, "register_trackers", made, name)
+
+    return decorate if function is None else decorate(function)
+
+
+@dataclass(frozen=True)
+class _ListedTasks:
+    tasks: tuple[Task, ...]
+
+    @classmethod
+    def checked(cls, name: str, found: Iterable[Task]) -> _ListedTasks:
+        tasks = tuple(found)
+        strange = [each for each in tasks if not isinstance(each, Task)]
+        if strange or not tasks:
+            what = f"a {type(strange[0]).__name__}" if strange else "nothing"
+            raise PluginError(f"The task source '{name}' listed {what}. It must list one agl_core.Task or more.")
+        if len({each.id for each in tasks}) < len(tasks):
+            raise PluginError(f"The task source '{name}' listed two tasks with one id. Give each an id of its own.")
+        return cls(tasks)
+
+    @property
+    def size(self) -> int:
+        return len(self.tasks)
+
+    def task(self, index: int) -> Task:
+        return self.tasks[index]
+
+
+@dataclass(frozen=True)
+class _CalledTracker:
+    function: Callable[[int, Mapping[str, float]], None]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.function(step, metrics)
+
+    def close(self) -> None:
+        """Nothing is kept open."""

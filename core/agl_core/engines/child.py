@@ -1,0 +1,156 @@
+"""The engine's process: what it needs to be started, asked and ended by `agl_core.engines.host`. Its main function:
+
+    def main():
+        host = Host.connect(MyOptions)
+        with host.starting():
+            engine = MyEngine(host.options, host.context)
+        host.serve(engine)
+
+It writes its log to standard error, and ends when its standard input ends: it cannot outlive the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Generic, NoReturn, Protocol
+
+from agl_core.engines.wire import START, Answer, Command, Options, Ready, decode_settings
+from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.wire.updates import UpdateRequest, encode_result
+
+PROGRESS_STEP = 0.01
+"""Progress is reported when it grew by this share."""
+_log = logging.getLogger(__name__)
+
+
+class Served(Protocol):
+    """What the process brings: an engine that serves already.
+
+    `update`, `save` and `load` come one after the other, on the main thread, and run to their end even if the run no
+    longer waits for them. `versions` and `stats` are asked meanwhile too, on other threads.
+    """
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """OpenAI-compatible base URLs, each ending in /v1."""
+
+    @property
+    def context_length(self) -> int:
+        """Of the policies' contexts the shortest."""
+
+    def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def versions(self) -> Mapping[str, int]: ...
+
+    def stats(self) -> Mapping[str, float]: ...
+
+
+class Host(Generic[Options]):
+    """The run that started this process."""
+
+    def __init__(self, options: Options, context: EngineContext, answers: IO[bytes]) -> None:
+        self.options = options
+        self.context = context
+        self._answers = answers
+        self._writing = threading.Lock()
+        self._engine: Served | None = None
+        self._commands: queue.SimpleQueue[tuple[Command, bytes]] = queue.SimpleQueue()
+
+    @classmethod
+    def connect(cls, options: type[Options], at_end: Callable[[], None] | None = None) -> Host[Options]:
+        """Read the settings. `at_end` is called before this process ends because its standard input did.
+
+        Standard output is for answers alone: whatever a library prints goes to the log.
+        """
+        answers = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        # A reader of its own: Python closes sys.stdin at the end, which fails while a thread reads from it.
+        source = os.fdopen(0, "rb", closefd=False)
+        host = cls(*decode_settings(source.readline(), options), answers)
+        threading.Thread(target=host._read, args=(source, at_end), name="agl-host", daemon=True).start()
+        return host
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Tell the run of an error, and end."""
+        try:
+            yield
+        except Exception as error:
+            _log.exception("The engine cannot start.")
+            self._write(Answer.of_error(START, error))
+            sys.exit(1)
+
+    def serve(self, engine: Served) -> NoReturn:
+        """Say that the engine serves, and do what the run asks for."""
+        self._engine = engine
+        ready = Ready(urls=engine.urls, context_length=engine.context_length)
+        self._write(Answer(number=START, value=ready.model_dump(mode="json")))
+        while True:
+            self._answer(engine, *self._commands.get())
+
+    def lost(self, reason: str) -> NoReturn:
+        """Tell the run that the engine lost a part of itself, and end: what waits for that part may wait for ever."""
+        _log.error("%s", reason)
+        self._write(Answer(number=None, error=reason))
+        os._exit(1)
+
+    def _read(self, source: IO[bytes], at_end: Callable[[], None] | None) -> None:
+        while line := source.readline():
+            command = Command.model_validate_json(line)
+            asked = (command, source.read(command.size))
+            if command.do in ("versions", "stats"):
+                threading.Thread(target=self._answer, args=(self._engine, *asked), daemon=True).start()
+            else:
+                self._commands.put(asked)
+        try:
+            if at_end is not None:
+                at_end()
+        finally:
+            os._exit(0)
+
+    def _answer(self, engine: Served, command: Command, body: bytes) -> None:
+        try:
+            answer = Answer(number=command.number, value=self._done(engine, command, body))
+        except Exception as error:
+            answer = Answer.of_error(command.number, error)
+            if answer.kind is None:
+                _log.exception("The engine failed in '%s'.", command.do)
+        self._write(answer)
+
+    def _done(self, engine: Served, command: Command, body: bytes) -> Any:
+        if command.do == "update":
+            return encode_result(engine.update(UpdateRequest.decode(body), self._reporter(command.number)))
+        if command.do == "versions":
+            return dict(engine.versions())
+        if command.do == "stats":
+            return dict(engine.stats())
+        assert command.folder is not None
+        return engine.save(command.folder) if command.do == "save" else engine.load(command.folder)
+
+    def _reporter(self, number: int) -> Progress:
+        reported = 0.0
+
+        def report(share: float) -> None:
+            nonlocal reported
+            if share >= reported + PROGRESS_STEP or share == 1.0:
+                reported = share
+                self._write(Answer(number=number, progress=share))
+
+        return report
+
+    def _write(self, answer: Answer) -> None:
+        with self._writing:
+            self._answers.write(answer.encode())
+            self._answers.flush()

@@ -1,0 +1,245 @@
+"""The run's side of an engine: a child process that holds the weights, and pipes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Generic
+
+from agl_core import private
+from agl_core.config.hub import check_models
+from agl_core.engines.wire import START, Action, Answer, Command, Options, Ready, encode_settings
+from agl_core.errors import EngineError
+from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.types import Batch
+from agl_core.wire.updates import UpdateRequest, decode_result
+
+LOG_NAME = "engine.log"
+LINES_SHOWN, LINES_SEARCHED = 12, 400
+"""How many of the log's last lines an error shows, and how many are searched for a known reason."""
+_LONGEST_LINE = 2**30
+"""A result has numbers for every transition."""
+
+
+class ProcessEngine(ABC, Generic[Options]):
+    """An engine in a process of its own; see `agl_core.protocols.Engine`. A subclass says what the process runs:
+
+    class MyEngine(ProcessEngine[MyOptions]):
+        module = "my_engine.process"  # python -m my_engine.process; see agl_core.engines.child
+
+        def remedy(self, lines, exit_code):
+            return None
+    """
+
+    module: ClassVar[str]
+    """What the process runs."""
+    seconds_to_end: ClassVar[float] = 5.0
+    """How long the process may take to end by itself before its process group is killed."""
+
+    def __init__(self, options: Options, context: EngineContext) -> None:
+        self._options = options
+        self._context = context
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(START + 1)
+        self._asked: dict[int, asyncio.Queue[Answer | None]] = {}
+        """Answers to what is being asked, by number; None: there will be no more."""
+        self._loss = ""
+        """What the process said that it lost."""
+        self._stopped = False
+        self._log = context.run_dir / LOG_NAME
+        self._log_start = 0
+
+    @abstractmethod
+    def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
+        """What to do about an unexpected error or an end, if that is known.
+
+        `lines` are the error's own, or the last ones of the log; `exit_code` is None while the process runs.
+        """
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> Upstream:
+        """Start the process and wait until it serves. Raises an AglError with the reason if it does not."""
+        if self._process is not None:
+            raise EngineError("The engine was already started.")
+        await asyncio.to_thread(check_models, [policy.model for policy in self._context.policies.values()])
+        try:
+            await self._launch()
+            settings = encode_settings(self._options, self._context)
+            ready = Ready.model_validate(await self._exchange("start", START, settings))
+        except BaseException:
+            await self.stop()
+            raise
+        return Upstream(
+            urls=ready.urls,
+            models={name: name for name in self._context.policies},
+            api_key=self._context.api_key,
+            context_length=ready.context_length,
+        )
+
+    async def update(
+        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
+    ) -> UpdateResult:
+        """Train on a batch; the new version is served, whole, when this returns."""
+        body = UpdateRequest(policy, algorithm, options, batch).encode()
+        return decode_result(await self._ask("update", body, progress))
+
+    async def save(self, folder: Path) -> None:
+        """Write every policy below `folder`."""
+        await self._ask("save", folder=folder)
+
+    async def load(self, folder: Path) -> None:
+        """Restore exactly what `save` wrote."""
+        await self._ask("load", folder=folder)
+
+    async def versions(self) -> Mapping[str, int]:
+        """The version being served of each policy."""
+        versions: dict[str, int] = await self._ask("versions")
+        return versions
+
+    async def stats(self) -> Mapping[str, float]:
+        """Counters since the start."""
+        stats: dict[str, float] = await self._ask("stats")
+        return stats
+
+    async def stop(self) -> None:
+        """End the process; calling it again changes nothing."""
+        self._stopped = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), self.seconds_to_end)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def _launch(self) -> None:
+        log = self._open_log()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", self.module),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                limit=_LONGEST_LINE,
+                start_new_session=True,  # Ctrl-C is for the run, which stops the engine when it is done with it.
+            )
+        finally:
+            os.close(log)
+        self._reading = asyncio.create_task(self._read(self._process))
+
+    def _open_log(self) -> int:
+        self._context.run_dir.mkdir(parents=True, exist_ok=True)
+        log = private.opener(str(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._log_start = os.fstat(log).st_size  # What came before is of another restart, and explains nothing.
+        return log
+
+    async def _read(self, process: Process) -> None:
+        """Hand out what the process says, until it says no more."""
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            answer = Answer.decode(line)
+            if answer.number is None:
+                self._loss = answer.error or ""
+            elif answer.number in self._asked:  # Otherwise its caller has given up.
+                self._asked[answer.number].put_nowait(answer)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), self.seconds_to_end)
+        for answers in self._asked.values():
+            answers.put_nowait(None)
+
+    async def _ask(
+        self, do: Action, body: bytes = b"", progress: Progress | None = None, folder: Path | None = None
+    ) -> Any:
+        if self._process is None or self._stopped:
+            raise EngineError("The engine is not running: call start() first, and nothing after stop().")
+        number = next(self._numbers)
+        return await self._exchange(do, number, Command.of(number, do, folder).encode(body), progress)
+
+    async def _exchange(self, doing: str, number: int, data: bytes, progress: Progress | None = None) -> Any:
+        """Write to the process and wait for the answer."""
+        process, reading = self._process, self._reading
+        assert process is not None
+        assert process.stdin is not None
+        assert reading is not None
+        answers = self._asked[number] = asyncio.Queue()
+        try:
+            if reading.done():
+                raise self._lost(doing)
+            process.stdin.write(data)
+            with suppress(ConnectionError):  # The end of the process says more than this.
+                await process.stdin.drain()
+            while (answer := await answers.get()) is not None:
+                if answer.error is not None:
+                    raise self._failed(doing, answer)
+                if answer.progress is None:
+                    return answer.value
+                if progress is not None:
+                    progress(answer.progress)
+            raise self._lost(doing)
+        finally:
+            del self._asked[number]
+
+    def _failed(self, doing: str, answer: Answer) -> Exception:
+        """The error that the process described: on purpose as the class it had there, any other with its remedy."""
+        assert answer.error is not None
+        starts = doing == "start"
+        kind = answer.error_class
+        if kind is not None and not starts:
+            return kind(answer.error)
+        what = "The engine did not start" if starts else f"The engine failed in '{doing}'"
+        end = f"(log: {self._log})" if starts else f"{self._how_to_resume} (log: {self._log})"
+        remedy = self.remedy([answer.error], None)
+        if remedy is None and starts:
+            remedy = self.remedy(self._log_lines(LINES_SEARCHED), None)
+        return (kind or EngineError)(_sentences(f"{what}: {answer.error}", remedy, end))
+
+    def _lost(self, doing: str) -> EngineError:
+        """The process ended, or says no more."""
+        assert self._process is not None
+        code = self._process.returncode
+        said = [self._loss] if self._loss else self._log_lines(LINES_SEARCHED)
+        shown = self._log_lines(LINES_SHOWN)
+        return EngineError(
+            _sentences(
+                f"The engine was lost during '{doing}' (exit code {'none' if code is None else code})",
+                self._loss,
+                self.remedy(said, code),
+                self._how_to_resume,
+                "\n".join([f"The end of {self._log}:", *shown]) if shown else f"See {self._log}.",
+            )
+        )
+
+    @property
+    def _how_to_resume(self) -> str:
+        return f"Resume the run from its last checkpoint: agl train --resume {self._context.run_dir}"
+
+    def _log_lines(self, count: int) -> list[str]:
+        with suppress(OSError), self._log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace").splitlines()[-count:]
+        return []
+
+
+def _sentences(*parts: str | None) -> str:
+    """Parts of a message, each ended with a full stop but for the last."""
+    *before, last = (part.strip() for part in parts if part)
+    return " ".join([*(part if part.endswith((".", "?", "!")) else f"{part}." for part in before), last])

@@ -1,0 +1,85 @@
+"""Which call each tool result belongs to: by `tool_call_id`, or by the span that encloses both; never by time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from agl_core.learning.tool_results import Asked, asked_for, choices_of, deduplicate, distinct, read_from_messages
+from agl_core.types import Call, ToolResult, TransitionKey
+
+
+def join_tool_results(
+    calls: Sequence[Call], tool_results: Iterable[ToolResult], late: Collection[str | None] = ()
+) -> tuple[dict[TransitionKey, list[ToolResult]], list[ToolResult]]:
+    """The tool results of each transition that asked for them, and those that belong to no transition.
+
+    `calls` are in order, `tool_results` in the order of their reports. For each tool call, one source counts (see
+    `agl_core.learning.tool_results.deduplicate`). A tool call without a report has the tool result that the
+    conversation shows, unless a tool result without an id stands for its whole response. `late` are the parent spans of
+    calls that do not count: tool results under them may belong to these calls.
+    """
+    asked = asked_for(calls)
+    read = read_from_messages(calls, asked)
+    told: dict[Asked, list[ToolResult]] = {}
+    by_id: dict[tuple[str, str | None], list[ToolResult]] = {}
+    others = []
+    for tool_result in distinct(tool_results):
+        if tool_result.tool_call_id in asked:
+            by_id.setdefault((tool_result.tool_call_id or "", tool_result.adapter), []).append(tool_result)
+        else:
+            others.append(tool_result)
+    for (tool_call_id, _), found in by_id.items():
+        for each, tool_result in _answered(asked[tool_call_id], found, read):
+            told.setdefault(each, []).append(tool_result)
+    without_id: dict[TransitionKey, list[ToolResult]] = {}
+    spans = _under_spans(calls)
+    unjoined = []
+    for tool_result in deduplicate(others):
+        under = [] if tool_result.parent_span in late else spans.get(tool_result.parent_span or "", [])
+        if tool_result.tool_call_id is None and len(under) == 1:
+            without_id.setdefault(under[0], []).append(tool_result)
+        else:
+            unjoined.append(tool_result)
+    joined: dict[TransitionKey, list[ToolResult]] = {}
+    for each in sorted((e for same in asked.values() for e in same), key=lambda e: (e.number, e.key.choice, e.place)):
+        if each in told:
+            joined.setdefault(each.key, []).extend(deduplicate(told[each]))
+        elif each in read and each.key not in without_id:
+            joined.setdefault(each.key, []).append(read[each])
+    for key, found in without_id.items():
+        joined.setdefault(key, []).extend(found)
+    return joined, unjoined
+
+
+def _answered(
+    asked: Sequence[Asked], tool_results: Sequence[ToolResult], read: Mapping[Asked, ToolResult]
+) -> Iterable[tuple[Asked, ToolResult]]:
+    """Each tool result with the tool call that it answers, among several with the same id.
+
+    `tool_results` are those of one adapter, in its order. Each answers a tool call under the same span, else of the
+    same agent; among these, one that the conversation shows to be answered, else the latest. Further tool results are
+    of a tool that ran twice.
+    """
+    free = list(asked)
+    waiting = [(tool_result.parent_span, tool_result.agent) for tool_result in tool_results]
+    for number, tool_result in enumerate(tool_results):
+        near = _near(tool_result, free) or _near(tool_result, asked)
+        shown = [each for each in near if each in read] or near
+        after = waiting[number:].count(waiting[number])
+        chosen = shown[max(len(shown) - after, 0)]
+        free = [each for each in free if each is not chosen]
+        yield chosen, tool_result
+
+
+def _near(tool_result: ToolResult, asked: Sequence[Asked]) -> Sequence[Asked]:
+    """Those of the same parent span; if there are none, those of the same agent; if there are none, all."""
+    under = [each for each in asked if tool_result.parent_span and each.call.parent_span == tool_result.parent_span]
+    return under or [each for each in asked if tool_result.agent and each.call.agent == tool_result.agent] or asked
+
+
+def _under_spans(calls: Iterable[Call]) -> dict[str, list[TransitionKey]]:
+    spans: dict[str, list[TransitionKey]] = {}
+    for call in calls:
+        if call.parent_span is not None:
+            spans.setdefault(call.parent_span, []).extend(choices_of(call))
+    return spans

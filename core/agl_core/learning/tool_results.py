@@ -1,0 +1,192 @@
+"""Tool results: one for each tool call, read from the conversation if no adapter reports it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agl_core.capture.spans.tree import SPANS
+from agl_core.capture.status import message_status, message_text
+from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A tool call that a response asked for."""
+
+    number: int
+    """The place of the call, in the order of their starts."""
+    call: Call
+    key: TransitionKey
+    place: int
+    """Its place among the tool calls of its response."""
+    tool_call: Mapping[str, Any]
+
+
+def asked_for(calls: Sequence[Call]) -> dict[str, list[Asked]]:
+    """The tool calls of all responses, in order, by their id: one id may have several if an endpoint reuses ids."""
+    asked: dict[str, list[Asked]] = {}
+    for number, call in enumerate(calls):
+        for key, choice in choices_of(call).items():
+            for place, tool_call in enumerate(tool_calls_of(choice.message)):
+                asked.setdefault(tool_call["id"], []).append(Asked(number, call, key, place, tool_call))
+    return asked
+
+
+def choices_of(call: Call) -> dict[TransitionKey, Choice]:
+    """A call's choices, each the first of its index."""
+    found: dict[TransitionKey, Choice] = {}
+    for choice in call.choices:
+        found.setdefault(TransitionKey(call.rollout, call.attempt, call.id, choice.index), choice)
+    return found
+
+
+def distinct(tool_results: Iterable[ToolResult]) -> list[ToolResult]:
+    """Each id once: the first report counts, and reports of the agent's own process come before those over OTLP."""
+    told: dict[str, ToolResult] = {}
+    for tool_result in tool_results:
+        known = told.get(tool_result.id)
+        if known is None or (known.source is Source.SPAN and tool_result.source is not Source.SPAN):
+            told[tool_result.id] = tool_result
+    return list(told.values())
+
+
+def deduplicate(tool_results: Iterable[ToolResult]) -> list[ToolResult]:
+    """The tool results of one attempt without duplicates: repeated ids, and tool calls that several adapters report.
+
+    For each tool call id one adapter counts, with all its reports, because a tool may run twice. Reports of the agent's
+    own code count as one adapter. Every adapter comes before spans. Among two adapters, the one whose run began first
+    counts, because it ran the other.
+    """
+    told = distinct(tool_results)
+    best: dict[str, tuple[int, float, str]] = {}
+    for tool_result in told:
+        if tool_result.tool_call_id is not None:
+            found = _precedence(tool_result)
+            best[tool_result.tool_call_id] = min(found, best.get(tool_result.tool_call_id, found))
+    return [each for each in told if each.tool_call_id is None or (each.adapter or "") == best[each.tool_call_id][-1]]
+
+
+def _precedence(tool_result: ToolResult) -> tuple[int, float, str]:
+    started = math.inf if tool_result.started is None else tool_result.started
+    return int(tool_result.adapter == SPANS), started, tool_result.adapter or ""
+
+
+def read_from_messages(calls: Sequence[Call], asked: Mapping[str, Sequence[Asked]]) -> dict[Asked, ToolResult]:
+    """The tool results in the `tool` messages of later requests of the same attempt, by the tool call.
+
+    `calls` are in order. The first `tool` message that answers a tool call is its tool result; later requests repeat
+    it. If several calls used the same id, a message answers the call whose prompt and reply come before it in the
+    request, else the latest. A tool call that no later request answers has no tool result. See `message_status` for the
+    status.
+    """
+    found: dict[Asked, Mapping[str, Any]] = {}
+    for number, call in enumerate(calls):
+        messages = messages_of(call)
+        for tool_call_id, answers in _answers(messages).items():
+            free = [each for each in asked.get(tool_call_id, ()) if each.number < number]
+            for answer in reversed(answers):
+                if free:
+                    answered = _answered_by(answer, messages, free, found)
+                    free = [each for each in free if each is not answered]
+                    found.setdefault(answered, messages[answer.place])
+    return {each: _tool_result(each, message) for each, message in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A `tool` message in a request: the first with its id after a message of the model."""
+
+    place: int
+    asking: int | None
+    """The place of the model's message that asked for it, if that is in the request too."""
+
+
+def _answers(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[_Answer]]:
+    """By tool call id, in order."""
+    found: dict[str, list[_Answer]] = {}
+    asking: dict[str, int] = {}
+    since: set[str] = set()
+    for place, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            since.clear()
+            asking.update({tool_call["id"]: place for tool_call in tool_calls_of(message)})
+        tool_call_id = message.get("tool_call_id")
+        if message.get("role") == "tool" and isinstance(tool_call_id, str) and tool_call_id not in since:
+            since.add(tool_call_id)
+            found.setdefault(tool_call_id, []).append(_Answer(place, asking.get(tool_call_id)))
+    return found
+
+
+def _answered_by(
+    answer: _Answer, messages: Sequence[Mapping[str, Any]], asked: Sequence[Asked], found: Mapping[Asked, Any]
+) -> Asked:
+    """The one of several tool calls with one id that a message answers."""
+    if len(asked) == 1 or answer.asking is None:
+        return asked[-1]
+    echo, message = messages[answer.asking], messages[answer.place]
+    alike = [each for each in asked if _is_echo(each.tool_call, echo)] or asked
+    prompt = messages[: answer.asking]
+    of_this = [each for each in alike if prompt == messages_of(each.call)]
+    repeated = [each for each in of_this if found.get(each) == message]
+    unanswered = [each for each in of_this if each not in found]
+    return (repeated or unanswered or of_this or alike)[-1]
+
+
+def _is_echo(tool_call: Mapping[str, Any], echo: Mapping[str, Any]) -> bool:
+    """Whether a message of the model makes this tool call, whatever the formatting of its arguments."""
+    tool, arguments = _function(tool_call)
+    return any(each["id"] == tool_call["id"] and _function(each) == (tool, arguments) for each in tool_calls_of(echo))
+
+
+def messages_of(call: Call) -> tuple[Mapping[str, Any], ...]:
+    """The conversation that a request sent; what is not a message is ignored."""
+    messages = call.request.get("messages")
+    return tuple(m for m in messages if isinstance(m, Mapping)) if isinstance(messages, Sequence) else ()
+
+
+def tool_calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The tool calls of a message that a tool result can belong to: objects whose id is a text."""
+    tool_calls = message.get("tool_calls")
+    if not isinstance(tool_calls, Sequence):
+        return []
+    return [each for each in tool_calls if isinstance(each, Mapping) and isinstance(each.get("id"), str)]
+
+
+def _tool_result(asked: Asked, message: Mapping[str, Any]) -> ToolResult:
+    content, call = message.get("content"), asked.call
+    status = message_status(content, message.get("status"))
+    failed = status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)
+    tool, arguments = _function(asked.tool_call)
+    return ToolResult(
+        id=f"{call.id}:{asked.key.choice}:{asked.place}",
+        rollout=call.rollout,
+        attempt=call.attempt,
+        tool=tool,
+        status=status,
+        tool_call_id=asked.tool_call["id"],
+        arguments=arguments,
+        result=None if failed else content,
+        error=message_text(content) if failed else None,
+        agent=call.agent,
+        parent_span=call.parent_span,
+        source=Source.CONVERSATION,
+    )
+
+
+def _function(tool_call: Mapping[str, Any]) -> tuple[str, Json]:
+    """The tool's name and arguments."""
+    function = tool_call.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    name = function.get("name")
+    return name if isinstance(name, str) and name else "tool", _parsed(function.get("arguments"))
+
+
+def _parsed(arguments: Json) -> Json:
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError):
+        return arguments

@@ -1,0 +1,154 @@
+"""How components of each kind are registered: the signature of a builder, and what a component declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+
+from pydantic import BaseModel, ConfigDict
+
+from agl_core.protocols import (
+    Adapter,
+    Algorithm,
+    Buffer,
+    CreditRule,
+    Engine,
+    EngineContext,
+    GroupRewardRule,
+    RewardRule,
+    TaskSource,
+    Tracker,
+)
+from agl_core.store.interface import Store
+from agl_core.types import CreditKind
+
+
+class Capability(StrEnum):
+    """What a component needs of the rest of the run, or provides to it; checked before anything starts."""
+
+    TOKEN_IDS = "token ids"
+    """Engines provide these four."""
+    CRITIC = "critic"
+    REFERENCE = "reference model"
+    OWN_ALGORITHMS = "own algorithms"
+    """An engine that computes the algorithm by itself, by its name there."""
+    GROUPS = "groups"
+    """Several rollouts of each task, to compare. The run's settings provide these two."""
+    REPLAY = "replay"
+    """Training on what earlier weights sampled: staleness must be allowed, and corrected by importance weights."""
+    TOOL_RESULTS = "tool results"
+    """Tool results as part of the return. One component of a run may provide it, for a tool result counts once."""
+
+
+class NoOptions(BaseModel):
+    """The settings of a component that has none."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Context = ParamSpec("Context")
+"""What a builder is called with after the settings."""
+Made = TypeVar("Made", contravariant=True)
+Options = TypeVar("Options", bound=BaseModel)
+
+
+class Register(Protocol[Context, Made]):
+    """What a `register_…` hook is called with; call it for each component.
+
+    `options` is a pydantic model of the settings, which the builder gets. `needs` is what the component needs of the
+    rest of the run, fixed or computed from the settings; `provides` is what it offers. `doc` is by default the first
+    line of the builder's docstring.
+    """
+
+    @overload
+    def __call__(
+        self,
+        name: str,
+        build: Callable[Concatenate[NoOptions, Context], Made],
+        *,
+        needs: Iterable[Capability] = (),
+        provides: Iterable[Capability] = (),
+        doc: str | None = None,
+    ) -> None: ...
+
+    @overload
+    def __call__(
+        self,
+        name: str,
+        build: Callable[Concatenate[Options, Context], Made],
+        *,
+        options: type[Options],
+        needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
+        provides: Iterable[Capability] = (),
+        doc: str | None = None,
+    ) -> None: ...
+
+
+class RegisterAlgorithm(Protocol):
+    """As `Register`, for algorithms: `takes` says which credited values it takes, by default either."""
+
+    @overload
+    def __call__(
+        self,
+        name: str,
+        build: Callable[[NoOptions], Algorithm],
+        *,
+        needs: Iterable[Capability] = (),
+        takes: CreditKind | None = None,
+        doc: str | None = None,
+    ) -> None: ...
+
+    @overload
+    def __call__(
+        self,
+        name: str,
+        build: Callable[[Options], Algorithm],
+        *,
+        options: type[Options],
+        needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
+        takes: CreditKind | Callable[[Options], CreditKind] | None = None,
+        doc: str | None = None,
+    ) -> None: ...
+
+
+class RegisterCreditRule(Protocol):
+    """As `Register`, for credit rules: `kind` says what the values are, or both if they can be read as either."""
+
+    @overload
+    def __call__(
+        self,
+        name: str,
+        build: Callable[[NoOptions], CreditRule],
+        *,
+        kind: CreditKind | Collection[CreditKind],
+        needs: Iterable[Capability] = (),
+        provides: Iterable[Capability] = (),
+        doc: str | None = None,
+    ) -> None: ...
+
+    @overload
+    def __call__(
+        self,
+        name: str,
+        build: Callable[[Options], CreditRule],
+        *,
+        options: type[Options],
+        kind: CreditKind | Collection[CreditKind],
+        needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
+        provides: Iterable[Capability] = (),
+        doc: str | None = None,
+    ) -> None: ...
+
+
+RegisterAdapter: TypeAlias = Register[[], Adapter]
+RegisterEngine: TypeAlias = Register[[EngineContext], Engine]
+RegisterReward: TypeAlias = Register[[], RewardRule | GroupRewardRule]
+RegisterBuffer: TypeAlias = Register[[], Buffer]
+RegisterStore: TypeAlias = Register[[Path, bool], Store]
+"""Its builder gets the run's folder, and whether the store is only read."""
+RegisterTaskSource: TypeAlias = Register[[Path, int], TaskSource]
+"""Its builder gets the folder that paths are relative to, and the run's seed."""
+RegisterTracker: TypeAlias = Register[[Path], Tracker]
+"""Its builder gets the run's folder."""

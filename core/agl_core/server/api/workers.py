@@ -1,0 +1,30 @@
+"""The routes of workers: leases, heartbeats, and how attempts ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.routing import Route
+
+from agl_core.server.api.routes import route, route_of_attempt
+from agl_core.server.keys import Keys
+from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.wire.body import Empty
+from agl_core.wire.workers import CLOSE, HEALTH, HEARTBEAT, LEASE, Health, HeartbeatReply, HeartbeatRequest
+
+
+def worker_routes(keys: Keys, queue: RolloutQueue, health: Callable[[], Health]) -> list[Route]:
+    """What workers ask; `health` says what the server is doing."""
+
+    async def beat(body: HeartbeatRequest) -> HeartbeatReply:
+        return queue.heartbeat(body)
+
+    async def look(body: Empty) -> Health:
+        return health()
+
+    return [
+        route(LEASE, keys, queue.lease),
+        route(HEARTBEAT, keys, beat),
+        route_of_attempt(CLOSE, keys, queue.close_attempt),
+        route(HEALTH, keys, look),
+    ]

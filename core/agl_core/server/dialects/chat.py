@@ -1,0 +1,167 @@
+"""The dialect of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.dialects.fields import (
+    COMMON,
+    FUNCTION,
+    SAMPLING,
+    Fields,
+    check_fields,
+    is_a,
+    is_int,
+    is_list_of,
+    json_object,
+    need,
+    shown,
+    wrong,
+)
+from agl_core.server.dialects.replies import ReplyMemory
+from agl_core.server.dialects.sse import chunk_stream, pieces
+from agl_core.server.errors import ApiError
+from agl_core.server.gateway.reply import Reply
+from agl_core.types import Json, Sampling
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`: the API that the upstream speaks itself."""
+
+    api = "chat.completions"
+    id_prefix = "chatcmpl-"
+
+    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
+        body = json_object(raw)
+        check_fields(body, _FIELDS)
+        if body.get("top_logprobs") is not None and not body.get("logprobs"):
+            raise wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
+        model = need(body, "model")
+        _check_messages(body.get("messages"))
+        for place, tool in enumerate(body.get("tools") or ()):
+            _check_tool(place, tool)
+        limit = body.get("max_completion_tokens")
+        return ModelRequest(
+            body=body,
+            chat={name: value for name, value in body.items() if name not in OWN_FIELDS and value is not None},
+            recorded=body,
+            model=model,
+            stream=bool(body.get("stream")),
+            logprobs=bool(body.get("logprobs")),
+            requested=Sampling(
+                temperature=body.get("temperature"),
+                top_p=body.get("top_p"),
+                max_tokens=body.get("max_tokens") if limit is None else limit,
+                seed=body.get("seed"),
+            ),
+        )
+
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
+        completion = {**reply.completion, "model": request.model}
+        if not request.stream:
+            return Response(orjson.dumps(completion), media_type="application/json")
+        usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
+        return chunk_stream(_chunks(completion, usage))
+
+    def refuse(self, error: ApiError) -> Response:
+        return openai_error(error)
+
+
+def openai_error(error: ApiError) -> Response:
+    """An error in the shape that all of OpenAI's APIs share."""
+    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return Response(orjson.dumps({"error": body}), status_code=error.status, media_type="application/json")
+
+
+def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Json]]:
+    """A finished reply as the chunks of a stream."""
+    head = {name: value for name, value in completion.items() if name not in ("object", "choices", "usage")}
+    head["object"] = "chat.completion.chunk"
+    if usage:
+        head["usage"] = None
+    for choice in completion["choices"]:
+        logprobs = choice["logprobs"]
+        for delta in _deltas(choice["message"]):
+            carried = None if "role" in delta else logprobs
+            yield {**head, "choices": [_chunk_choice(choice, delta, carried, None)]}
+            logprobs = None if carried else logprobs
+        yield {**head, "choices": [_chunk_choice(choice, {}, logprobs, choice["finish_reason"])]}
+    if usage:
+        yield {**head, "choices": [], "usage": completion.get("usage")}
+
+
+def _chunk_choice(
+    choice: Mapping[str, Any], delta: Mapping[str, Json], logprobs: Json, finish_reason: str | None
+) -> dict[str, Json]:
+    return {"index": choice["index"], "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    """Role first, then whatever else the message has, its content in pieces, its tool calls one by one."""
+    yield {"role": "assistant", "content": None if message.get("content") is None else ""}
+    others = {
+        name: value
+        for name, value in message.items()
+        if name not in ("role", "content", "tool_calls") and value not in (None, [], {})
+    }
+    if others:
+        yield others
+    for piece in pieces(message.get("content") or ""):
+        yield {"content": piece}
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        function = call["function"]
+        opening = {**call, "index": index, "function": {**function, "arguments": ""}}
+        yield {"tool_calls": [opening]}
+        yield {"tool_calls": [{"index": index, "function": {"arguments": function.get("arguments") or ""}}]}
+
+
+def _check_messages(messages: Any) -> None:
+    if not messages:
+        raise wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]"
+        if not isinstance(message, dict):
+            raise wrong(where, f"must be an object, not {shown(message)}")
+        if not isinstance(message.get("role"), str):
+            raise wrong(f"{where}.role", f"must be a string, not {shown(message.get('role'))}")
+        content = message.get("content")
+        if not (content is None or isinstance(content, str) or is_list_of(content, dict)):
+            raise wrong(f"{where}.content", f"must be a string or a list of parts, not {shown(content)}")
+        calls = message.get("tool_calls")
+        if not (calls is None or is_list_of(calls, dict)):
+            raise wrong(f"{where}.tool_calls", f"must be a list of objects, not {shown(calls)}")
+
+
+def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise wrong(f"tools[{place}]", "must be of type 'function', with an object 'function'")
+    if not isinstance(function.get("name"), str):
+        raise wrong(f"tools[{place}].function.name", f"must be a string, not {shown(function.get('name'))}")
+    check_fields(function, FUNCTION, f"tools[{place}].function.")
+
+
+def _is_tool_choice(value: Any) -> bool:
+    return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
+
+
+_FIELDS: Fields = {
+    **COMMON,
+    **SAMPLING,
+    "messages": (is_a(list), "a list of messages"),
+    "tools": (lambda value: is_list_of(value, dict), "a list of tools"),
+    "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
+    "parallel_tool_calls": (is_a(bool), "true or false"),
+    "n": (is_int(1, 128), "an integer from 1 to 128"),
+    "max_tokens": (is_int(1), "an integer of at least 1"),
+    "max_completion_tokens": (is_int(1), "an integer of at least 1"),
+    "logprobs": (is_a(bool), "true or false"),
+    "top_logprobs": (is_int(0, 20), "an integer from 0 to 20"),
+    "response_format": (is_a(dict), "an object"),
+}
+"""Fields whose types are checked here; all others are passed on as they are."""

@@ -1,0 +1,161 @@
+"""The dialect of OpenAI's legacy completions.
+
+The upstream speaks chat completions only, and so does what is recorded: **a prompt becomes the one user message of a
+chat**. The model therefore sees its chat template around the prompt and answers it; it does not continue a bare text.
+This is what an agent needs that puts everything into one prompt, for example a text ReAct loop. Token ids and
+log-probabilities are exactly those of the model's input and output. What only a continuation could mean (`echo`,
+`suffix`, prompts of token ids) is refused, and so are several prompts in one request and `best_of`, which samples more
+than it returns. Without `max_tokens` the run's limit holds, not the 16 tokens of OpenAI's servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from agl_core.server.dialects.chat import openai_error
+from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.dialects.fields import (
+    COMMON,
+    SAMPLING,
+    Fields,
+    check_fields,
+    is_int,
+    is_one_of,
+    json_object,
+    need,
+    shown,
+    unsupported,
+    wrong,
+)
+from agl_core.server.dialects.replies import ReplyMemory
+from agl_core.server.dialects.sse import chunk_stream, pieces
+from agl_core.server.errors import ApiError
+from agl_core.server.gateway.reply import Reply
+from agl_core.types import Json, Sampling
+
+
+class Completions:
+    """`POST /v1/completions`."""
+
+    api = "completions"
+    id_prefix = "cmpl-"
+
+    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
+        body = json_object(raw)
+        check_fields(body, _FIELDS)
+        for name, (neutral, why) in _NOT_SERVED.items():
+            if body.get(name) is not None and not is_one_of(body[name], neutral):
+                raise unsupported(name, f"= {shown(body[name])} {why}")
+        model, prompt = need(body, "model"), _prompt(need(body, "prompt"))
+        logprobs = body.get("logprobs")
+        translated = {
+            "messages": [{"role": "user", "content": prompt}],
+            **({} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}),
+        }
+        passed = {name: value for name, value in body.items() if name not in _TRANSLATED and value is not None}
+        return ModelRequest(
+            body=body,
+            chat={**{name: value for name, value in passed.items() if name not in OWN_FIELDS}, **translated},
+            recorded={**{name: value for name, value in body.items() if name != "prompt"}, **translated},
+            model=model,
+            stream=bool(body.get("stream")),
+            logprobs=logprobs is not None,
+            requested=Sampling(
+                temperature=body.get("temperature"),
+                top_p=body.get("top_p"),
+                max_tokens=body.get("max_tokens"),
+                seed=body.get("seed"),
+            ),
+        )
+
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
+        completion = {**reply.completion, "object": "text_completion", "model": request.model}
+        choices: Any = reply.completion["choices"]
+        completion["choices"] = [_choice(choice) for choice in choices]
+        if not request.stream:
+            return Response(orjson.dumps(completion), media_type="application/json")
+        usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
+        return chunk_stream(_chunks(completion, usage))
+
+    def refuse(self, error: ApiError) -> Response:
+        return openai_error(error)
+
+
+def _prompt(prompt: Json) -> str:
+    """The one prompt; clients that can send several send a list of one."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise wrong("prompt", f"must be a string, not {shown(prompt)}")
+    if all(isinstance(each, str) for each in prompt):
+        raise unsupported(
+            "prompt", f"has {len(prompt)} texts: send each in a request of its own, so that each is a call"
+        )
+    raise unsupported("prompt", "must be text: token ids mean nothing without the tokenizer they come from")
+
+
+def _choice(choice: Mapping[str, Any]) -> dict[str, Json]:
+    reason = choice["finish_reason"]
+    return {
+        "index": choice["index"],
+        "text": choice["message"].get("content") or "",
+        "logprobs": _logprobs(choice["logprobs"]),
+        "finish_reason": reason if reason in ("length", "content_filter") else "stop",
+    }
+
+
+def _logprobs(logprobs: Mapping[str, Any] | None) -> dict[str, Json] | None:
+    """In the older shape: one list per kind of value."""
+    if logprobs is None:
+        return None
+    entries = logprobs.get("content") or ()
+    tokens = [entry.get("token") or "" for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry.get("logprob") for entry in entries],
+        "top_logprobs": [
+            {other.get("token") or "": other.get("logprob") for other in entry.get("top_logprobs") or ()}
+            for entry in entries
+        ],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+    }
+
+
+def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Json]]:
+    head = {name: value for name, value in completion.items() if name not in ("choices", "usage")}
+    if usage:
+        head["usage"] = None
+    for choice in completion["choices"]:
+        carried = {"index": choice["index"], "logprobs": choice["logprobs"]}
+        for piece in pieces(choice["text"]):
+            yield {**head, "choices": [{**carried, "text": piece, "finish_reason": None}]}
+            carried = {**carried, "logprobs": None}
+        yield {**head, "choices": [{**carried, "text": "", "finish_reason": choice["finish_reason"]}]}
+    if usage:
+        yield {**head, "choices": [], "usage": completion.get("usage")}
+
+
+_FIELDS: Fields = {
+    **COMMON,
+    **SAMPLING,
+    "max_tokens": (is_int(1), "an integer of at least 1"),
+    "n": (is_int(1, 128), "an integer from 1 to 128"),
+    "logprobs": (is_int(0, 5), "an integer from 0 to 5"),
+}
+_NOT_SERVED: Mapping[str, tuple[tuple[Json, ...], str]] = {
+    "echo": ((False,), "would repeat a prompt that the model did not see like this: put it before the text yourself"),
+    "suffix": (("",), "needs a model that fills in, and a chat model does not. Leave it out"),
+    "best_of": ((1,), "samples more than it returns: use 'n', and choose among the choices"),
+    "max_completion_tokens": ((), "is no field of completions; use 'max_tokens'"),
+    "messages": ((), "is no field of completions; use 'prompt', or /v1/chat/completions"),
+    "tools": (([],), "is no field of completions; use /v1/chat/completions"),
+}
+"""Fields that cannot be served, the values with which they ask for nothing, and why."""
+_TRANSLATED = frozenset({"prompt", "logprobs", *_NOT_SERVED})

@@ -1,0 +1,61 @@
+"""What an API dialect is to the gateway; each API is a module of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.responses import Response
+
+from agl_core.server.dialects.replies import Message, ReplyMemory
+from agl_core.server.errors import ApiError
+from agl_core.server.gateway.reply import Reply
+from agl_core.types import Json, Sampling
+
+OWN_FIELDS = frozenset(
+    {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
+    | {"return_token_ids", "prompt_logprobs"}
+)
+"""Fields of a chat completion that the gateway sets itself or keeps from the upstream."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelRequest:
+    """One request of an agent, checked."""
+
+    body: Mapping[str, Json]
+    """As the agent sent it."""
+    chat: Mapping[str, Json]
+    """The same as a chat completion for the upstream, without model, streaming and sampling parameters."""
+    recorded: Mapping[str, Json]
+    """What is recorded: the body with its conversation, tools and format as a chat completion has them, so that
+    whatever reads `messages` of a recorded request (tool results, transitions, rewards) need not know the API."""
+    model: str
+    stream: bool
+    logprobs: bool
+    """Whether the agent wants to see log-probabilities."""
+    requested: Sampling
+    conversation: Sequence[Message] | None = None
+    """The messages that a later request may continue by the reply's id; None if none may."""
+
+
+class Dialect(Protocol):
+    """Translates one API from and to chat completions."""
+
+    api: str
+    """Its name, as recorded with each call."""
+    id_prefix: str
+    """What the ids of its replies begin with."""
+
+    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
+        """Check a request body and translate it; ApiError 400 names the field that is wrong.
+
+        `memory` has the replies of the attempt so far: an echo of one becomes the upstream's own message again.
+        """
+
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
+        """The reply as this API's clients expect it, streamed if they asked for it; no extras of agl are in it."""
+
+    def refuse(self, error: ApiError) -> Response:
+        """The error in this API's shape."""

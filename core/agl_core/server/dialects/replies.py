@@ -1,0 +1,176 @@
+"""The model's replies in an attempt, so that an agent's echo of one becomes the upstream's own message again.
+
+Other APIs than chat completions write a reply in another form: arguments of tools as an object and not as text, no
+content or an empty one. Translated back, such a message means the same, but it may be written otherwise, and then the
+model server would not render it to the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import orjson
+
+from agl_core.server.gateway.reply import Reply, reasoning_of
+from agl_core.server.rollouts.attempt import ActiveAttempt
+from agl_core.types import Json
+
+Message: TypeAlias = Mapping[str, Json]
+"""One message of a chat."""
+
+_REFERENCE = 8
+"""Bytes."""
+_FEW = 64
+"""Memories of closed attempts that are kept in any case."""
+KEPT = 1000
+"""So many replies of an attempt are remembered; older ones are forgotten."""
+KEPT_BYTES = 16 << 20
+"""And so many bytes of them, as JSON, and of the conversations that they answered."""
+
+
+@dataclass(slots=True, eq=False)
+class _Remembered:
+    """What is forgotten together: one reply, and the conversation up to it if a later request may continue that."""
+
+    said: tuple[Any, ...]
+    """Keys in `_own`."""
+    asked: frozenset[str]
+    """Tool calls."""
+    conversation: tuple[bytes, ...] | None
+    """Keys in `_messages`."""
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """A message of several conversations: each repeats the one before it."""
+
+    message: Message
+    size: int
+    uses: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ReplyMemory:
+    """The latest replies of one attempt. It lives as long as the attempt and the server's process."""
+
+    _replies: dict[str, _Remembered] = field(default_factory=dict)
+    _own: dict[Any, deque[Message]] = field(default_factory=dict)
+    _asked: dict[str, set[str]] = field(default_factory=dict)
+    """The replies that asked for each tool call: some endpoints count calls anew in each reply."""
+    _messages: dict[bytes, _Shared] = field(default_factory=dict)
+    _size: int = 0
+
+    def add(self, reply: Reply, conversation: Sequence[Message] | None) -> None:
+        """Remember a reply, and the conversation that it answers if a later request may continue it."""
+        if reply.id in self._replies:  # Its client asked again.
+            return
+        own = [_echoed(choice.message) for choice in reply.choices]
+        for message in own:
+            self._own.setdefault(_key(message), deque()).append(message)
+        asked = frozenset(call["id"] for message in own for call in message.get("tool_calls") or () if call.get("id"))
+        for tool_call in asked:
+            self._asked.setdefault(tool_call, set()).add(reply.id)
+        known = None if conversation is None else tuple(self._share(each) for each in (*conversation, own[0]))
+        size = sum(len(_text(message)) for message in own) + _REFERENCE * len(known or ())
+        self._replies[reply.id] = _Remembered(tuple(map(_key, own)), asked, known, size)
+        self._size += size
+        while len(self._replies) > 1 and (len(self._replies) > KEPT or self._size > KEPT_BYTES):
+            self._forget_oldest()
+
+    def own(self, message: Message) -> Message:
+        """The upstream's own message that an assistant message echoes; the message itself if it echoes none.
+
+        It echoes a reply that says the same: the same text, and the same tools called by the same ids with equal
+        arguments, however they are written.
+        """
+        for own in reversed(self._own.get(_key(message), ())):
+            if _arguments(own) == _arguments(message):
+                return own
+        return message
+
+    def reply_of(self, tool_call_id: str) -> str | None:
+        """The id of the reply that asked for a tool call; None if none did, or several."""
+        asked = self._asked.get(tool_call_id, ())
+        return next(iter(asked)) if len(asked) == 1 else None
+
+    def conversation(self, reply_id: str) -> tuple[Message, ...] | None:
+        """All messages up to and with this reply; None if there is no such reply, or it is forgotten."""
+        found = self._replies.get(reply_id)
+        if found is None or found.conversation is None:
+            return None
+        return tuple(self._messages[key].message for key in found.conversation)
+
+    def _share(self, message: Message) -> bytes:
+        text = _text(message)
+        key = blake2b(text, digest_size=16).digest()
+        if key not in self._messages:
+            self._messages[key] = _Shared(message, len(text))
+            self._size += len(text)
+        self._messages[key].uses += 1
+        return key
+
+    def _forget_oldest(self) -> None:
+        reply_id = next(iter(self._replies))
+        forgotten = self._replies.pop(reply_id)
+        self._size -= forgotten.size
+        for key in forgotten.said:
+            self._own[key].popleft()
+            if not self._own[key]:
+                del self._own[key]
+        for tool_call in forgotten.asked:
+            self._asked[tool_call].discard(reply_id)
+            if not self._asked[tool_call]:
+                del self._asked[tool_call]
+        for shared in forgotten.conversation or ():
+            self._messages[shared].uses -= 1
+            if not self._messages[shared].uses:
+                self._size -= self._messages.pop(shared).size
+
+
+class ReplyMemories:
+    """The memories of the attempts that are open."""
+
+    def __init__(self) -> None:
+        self._of: dict[ActiveAttempt, ReplyMemory] = {}
+        self._limit = _FEW
+
+    def of(self, attempt: ActiveAttempt) -> ReplyMemory:
+        """The memory of an attempt. Those of closed ones are dropped each time there are twice as many as were open."""
+        memory = self._of.get(attempt)
+        if memory is None:
+            if len(self._of) >= self._limit:
+                self._of = {other: kept for other, kept in self._of.items() if not other.closed}
+                self._limit = max(_FEW, 2 * len(self._of))
+            memory = self._of[attempt] = ReplyMemory()
+        return memory
+
+
+def _echoed(message: Message) -> Message:
+    """A reply's message as a request of a chat repeats it: without what is null or empty."""
+    said = {name: value for name, value in message.items() if value not in (None, [], {})}
+    return {**said, "role": "assistant", "content": message.get("content")}
+
+
+def _text(message: Message) -> bytes:
+    return orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
+
+
+def _key(message: Message) -> Any:
+    calls = tuple((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls") or ())
+    return message.get("content") or "", reasoning_of(message), calls
+
+
+def _arguments(message: Message) -> list[Json]:
+    return [_value(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+
+
+def _value(arguments: str) -> Json:
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments

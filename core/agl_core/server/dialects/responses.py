@@ -1,0 +1,372 @@
+"""The dialect of OpenAI's Responses API.
+
+Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
+becomes `reasoning_effort`. Fields that this module does not know are passed on as they are, as with chat completions.
+What would need OpenAI's own servers (built-in tools, stored prompts and conversations, background) is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from agl_core.server.dialects.chat import openai_error
+from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.dialects.fields import (
+    COMMON,
+    FUNCTION,
+    SAMPLING,
+    Fields,
+    check_fields,
+    each_object,
+    is_a,
+    is_int,
+    is_list_of,
+    is_one_of,
+    json_object,
+    need,
+    need_text,
+    shown,
+    unsupported,
+    wrong,
+)
+from agl_core.server.dialects.replies import KEPT, KEPT_BYTES, Message, ReplyMemory
+from agl_core.server.dialects.responses_input import item_id, read_input
+from agl_core.server.dialects.sse import event_stream, pieces
+from agl_core.server.errors import ApiError
+from agl_core.server.gateway.reply import Reply, reasoning_of
+from agl_core.types import FinishReason, Json, Sampling
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class Responses:
+    """`POST /v1/responses`."""
+
+    api = "responses"
+    id_prefix = "resp_"
+
+    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
+        body = json_object(raw)
+        check_fields(body, _FIELDS)
+        _refuse(body)
+        model = need(body, "model")
+        messages = [*_earlier(body, memory), *read_input(need(body, "input"), memory)]
+        if not messages:
+            raise wrong("input", "must be a string or a list with at least one item", code="missing_required_parameter")
+        instructions = body.get("instructions")
+        system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+        chat = {
+            **{name: value for name, value in body.items() if name not in _TRANSLATED and value is not None},
+            **_translated(body),
+            "messages": [*system, *messages],
+        }
+        return ModelRequest(
+            body=body,
+            chat={name: value for name, value in chat.items() if name not in OWN_FIELDS},
+            recorded={**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat},
+            model=model,
+            stream=bool(body.get("stream")),
+            logprobs=_wants_logprobs(body),
+            requested=Sampling(
+                temperature=body.get("temperature"),
+                top_p=body.get("top_p"),
+                max_tokens=body.get("max_output_tokens"),
+                seed=body.get("seed"),
+            ),
+            conversation=None if body.get("store") is False else messages,
+        )
+
+    def render(self, request: ModelRequest, reply: Reply) -> Response:
+        response = _response(request, reply)
+        if request.stream:
+            return event_stream(_stream_events(response))
+        return Response(orjson.dumps(response), media_type="application/json")
+
+    def refuse(self, error: ApiError) -> Response:
+        return openai_error(error)
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    for name, instead in _ELSEWHERE.items():
+        if body.get(name) is not None:
+            raise unsupported(name, f"is no field of the Responses API; use {instead}")
+    for name, neutral in _NOT_SERVED.items():
+        if body.get(name) is not None and not is_one_of(body[name], neutral):
+            raise unsupported(name, f"= {shown(body[name])} needs OpenAI's own servers. Leave it out")
+    for place, entry in enumerate(body.get("include") or ()):
+        if entry != _LOGPROBS:
+            raise unsupported(f"include[{place}]", f"is {shown(entry)}: agl can include {_LOGPROBS} only. Leave it out")
+    for name in ("summary", "generate_summary"):
+        if (body.get("reasoning") or {}).get(name) is not None:
+            raise unsupported(f"reasoning.{name}", "cannot be served: nothing summarises reasoning here. Leave it out")
+
+
+def _earlier(body: Mapping[str, Any], memory: ReplyMemory) -> tuple[Message, ...]:
+    """The conversation that `previous_response_id` continues, without its instructions."""
+    previous = body.get("previous_response_id")
+    if previous is None:
+        return ()
+    found = memory.conversation(previous)
+    if found is None:
+        raise wrong(
+            "previous_response_id",
+            f"names {previous!r}, which this attempt cannot continue. agl keeps the last {KEPT} responses of an "
+            f"attempt in memory ({KEPT_BYTES >> 20} MiB at most), except those with 'store': false, and a restart "
+            "forgets them. Send the whole input instead",
+            code="previous_response_not_found",
+        )
+    return found
+
+
+def _translated(body: Mapping[str, Any]) -> dict[str, Json]:
+    """The fields that chat completions name or write differently, without those that are unset."""
+    text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
+    check_fields(text, _TEXT_FIELDS, "text.")
+    check_fields(reasoning, {"effort": (is_a(str), "a string")}, "reasoning.")
+    logprobs = _wants_logprobs(body)
+    chat = {
+        "tools": [_tool(place, tool) for place, tool in each_object(body.get("tools") or [], "tools")] or None,
+        "tool_choice": _tool_choice(body.get("tool_choice")),
+        "response_format": _response_format(text.get("format")),
+        "verbosity": text.get("verbosity"),
+        "reasoning_effort": reasoning.get("effort"),
+        "logprobs": True if logprobs else None,
+        "top_logprobs": body.get("top_logprobs") if logprobs else None,
+    }
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _wants_logprobs(body: Mapping[str, Any]) -> bool:
+    return bool(body.get("top_logprobs")) or _LOGPROBS in (body.get("include") or ())
+
+
+def _tool(place: str, tool: Mapping[str, Any]) -> dict[str, Json]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise unsupported(f"{place}.type", f"is {shown(kind)}: agl can pass on tools of type 'function' only")
+    need_text(tool, "name", f"{place}.")
+    check_fields(tool, FUNCTION, f"{place}.")
+    return {"type": kind, "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+
+
+def _tool_choice(choice: Json) -> Json:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        raise unsupported("tool_choice.type", f"is {shown(choice.get('type'))}: agl can choose a 'function' only")
+    return {"type": "function", "function": {"name": need_text(choice, "name", "tool_choice.")}}
+
+
+def _response_format(wanted: Json) -> Json:
+    if wanted is None or wanted.get("type") == "text":
+        return None
+    kind = wanted.get("type")
+    if kind == "json_object":
+        return {"type": kind}
+    if kind != "json_schema":
+        raise wrong("text.format.type", f"must be 'text', 'json_object' or 'json_schema', not {shown(kind)}")
+    need_text(wanted, "name", "text.format.")
+    if not isinstance(wanted.get("schema"), dict):
+        raise wrong("text.format.schema", f"must be an object, not {shown(wanted.get('schema'))}")
+    return {"type": kind, kind: {k: v for k, v in wanted.items() if k != "type" and v is not None}}
+
+
+def _response(request: ModelRequest, reply: Reply) -> dict[str, Json]:
+    body, created = request.body, reply.completion.get("created")
+    reason = _INCOMPLETE.get(reply.choices[0].finish_reason)
+    reasoning = body.get("reasoning") or {}
+    return {
+        "id": reply.id,
+        "object": "response",
+        "created_at": created if type(created) in (int, float) else int(time.time()),
+        "status": "incomplete" if reason else "completed",
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": reason} if reason else None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "max_tool_calls": body.get("max_tool_calls"),
+        "model": request.model,
+        "output": _output(reply, logprobs=request.logprobs, status="incomplete" if reason else "completed"),
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.get("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "temperature": body.get("temperature"),
+        "text": {"format": {"type": "text"}, **{k: v for k, v in (body.get("text") or {}).items() if v is not None}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_logprobs": body.get("top_logprobs") or 0,
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "usage": _usage(reply),
+        "user": body.get("user"),
+        "metadata": body.get("metadata") or {},
+    }
+
+
+def _output(reply: Reply, *, logprobs: bool, status: str) -> list[dict[str, Json]]:
+    """The output items. An empty reply has an empty text, so that its echo is a message too."""
+    message = reply.choices[0].message
+    reasoning, content, calls = reasoning_of(message), message.get("content"), message.get("tool_calls") or ()
+    items: list[dict[str, Json]] = []
+    if reasoning:
+        text = {"type": "reasoning_text", "text": reasoning}
+        items.append(
+            {"id": item_id("rs", reply.id), "type": "reasoning", "summary": [], "content": [text], "status": status}
+        )
+    if content or not calls:
+        sampled = _logprobs(reply) if logprobs else []
+        part = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": sampled}
+        items.append(
+            {
+                "id": item_id("msg", reply.id),
+                "type": "message",
+                "role": "assistant",
+                "status": status,
+                "content": [part],
+            }
+        )
+    for number, call in enumerate(calls):
+        own_id = item_id("fc", reply.id, number)
+        items.append(
+            {
+                "id": own_id,
+                "type": "function_call",
+                "call_id": call.get("id") or own_id,
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "status": status,
+            }
+        )
+    return items
+
+
+def _logprobs(reply: Reply) -> list[dict[str, Json]]:
+    choices: Any = reply.completion["choices"]
+    entries = (choices[0]["logprobs"] or {}).get("content") or ()
+    return [
+        {**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.get("top_logprobs") or ()]}
+        for entry in entries
+    ]
+
+
+def _logprob(entry: Mapping[str, Any]) -> dict[str, Json]:
+    return {"token": entry.get("token"), "logprob": entry.get("logprob"), "bytes": entry.get("bytes") or []}
+
+
+def _usage(reply: Reply) -> dict[str, Json]:
+    usage = reply.usage
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def _is_tool_choice(value: Any) -> bool:
+    return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
+
+
+def _stream_events(response: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    """A finished response as the numbered events of a stream."""
+    for number, event in enumerate(_events(response)):
+        yield {**event, "sequence_number": number}
+
+
+def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    started = {**response, "status": "in_progress", "output": [], **dict.fromkeys(_NOT_YET)}
+    yield {"type": "response.created", "response": started}
+    yield {"type": "response.in_progress", "response": started}
+    for index, item in enumerate(response["output"]):
+        empty: dict[str, Json] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        opened = {**item, "status": "in_progress", **empty}
+        yield {"type": "response.output_item.added", "output_index": index, "item": opened}
+        place = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            for piece in pieces(item["arguments"]):
+                yield {"type": "response.function_call_arguments.delta", **place, "delta": piece}
+            yield {"type": "response.function_call_arguments.done", **place, "arguments": item["arguments"]}
+        else:
+            for content_index, part in enumerate(item["content"]):
+                yield from _part_events({**place, "content_index": content_index}, part)
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _part_events(place: Mapping[str, Json], part: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    """A part of an item's content, its text in pieces; log-probabilities go with the first piece."""
+    kind, is_output = f"response.{part['type']}", part["type"] == "output_text"
+    sampled: dict[str, Json] = {"logprobs": _of_event(part["logprobs"])} if is_output else {}
+    none: dict[str, Json] = {"logprobs": []} if is_output else {}
+    yield {"type": "response.content_part.added", **place, "part": {**part, "text": "", **none}}
+    carried = sampled
+    for piece in pieces(part["text"]):
+        yield {"type": f"{kind}.delta", **place, "delta": piece, **carried}
+        carried = none
+    yield {"type": f"{kind}.done", **place, "text": part["text"], **sampled}
+    yield {"type": "response.content_part.done", **place, "part": part}
+
+
+def _of_event(logprobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
+    """Log-probabilities as events have them: without bytes."""
+    return [{**_brief(each), "top_logprobs": [_brief(other) for other in each["top_logprobs"]]} for each in logprobs]
+
+
+def _brief(logprob: Mapping[str, Json]) -> dict[str, Json]:
+    return {"token": logprob["token"], "logprob": logprob["logprob"]}
+
+
+_FIELDS: Fields = {
+    **COMMON,
+    **SAMPLING,
+    "input": (lambda value: isinstance(value, str | list), "a string or a list of items"),
+    "instructions": (is_a(str), "a string"),
+    "max_output_tokens": (is_int(1), "an integer of at least 1"),
+    "max_tool_calls": (is_int(1), "an integer of at least 1"),
+    "previous_response_id": (is_a(str), "a string"),
+    "store": (is_a(bool), "true or false"),
+    "include": (lambda value: is_list_of(value, str), "a list of strings"),
+    "text": (is_a(dict), "an object"),
+    "reasoning": (is_a(dict), "an object"),
+    "tools": (is_a(list), "a list of tools"),
+    "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
+    "parallel_tool_calls": (is_a(bool), "true or false"),
+    "top_logprobs": (is_int(0, 20), "an integer from 0 to 20"),
+}
+_TEXT_FIELDS: Fields = {"format": (is_a(dict), "an object"), "verbosity": (is_a(str), "a string")}
+_REWRITTEN = frozenset({"input", "instructions", "tools", "tool_choice", "text"})
+"""Fields that are recorded as a chat completion has them."""
+_TRANSLATED = _REWRITTEN | {
+    *("reasoning", "include", "store", "previous_response_id", "max_output_tokens", "max_tool_calls", "top_logprobs"),
+    *("background", "context_management", "truncation"),
+}
+"""Fields that are not passed on under their own names."""
+_ELSEWHERE: Mapping[str, str] = {
+    "messages": "'input'",
+    "max_tokens": "'max_output_tokens'",
+    "max_completion_tokens": "'max_output_tokens'",
+    "response_format": "'text': {'format': …}",
+    "logprobs": f"'include': ['{_LOGPROBS}']",
+    "n": "one request for each response",
+}
+_NOT_SERVED: Mapping[str, tuple[Json, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "moderation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+"""Fields that cannot be served, and the values with which they ask for nothing."""
+_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
+_NOT_YET = ("usage", "incomplete_details")
+"""Fields that are null until the response has ended."""

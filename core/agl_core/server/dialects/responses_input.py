@@ -1,0 +1,165 @@
+"""From the input items of the Responses API to chat messages.
+
+The items of one reply (reasoning, text, function calls) are one chat message, however they come back: without ids,
+or with each call's output behind the call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from agl_core.server.dialects.fields import each_object, need, need_text, shown, unsupported, wrong
+from agl_core.server.dialects.replies import Message, ReplyMemory
+from agl_core.server.errors import ApiError
+from agl_core.types import Json
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Where the parts that are text have it."""
+_ITEM_ID = re.compile("(?:msg|rs|fc)_([0-9a-f]{32})(?:_[0-9]+)?")
+
+
+def item_id(kind: str, reply_id: str, number: int | None = None) -> str:
+    """The id of an output item, which names the reply that it is part of.
+
+    >>> item_id("fc", "resp_00", 1)
+    'fc_00_1'
+    """
+    _, _, unique = reply_id.rpartition("_")
+    return f"{kind}_{unique}" if number is None else f"{kind}_{unique}_{number}"
+
+
+def read_input(items: Json, memory: ReplyMemory) -> list[Message]:
+    """The chat messages that `input` stands for; ApiError 400 names the item that cannot be translated."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    reader = _Reader(memory)
+    for place, item in each_object(items, "input"):
+        reader.read(place, item)
+    return reader.finish()
+
+
+class _Reader:
+    """Puts items together, in order."""
+
+    def __init__(self, memory: ReplyMemory) -> None:
+        self._memory = memory
+        self._messages: list[dict[str, Any]] = []
+        self._reply: dict[str, Any] | None = None
+        """The last assistant message; it may still grow."""
+        self._reply_id: str | None = None
+        """The reply that it echoes, if its items name one."""
+
+    def read(self, place: str, item: Mapping[str, Any]) -> None:
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
+        match kind:
+            case "message":
+                self._read_message(place, item)
+            case "function_call":
+                self._read_call(place, item)
+            case "function_call_output":
+                call_id = need_text(item, "call_id", f"{place}.")
+                content = _content(need(item, "output", f"{place}."), f"{place}.output")
+                self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case "reasoning":
+                self._assistant("reasoning_content", item)["reasoning_content"] = _reasoning(place, item)
+            case _:
+                raise _unknown_item(place, kind)
+
+    def finish(self) -> list[Message]:
+        return [_finished(each, self._memory) if each["role"] == "assistant" else each for each in self._messages]
+
+    def _read_message(self, place: str, item: Mapping[str, Any]) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            raise wrong(f"{place}.role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
+        content = _content(need(item, "content", f"{place}."), f"{place}.content")
+        if role != "assistant":
+            self._messages.append({"role": role, "content": content})
+        else:
+            self._assistant("content", item)["content"] = content if isinstance(content, str) else _joined(content)
+
+    def _read_call(self, place: str, item: Mapping[str, Any]) -> None:
+        function = {name: need_text(item, name, f"{place}.") for name in ("name", "arguments")}
+        call = {"id": need_text(item, "call_id", f"{place}."), "type": "function", "function": function}
+        self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
+
+    def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
+        """The assistant message that an item is part of: the last one, or a new one."""
+        reply_id = self._reply_id_of(item)
+        last = self._reply
+        if last is not None and (part == "tool_calls" or part not in last):
+            if reply_id is not None and reply_id == self._reply_id:
+                return last
+            one_unknown = reply_id is None or self._reply_id is None
+            in_order = part == "tool_calls" or (part == "content" and "tool_calls" not in last)
+            if self._messages[-1] is last and one_unknown and in_order:
+                self._reply_id = self._reply_id or reply_id
+                return last
+        self._reply, self._reply_id = {"role": "assistant"}, reply_id
+        self._messages.append(self._reply)
+        return self._reply
+
+    def _reply_id_of(self, item: Mapping[str, Any]) -> str | None:
+        own = item.get("id")
+        matched = _ITEM_ID.fullmatch(own) if isinstance(own, str) else None
+        if matched:
+            return f"resp_{matched[1]}"
+        call_id = item.get("call_id")
+        return self._memory.reply_of(call_id) if isinstance(call_id, str) else None
+
+
+def _finished(message: dict[str, Any], memory: ReplyMemory) -> Message:
+    content = message.get("content") or (None if message.get("tool_calls") else "")
+    return memory.own({**message, "content": content})
+
+
+def _content(content: Json, place: str) -> Json:
+    """A text, or a list of parts as chat completions have them; one part that is text becomes a text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(place, f"must be a string or a list of parts, not {shown(content)}")
+    parts = [_part(where, part) for where, part in each_object(content, place)]
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in _TEXTS:
+        return {"type": "text", "text": need_text(part, _TEXTS[kind], f"{place}.")}
+    if kind == "input_image" and part.get("image_url") is not None:
+        image = {"url": need_text(part, "image_url", f"{place}."), "detail": part.get("detail")}
+        return {"type": "image_url", "image_url": {name: value for name, value in image.items() if value is not None}}
+    raise unsupported(place, f"is a part of type {shown(kind)}: agl can pass on text, and images by 'image_url'")
+
+
+def _joined(parts: list[dict[str, Any]]) -> Json:
+    """The parts of an assistant's message as one text, if they are text."""
+    return "".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
+
+
+def _reasoning(place: str, item: Mapping[str, Any]) -> str:
+    if not item.get("content"):
+        raise unsupported(
+            place,
+            "is a reasoning item without 'content': agl cannot read encrypted or summarised reasoning. Leave it out",
+        )
+    return "".join(
+        need_text(part, "text", f"{where}.") for where, part in each_object(item["content"], f"{place}.content")
+    )
+
+
+def _unknown_item(place: str, kind: Json) -> ApiError:
+    if kind == "item_reference":
+        return unsupported(place, "refers to an item by its id: send the item itself, or use 'previous_response_id'")
+    return unsupported(
+        f"{place}.type",
+        f"is {shown(kind)}: agl can pass on items of type message, function_call, function_call_output and reasoning",
+    )

@@ -1,0 +1,268 @@
+"""The gateway: it stands between agents and the model server, and is the only source of recorded tokens.
+
+For each call: whose is it (attempt), what may it ask for (the mode's sampling), forward it, record it, and only
+then answer. What differs between APIs is in their dialects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from urllib.parse import unquote
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agl_core.capture import unpack_variables
+from agl_core.config.agents import is_among
+from agl_core.errors import StoreError, StoreRefusedError, nearest
+from agl_core.protocols import Upstream
+from agl_core.server.dialects.dialect import Dialect, ModelRequest
+from agl_core.server.dialects.replies import ReplyMemories
+from agl_core.server.errors import ApiError, attempt_closed, stopping, store_failed
+from agl_core.server.gateway.attribution import attempt_of
+from agl_core.server.gateway.reply import Reply, read_reply
+from agl_core.server.gateway.retries import Exchange
+from agl_core.server.gateway.sampling import DISTORTING, call_seed, effective_sampling
+from agl_core.server.gateway.upstream import Destination, Relay
+from agl_core.server.keys import Keys
+from agl_core.server.rollouts.attempt import ActiveAttempt
+from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.store.interface import Store
+from agl_core.types import Call, Json, Sampling
+from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the gateway counted since its start."""
+
+    calls: int = 0
+    """Calls recorded."""
+    without_ids: int = 0
+    """Recorded calls for which the upstream returned no token ids."""
+    retried: int = 0
+    """Requests that were a client's own retry of an earlier one."""
+    late: int = 0
+    """Recorded calls that ended after their attempt was closed."""
+    upstream_errors: int = 0
+    """Calls that the upstream refused or failed."""
+
+
+class Gateway:
+    """Answers agents' model calls, by way of what `relay` forwards to."""
+
+    def __init__(self, queue: RolloutQueue, store: Store, relay: Relay, *, keys: Keys) -> None:
+        self.counters = Counters()
+        self._queue, self._store, self._relay, self._keys = queue, store, relay, keys
+        self._memories = ReplyMemories()
+        self._tasks: set[asyncio.Task[Reply]] = set()
+
+    @property
+    def models(self) -> list[str]:
+        """The names that agents may ask for; ApiError 503 while nothing answers."""
+        return sorted(self._relay.served().upstream.models)
+
+    def check_key(self, request: Request) -> None:
+        """ApiError 401 unless the request carries the key of an attempt: of the one it names, if it names one."""
+        attempt_of(request, self._keys, self._queue)
+
+    async def answer(self, request: Request, dialect: Dialect) -> Response:
+        """One model call, from the agent's request to the agent's reply."""
+        attempt: ActiveAttempt | None = None
+        try:
+            found = attempt_of(request, self._keys, self._queue)
+            if found.closed:
+                raise attempt_closed(*found.key)
+            attempt = found
+            raw = await request.body()
+            memory = self._memories.of(attempt)
+            asked = dialect.parse(raw, memory)
+            reply = await self._reply(request, attempt, dialect, raw, asked)
+            memory.add(reply, asked.conversation)
+            return dialect.render(asked, reply)
+        except ApiError as refused:
+            error = refused
+        except Exception:
+            logger.exception("The gateway failed in %s %r", request.method, request.url.path)
+            error = ApiError(
+                500, "agl's gateway failed; the server's log says why.", type="server_error", code="gateway_failed"
+            )
+        if attempt is not None:
+            attempt.count_failure(error)
+        response = dialect.refuse(error)
+        response.headers.update(error.headers)
+        return response
+
+    async def stop(self) -> None:
+        """Give up the calls that are still in flight."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _reply(
+        self, request: Request, attempt: ActiveAttempt, dialect: Dialect, raw: bytes, asked: ModelRequest
+    ) -> Reply:
+        """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
+        headers = request.headers
+        exchange = attempt.retries.find(dialect.api, headers, raw)
+        if exchange is None:
+            earlier = attempt.retries.unanswered(dialect.api, headers, asked.recorded)
+            sequence = attempt.next_sequence() if earlier is None else earlier.sequence
+            exchange = attempt.retries.add(dialect.api, headers, raw, sequence)
+            exchange.supersedes = earlier
+            self.counters.retried += earlier is not None
+        else:
+            self.counters.retried += 1
+        if exchange.task is None or exchange.failed:
+            exchange.task = asyncio.create_task(self._call(attempt, exchange, dialect, asked, headers))
+            self._tasks.add(exchange.task)
+            exchange.task.add_done_callback(self._forget)
+            exchange.task.add_done_callback(lambda _: attempt.retries.ended(exchange))
+        try:
+            return await asyncio.shield(exchange.task)
+        except asyncio.CancelledError:
+            if exchange.task.cancelled():
+                raise stopping() from None
+            raise
+
+    def _forget(self, task: asyncio.Task[Reply]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Its client may be gone; without this, asyncio logs the error.
+
+    async def _call(
+        self,
+        attempt: ActiveAttempt,
+        exchange: Exchange,
+        dialect: Dialect,
+        asked: ModelRequest,
+        stamps: Headers,
+    ) -> Reply:
+        served = self._relay.served()
+        started = time.time()
+        agent = _agent(stamps)
+        policy = _policy(served, asked.model, agent)
+        version = self._relay.versions.get(
+            policy
+        )  # For an upstream that does not name it: the one at the start of the call.
+        seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
+        effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
+        try:
+            payload, headers = await served.client.complete(
+                _forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
+            )
+            reply = read_reply(payload, headers, f"{dialect.id_prefix}{uuid.uuid4().hex}", logprobs=asked.logprobs)
+        except ApiError:
+            self.counters.upstream_errors += 1
+            raise
+        late = attempt.closed
+        call = Call(
+            id=reply.id,
+            rollout=attempt.record.rollout,
+            attempt=attempt.record.attempt,
+            sequence=exchange.sequence,
+            policy=policy,
+            version=version if reply.version is None else reply.version,
+            request=asked.recorded,
+            choices=reply.choices,
+            started=started,
+            ended=time.time(),
+            api=dialect.api,
+            agent=agent,
+            parent_span=stamps.get(HEADER_PARENT_SPAN),
+            state=unpack_variables(stamps.get(HEADER_STATE)),
+            prompt_ids=reply.prompt_ids,
+            requested=asked.requested,
+            effective=effective,
+            prefix_broken=reply.prefix_broken,
+            prefilled=reply.prefilled,
+            reused=reply.reused,
+            late=late,
+            retry_of=exchange.marker,
+        )
+        await self._commit(attempt, call, exchange.supersedes)
+        self.counters.calls += 1
+        self.counters.without_ids += not reply.has_ids
+        self.counters.late += late
+        if late:
+            raise attempt_closed(*attempt.key)
+        return reply
+
+    async def _commit(self, attempt: ActiveAttempt, call: Call, superseded: Call | None) -> None:
+        """Write the call; an attempt that is closed meanwhile waits for it, so that the count is right.
+
+        The call that it supersedes does not count any more: its reply never arrived.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        attempt.committing.add(task)
+        try:
+            if call.late or superseded is None:
+                await self._store.put(call)
+                attempt.completed_calls += not call.late
+            else:
+                await self._store.put(call, replace(superseded, late=True))
+        except StoreRefusedError:
+            raise
+        except StoreError as failed:
+            logger.error("A call of attempt %s/%s is not recorded, nor answered: %s", *attempt.key, failed)
+            raise store_failed() from failed
+        finally:
+            attempt.committing.discard(task)
+
+
+def _policy(served: Destination, model: str, agent: str | None) -> str:
+    """The policy of a call: the agent's own, else the one named like the model, else 'default', else the only one.
+
+    Of the policies that an agent's name fits, the first wins. So an agent that adapters recognise need not know what
+    policies there are.
+    """
+    for policy, patterns in served.settings.agents.items():
+        if is_among(agent, patterns):
+            return policy
+    policies = served.upstream.models
+    if model in policies:
+        return model
+    if "default" in policies:
+        return "default"
+    if len(policies) == 1:
+        return next(iter(policies))
+    caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
+    raise ApiError(
+        404,
+        f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and none "
+        f"is named {model!r} or 'default'. {nearest(model, policies)}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _forwarded(
+    upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
+) -> dict[str, Json]:
+    body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
+    body["model"] = upstream.models[policy]
+    sampling = {
+        "temperature": effective.temperature,
+        "top_p": effective.top_p,
+        "max_tokens": effective.max_tokens,
+        "seed": effective.seed,
+    }
+    body.update({name: value for name, value in sampling.items() if value is not None})
+    if upstream.returns_ids:
+        body["return_token_ids"] = True
+        body["logprobs"] = True
+    return body
+
+
+def _agent(headers: Headers) -> str | None:
+    name = headers.get(HEADER_AGENT)
+    return None if name is None else unquote(name)

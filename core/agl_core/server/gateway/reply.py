@@ -1,0 +1,182 @@
+"""Reading an upstream's reply: what is recorded of it, and what the agent may see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from agl_core.server.errors import ApiError
+from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
+from agl_core.wire.headers import HEADER_POLICY
+
+_TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a call."""
+
+    prompt: int
+    completion: int
+    cached: int
+    """Those of the prompt that came from a cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """A chat completion in vLLM's shape, taken apart."""
+
+    id: str
+    """The id under which the call is recorded and which the client sees."""
+    completion: Mapping[str, Json]
+    """The chat completion as the agent may see it: without token ids and agl's extras."""
+    choices: tuple[Choice, ...]
+    prompt_ids: Tokens | None
+    version: int | None
+    """The policy version, if the upstream names it."""
+    prefix_broken: bool
+    prefilled: int
+    reused: int
+    size: int
+    """Bytes of what the upstream sent."""
+    stop_sequence: str | None = None
+    """The stop string that ended the first choice, if the upstream names it."""
+
+    @property
+    def usage(self) -> Usage:
+        """The upstream's numbers, else counted ones; 0 where neither is known."""
+        usage = self.completion.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        details = usage.get("prompt_tokens_details")
+        sampled = sum(0 if choice.response_ids is None else len(choice.response_ids) for choice in self.choices)
+        return Usage(
+            prompt=_count(usage.get("prompt_tokens"), 0 if self.prompt_ids is None else len(self.prompt_ids)),
+            completion=_count(usage.get("completion_tokens"), sampled),
+            cached=_count(details.get("cached_tokens") if isinstance(details, dict) else None, 0),
+        )
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether prompt and every choice came with token ids."""
+        return self.prompt_ids is not None and all(choice.response_ids is not None for choice in self.choices)
+
+
+def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool) -> Reply:
+    """Take apart what the upstream answered with status 200; ApiError 502 if it is no chat completion.
+
+    `logprobs`: whether the agent is to see the log-probabilities too. They are most of a reply's objects, and it
+    is kept until its attempt ends, for a retry.
+    """
+    try:
+        body = orjson.loads(payload)
+        extras = body.get("agl") or {}
+        extra_choices = extras.get("choices") or ()
+        choices = tuple(
+            _choice(raw, extra_choices[place] if place < len(extra_choices) else {})
+            for place, raw in enumerate(body["choices"])
+        )
+        if not choices:
+            raise ValueError("it has no choices")
+        return Reply(
+            id=reply_id,
+            completion={
+                "id": reply_id,
+                **{name: body[name] for name in _TOP if name in body},
+                "choices": [
+                    {
+                        "index": choice.index,
+                        "message": choice.message,
+                        "logprobs": raw.get("logprobs") if logprobs else None,
+                        "finish_reason": choice.finish_reason.value,
+                    }
+                    for choice, raw in zip(choices, body["choices"], strict=True)
+                ],
+            },
+            choices=choices,
+            prompt_ids=_ids(body.get("prompt_token_ids")),
+            version=_version(extras, headers),
+            prefix_broken=bool(extras.get("prefix_broken", False)),
+            prefilled=int(extras.get("prefilled", 0)),
+            reused=int(extras.get("reused", 0)),
+            size=len(payload),
+            stop_sequence=_text(body["choices"][0].get("stop_reason")),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ApiError(
+            502,
+            f"The model server's reply is not a chat completion ({type(error).__name__}: {error}). "
+            f"It began with {payload[:80]!r}.",
+            type="upstream_error",
+            code="upstream_garbage",
+        ) from error
+
+
+def reasoning_of(message: Mapping[str, Json]) -> str | None:
+    """The reasoning that an upstream parsed out of a response; older and newer vLLM name it differently."""
+    return _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
+
+
+def _text(value: Json) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: Json, default: int) -> int:
+    return value if type(value) is int and value >= 0 else default
+
+
+def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
+    message = raw["message"]
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str | None):
+        raise TypeError("a message is no object with a text as content")
+    for call in message.get("tool_calls") or ():
+        if not isinstance(call["function"]["name"], str) or not isinstance(call["function"]["arguments"], str):
+            raise TypeError("a tool call has no name or no arguments")
+    ids = _ids(raw.get("token_ids"))
+    return Choice(
+        index=int(raw["index"]),
+        message=message,
+        finish_reason=FinishReason(raw["finish_reason"]),
+        response_ids=ids,
+        logprobs=_logprobs(raw.get("logprobs"), ids),
+        mask=_mask(extra.get("mask"), ids),
+        parse_error=extra.get("parse_error"),
+    )
+
+
+def _ids(values: object) -> Tokens | None:
+    if values is None:
+        return None
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
+        raise TypeError("token ids are not a list of integers")
+    return array.astype(np.int32)
+
+
+def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprobs | None:
+    """None where they do not belong one to one to the response's ids: better no value than a shifted one."""
+    if logprobs is None or ids is None:
+        return None
+    content = logprobs.get("content") or ()
+    if len(content) != len(ids):
+        return None
+    return np.array([entry["logprob"] for entry in content], dtype=np.float32)
+
+
+def _mask(values: object, ids: Tokens | None) -> TokenMask | None:
+    if values is None or ids is None:
+        return None
+    mask = np.asarray(values, dtype=np.bool_)
+    if mask.shape != ids.shape:
+        raise ValueError("a mask is not as long as its response")
+    return mask
+
+
+def _version(extras: Mapping[str, Any], headers: Mapping[str, str]) -> int | None:
+    version = extras.get("version")
+    if version is None:
+        version = headers.get(HEADER_POLICY)
+    return None if version is None else int(version)

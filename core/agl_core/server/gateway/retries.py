@@ -1,0 +1,149 @@
+"""Telling a client's own retry of a call from a second, equal call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from starlette.datastructures import Headers
+
+from agl_core.server.gateway.reply import Reply
+from agl_core.types import Call, Json
+from agl_core.wire.headers import HEADER_RETRY
+
+HEADER_STAINLESS = "x-stainless-retry-count"
+"""OpenAI's and Anthropic's SDKs count their retries in it, from 0."""
+
+
+KEPT = 1000
+"""So many exchanges of an attempt that are over are kept for retries; older ones are forgotten."""
+KEPT_BYTES = 64 << 20
+"""And so many bytes of replies, as the upstream sent them."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One call and everything the client sent to get its reply."""
+
+    sequence: int
+    digest: bytes
+    """Of the request."""
+    marker: str | None
+    """The value of `x-agl-retry`, if the client sent one."""
+    tries: int = 0
+    """The highest retry count seen."""
+    supersedes: Call | None = None
+    """What an earlier server recorded of it, without its client getting the reply."""
+    task: asyncio.Task[Reply] | None = None
+    """The call in flight or finished; None until it is started."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its reply; 0 without one."""
+        return 0 if self.task is None or self.failed else self.task.result().size
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without a reply, so that a retry has to ask the upstream again."""
+        task = self.task
+        return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
+
+
+@dataclass(slots=True, eq=False)
+class RetryBook:
+    """The latest exchanges of one attempt."""
+
+    _by_marker: dict[str, Exchange] = field(default_factory=dict)
+    _by_body: dict[bytes, list[Exchange]] = field(default_factory=dict)
+    _recorded: list[Call] = field(default_factory=list)
+    _over: dict[Exchange, int] = field(default_factory=dict)
+    """Those that are over, with their sizes, in that order."""
+    _size: int = 0
+
+    def find(self, api: str, headers: Headers, body: bytes) -> Exchange | None:
+        """The exchange that this request retries; None if it is a call of its own.
+
+        Only the client's own marker makes a retry: `x-agl-retry`, or an SDK's count of its retries. Of several
+        equal calls, a retry with count k claims the oldest one of those that were last tried with a smaller
+        count, nearest to k, so that each keeps its own retries.
+        """
+        marker, count = headers.get(HEADER_RETRY), retry_count(headers)
+        if marker is not None:
+            exchange = self._by_marker.get(marker)
+            if exchange is not None:
+                exchange.tries = max(exchange.tries, count)
+            return exchange
+        if count == 0:
+            return None
+        equal = [each for each in self._by_body.get(_digest(api, body), ()) if each.tries < count]
+        if not equal:
+            return None
+        exchange = max(equal, key=lambda each: each.tries)
+        exchange.tries = count
+        return exchange
+
+    def add(self, api: str, headers: Headers, body: bytes, sequence: int) -> Exchange:
+        """Open an exchange for a call that retries none."""
+        marker = headers.get(HEADER_RETRY)
+        exchange = Exchange(sequence, _digest(api, body), marker, tries=retry_count(headers))
+        if marker is not None:
+            self._by_marker[marker] = exchange
+        self._by_body.setdefault(exchange.digest, []).append(exchange)
+        return exchange
+
+    def ended(self, exchange: Exchange) -> None:
+        """It has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
+        if exchange not in self._by_body.get(exchange.digest, ()):
+            return
+        self._size += exchange.size - self._over.pop(exchange, 0)
+        self._over[exchange] = exchange.size
+        while len(self._over) > 1 and (len(self._over) > KEPT or self._size > KEPT_BYTES):
+            self._forget(next(iter(self._over)))
+
+    def _forget(self, exchange: Exchange) -> None:
+        self._size -= self._over.pop(exchange)
+        equal = self._by_body[exchange.digest]
+        equal.remove(exchange)
+        if not equal:
+            del self._by_body[exchange.digest]
+        if exchange.marker is not None and self._by_marker.get(exchange.marker) is exchange:
+            del self._by_marker[exchange.marker]
+
+    def recall(self, calls: Iterable[Call]) -> None:
+        """Calls of the attempt that an earlier server recorded.
+
+        Nobody knows which of the replies arrived. Without a marker, that of a call which had ended before another one
+        began is taken to have: an agent may ask the same twice, and what it got must go on to count.
+        """
+        found = [call for call in calls if not call.late]
+        last = max((call.started for call in found), default=0.0)
+        self._recorded = [call for call in found if call.retry_of or call.ended >= last][-KEPT:]
+
+    def unanswered(self, api: str, headers: Headers, request: Mapping[str, Json]) -> Call | None:
+        """The recorded call that this request, for which there is no exchange, retries; each is given once."""
+        marker, count = headers.get(HEADER_RETRY), retry_count(headers)
+        for place, call in enumerate(self._recorded):
+            same = call.retry_of == marker if marker else count and (call.api, call.request) == (api, request)
+            if same:
+                return self._recorded.pop(place)
+        return None
+
+    def clear(self) -> None:
+        """Forget all: the attempt is closed."""
+        self._recorded.clear()
+        self._by_marker.clear()
+        self._by_body.clear()
+        self._over.clear()
+        self._size = 0
+
+
+def retry_count(headers: Headers) -> int:
+    """How often the client's SDK has sent this request before."""
+    value = headers.get(HEADER_STAINLESS, "0")
+    return int(value) if value.isascii() and value.isdigit() else 0
+
+
+def _digest(api: str, body: bytes) -> bytes:
+    return blake2b(body, digest_size=16, person=api.encode()[:16]).digest()

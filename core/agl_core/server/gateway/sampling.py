@@ -1,0 +1,54 @@
+"""What the rollout's mode makes of the sampling parameters that the agent's code asks for."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import orjson
+
+from agl_core.config.models import SamplingSection
+from agl_core.types import Mode, Rollout, Sampling
+
+DISTORTING = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "length_penalty",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "top_k",
+        "use_beam_search",
+    }
+)
+"""Request fields that change the distribution tokens are drawn from. In train mode they are dropped: with them
+the recorded log-probabilities would not be those of the policy, and importance weights would be wrong."""
+
+
+def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:
+    """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits.
+
+    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl.
+    """
+    if settings is None:
+        return requested
+    temperature = {
+        Mode.TRAIN: settings.temperature,
+        Mode.EVAL_SAMPLED: settings.eval_temperature,
+        Mode.EVAL_GREEDY: 0.0,
+    }[rollout.mode]
+    limit = settings.max_tokens if requested.max_tokens is None else min(requested.max_tokens, settings.max_tokens)
+    return Sampling(temperature=temperature, top_p=1.0, max_tokens=limit, seed=seed)
+
+
+def call_seed(run_seed: int, rollout: Rollout, attempt: int, sequence: int) -> int:
+    """A 63-bit sampling seed: the same for the same call of a repeated run, different for every other call.
+
+    A task may be drawn twice in one step, so the group's position is part of it. The group's name is not, since it
+    changes when a run is resumed.
+    """
+    place = [rollout.mode, rollout.step, rollout.position, rollout.task.id, rollout.member, attempt, sequence]
+    return int.from_bytes(blake2b(orjson.dumps([run_seed, *place]), digest_size=8).digest(), "big") >> 1

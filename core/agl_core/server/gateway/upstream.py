@@ -1,0 +1,189 @@
+"""The model server: the client that the gateway has of it, and the relay that knows whether there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from zlib import crc32
+
+import orjson
+
+from agl_core.protocols import Upstream
+from agl_core.server.errors import CONTEXT_OVERFLOW, ApiError, no_upstream
+from agl_core.server.http.client import BrokenReplyError, Endpoint
+from agl_core.types import AttemptKey, Json
+from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.trainers import RunSettings
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE = 4.0
+"""Seconds an idle connection is kept: less than the 5 after which uvicorn, vLLM's server, closes it."""
+_CONNECT = 10.0
+_OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
+
+
+class UpstreamClient:
+    """Forwards chat completions; every failure becomes a `ApiError` that says what is wrong with which server."""
+
+    def __init__(self, upstream: Upstream, timeout: float) -> None:
+        headers = {
+            "Authorization": f"Bearer {upstream.api_key}",
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
+        self._urls = tuple(f"{url.rstrip('/')}/chat/completions" for url in upstream.urls)
+        self._endpoints = {url: Endpoint(url, headers, connect=_CONNECT, idle=_KEEP_ALIVE) for url in self._urls}
+        self._timeout = timeout
+
+    async def __aenter__(self) -> UpstreamClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+
+    def url(self, rollout: str) -> str:
+        """The server for a rollout: always the same one, where its prefixes are cached."""
+        return self._urls[crc32(rollout.encode()) % len(self._urls)]
+
+    async def complete(self, body: Mapping[str, Json], key: AttemptKey) -> tuple[bytes, Mapping[str, str]]:
+        """POST a chat completion; the reply's body and headers if its status is 200."""
+        url = self.url(key.rollout)
+        stamp = {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"}
+        try:
+            async with asyncio.timeout(self._timeout):
+                reply = await self._endpoints[url].post(stamp, orjson.dumps(body))
+        except TimeoutError as error:
+            raise _failed(
+                504, f"The model server at {url} did not answer in {self._timeout:g} seconds.", "upstream_timeout"
+            ) from error
+        except BrokenReplyError as error:
+            raise _failed(
+                502, f"The model server at {url} broke off its reply ({error}).", "upstream_broken"
+            ) from error
+        except OSError as error:
+            raise _failed(
+                502, f"The model server at {url} cannot be reached ({error}). Is the engine running?", "upstream_down"
+            ) from error
+        if reply.status != 200:
+            raise _refused(reply.status, reply.body, url)
+        return reply.body, reply.headers
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """What answers model calls, and how they are sampled."""
+
+    upstream: Upstream
+    settings: RunSettings
+    client: UpstreamClient
+
+
+class Relay:
+    """The current model server. `lend` is called with whether there is one, so that rollouts wait while there is none.
+
+    `versions` maps policies to versions, for upstreams that do not name theirs.
+    """
+
+    def __init__(self, lend: Callable[[bool], None]) -> None:
+        self.versions: dict[str, int] = {}
+        self._lend = lend
+        self._served: Destination | None = None
+        self._is_there = False
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether model calls are answered now."""
+        return self._is_there
+
+    def served(self) -> Destination:
+        """What answers; ApiError 503 if nothing does."""
+        if self._served is None or not self._is_there:
+            raise no_upstream()
+        return self._served
+
+    async def serve(self, upstream: Upstream, settings: RunSettings, expires: float | None) -> None:
+        """Forward to this one from now on; for `expires` seconds only, unless this is called again."""
+        before = self._served
+        if before is None or (before.upstream, before.settings) != (upstream, settings):
+            client = await UpstreamClient(upstream, settings.timeout).__aenter__()
+            self._served = Destination(upstream, settings, client)
+            if before is not None:
+                await before.client.__aexit__(None, None, None)
+        self._disarm()
+        if expires is not None:
+            self._expiry = asyncio.get_running_loop().call_later(expires, self._expire, expires)
+        self._is_there = True
+        self._lend(True)
+
+    def withdraw(self) -> None:
+        """Forward nowhere; calls in flight go on."""
+        self._disarm()
+        self._is_there = False
+        self._lend(False)
+
+    async def stop(self) -> None:
+        """Let go of the connections."""
+        self.withdraw()
+        served, self._served = self._served, None
+        if served is not None:
+            await served.client.__aexit__(None, None, None)
+
+    def _expire(self, seconds: float) -> None:
+        logger.warning("The trainer was not heard of for %g seconds: rollouts wait until it is back.", seconds)
+        self.withdraw()
+
+    def _disarm(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+
+def _failed(status: int, message: str, code: str) -> ApiError:
+    return ApiError(status, message, type="upstream_error", code=code)
+
+
+def _refused(status: int, payload: bytes, url: str) -> ApiError:
+    """A status other than 200. 4xx is the agent's affair and is passed on; the rest is not."""
+    error = _error_object(payload)
+    message = str(error.get("message") or payload[:500].decode("utf-8", "replace"))
+    if status in (401, 403):
+        return _failed(502, f"The model server at {url} refuses agl's own API key: {message}", "upstream_key")
+    if not 400 <= status < 500:
+        return _failed(502, f"The model server at {url} answered {status}: {message}", "upstream_failed")
+    code = error.get("code")
+    if any(phrase in f"{code} {message}" for phrase in _OVERFLOW_PHRASES):
+        code = CONTEXT_OVERFLOW
+    kind, param = error.get("type"), error.get("param")
+    return ApiError(
+        status,
+        message,
+        type=kind if isinstance(kind, str) else "invalid_request_error",
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, str) else None,
+    )
+
+
+def _error_object(payload: bytes) -> Mapping[str, Json]:
+    """The error in OpenAI's shape, in older vLLM's (fields at the top) or in FastAPI's (`detail`)."""
+    try:
+        body = orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return {}
+    if not isinstance(body, dict):
+        return {}
+    inner = body.get("error")
+    if isinstance(inner, dict):
+        return inner
+    if isinstance(inner, str):
+        return {"message": inner}
+    if "detail" in body:
+        return {"message": orjson.dumps(body["detail"]).decode()}
+    return body

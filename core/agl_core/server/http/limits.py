@@ -1,0 +1,77 @@
+"""Limits of every request, checked before its content is."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agl_core.server.dialects.chat import openai_error
+from agl_core.server.errors import ApiError
+from agl_core.wire.body import MAX_BODY
+from agl_core.wire.trainers import OF_TRAINERS
+from agl_core.wire.workers import OF_WORKERS
+
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 64 << 10
+"""Of names, values and the URL."""
+MAX_HEAD_BYTES = 96 << 10
+"""Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
+_OWN_LIMIT = "/v1/traces"
+_LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_TRAINERS)}
+"""Bytes of a body, by its path."""
+
+
+class RequestLimits:
+    """Refuses requests with too many headers, and bodies that are too large where they are read.
+
+    A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
+    of one that says beforehand how large it is. Exports of spans have a limit of their own. A client that hangs up
+    before its body is whole is an ApiError, too.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        url = len(scope["raw_path"]) + len(scope["query_string"])
+        size = url + sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            await openai_error(head_too_large())(scope, receive, send)
+            return
+        most = _LARGEST.get(scope["path"], MAX_BODY)
+        await self._app(scope, _checked(headers, receive, None if scope["path"].endswith(_OWN_LIMIT) else most), send)
+
+
+def head_too_large() -> ApiError:
+    """The answer to a request with too many headers, or too large ones."""
+    return ApiError(
+        431,
+        f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES >> 10} KiB of them, "
+        f"the URL included.",
+        code="headers_too_large",
+    )
+
+
+def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None) -> Receive:
+    declared = dict(headers).get(b"content-length", b"")
+    announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
+    arrived, is_whole = 0, False
+
+    async def read() -> Message:
+        nonlocal arrived, is_whole
+        if most is not None and announced > most:
+            raise _too_large(most)
+        message = await receive()
+        if message["type"] == "http.disconnect" and not is_whole:
+            raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
+        is_whole |= not message.get("more_body", False)
+        arrived += len(message.get("body", b""))
+        if most is not None and arrived > most:
+            raise _too_large(most)
+        return message
+
+    return read
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than {most >> 20} MiB.", code="body_too_large")

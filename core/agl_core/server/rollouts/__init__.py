@@ -1,0 +1,1 @@
+"""The rollout queue: leases, attempts and their life cycle."""

@@ -1,0 +1,143 @@
+"""One leased attempt as queue and gateway share it, and how its end is decided and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, ApiError
+from agl_core.server.gateway.retries import RetryBook
+from agl_core.server.rollouts.lifecycle import ATTEMPT, AttemptState, step
+from agl_core.store.interface import Record
+from agl_core.types import Attempt, AttemptKey, Ending, Mode, Reward, Rollout, ToolResult
+from agl_core.wire.workers import CloseReply, CloseRequest
+
+_TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
+_NO_CALL = (
+    "The agent finished without one LLM call through agl, so there is nothing to learn from. Its LLM client does "
+    "not use agl's base URL: let it read OPENAI_BASE_URL or ANTHROPIC_BASE_URL (do not set base_url in code), or pass "
+    "it `context.base_url` and `context.api_key`."
+)
+_INTERRUPTED = "The server, its store, or the model behind it was away while the agent ran, which may be why it failed:"
+_LATE = "Its worker reported later that it was"
+_NOT_AWAITED = "The agent finished before its first LLM call did: let it wait for the reply."
+
+
+@dataclass(slots=True, eq=False)
+class ActiveAttempt:
+    """An attempt that a worker holds. The gateway counts its calls here; after its end it stays known as closed."""
+
+    rollout: Rollout
+    record: Attempt
+    deadline: float
+    """Event loop time after which it counts as lost, whatever its worker says."""
+    expires: float | None = None
+    """Event loop time after which it counts as lost unless a heartbeat comes; None: its worker sends none."""
+    state: AttemptState = AttemptState.OPEN
+    started_calls: int = 0
+    completed_calls: int = 0
+    """Calls that were recorded while it was open."""
+    interrupted: bool = False
+    """The server was restarted under it, had no model for it, or could not record: if its agent breaks, that is why."""
+    context_overflows: int = 0
+    last_failure: str | None = None
+    """The error of the last request that failed."""
+    retries: RetryBook = field(default_factory=RetryBook)
+    committing: set[asyncio.Task[object]] = field(default_factory=set)
+    """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
+    closing: asyncio.Task[CloseReply] | None = None
+    reported: Ending | None = None
+    """The ending with which it was closed, as reported."""
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.record.key
+
+    @property
+    def mode(self) -> Mode:
+        return self.rollout.mode
+
+    @property
+    def closed(self) -> bool:
+        """Whether its calls no longer count."""
+        return self.state is not AttemptState.OPEN
+
+    @property
+    def due(self) -> float:
+        """Event loop time after which it counts as lost."""
+        return self.deadline if self.expires is None else min(self.expires, self.deadline)
+
+    def move(self, to: AttemptState) -> None:
+        """Go on to the next state; ServerError if the lifecycle has no such way."""
+        self.state = step(ATTEMPT, f"attempt {self.record.rollout}/{self.record.attempt}", self.state, to)
+
+    def next_sequence(self) -> int:
+        """The start sequence of the call that begins now."""
+        self.started_calls += 1
+        return self.started_calls - 1
+
+    def count_failure(self, error: ApiError) -> None:
+        """A request of the agent got an error instead of a reply."""
+        self.last_failure = error.message
+        self.context_overflows += error.is_context_overflow
+        self.interrupted |= error.code in (NO_UPSTREAM, STOPPING, STORE_FAILED)
+
+
+def attempt_key(rollout: str, number: str) -> AttemptKey | None:
+    """The attempt that a path or a header names; None if it cannot be one.
+
+    >>> attempt_key("r", "0"), attempt_key("r", "-1")
+    (AttemptKey(rollout='r', attempt=0), None)
+    """
+    is_number = number.isascii() and number.isdecimal() and len(number) < 10
+    return AttemptKey(rollout, int(number)) if rollout and is_number else None
+
+
+def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str | None]:
+    """The ending and error to record, from the worker's report and from what only the gateway knows."""
+    ending, error = request.ending, request.error
+    if ending in _TRIED_AGAIN and attempt.interrupted:
+        return Ending.LOST, f"{_INTERRUPTED} {error or ''}".rstrip()
+    if ending is Ending.CRASHED and attempt.context_overflows:
+        return Ending.CONTEXT_OVERFLOW, error
+    if ending is not Ending.FINISHED or attempt.completed_calls:
+        return ending, error
+    if attempt.context_overflows:
+        return Ending.CONTEXT_OVERFLOW, error or attempt.last_failure
+    if attempt.last_failure:
+        return Ending.NO_CALL, f"None of the agent's LLM calls got a reply. The last error was: {attempt.last_failure}"
+    return Ending.NO_CALL, _NOT_AWAITED if attempt.started_calls else _NO_CALL
+
+
+def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
+    """Whether the rollout gets another attempt: if this one was lost, or broke before the policy acted in it.
+
+    An attempt in which the policy already acted is data. `budget` is the number of attempts a rollout may have.
+    """
+    if attempt.record.attempt + 1 >= budget:
+        return False
+    return ending is Ending.LOST or (ending in _TRIED_AGAIN and attempt.completed_calls == 0)
+
+
+def reported(key: AttemptKey, request: CloseRequest) -> list[Record]:
+    """The agent side's report of the attempt, as records; rewards of one name add up."""
+    tool_results = [
+        ToolResult(rollout=key.rollout, attempt=key.attempt, **each.model_dump()) for each in request.tool_results
+    ]
+    totals: dict[str, float] = {}
+    for reward in request.rewards:
+        totals[reward.name] = totals.get(reward.name, 0.0) + reward.value
+    rewards = [Reward(*key, name=name, value=total, source="agent") for name, total in totals.items()]
+    return [*tool_results, *rewards]
+
+
+def reported_late(record: Attempt, request: CloseRequest) -> Attempt:
+    """The record of a lost and superseded attempt, with its worker's late report; it keeps its ending.
+
+    Only the first such report is kept; the same record comes back if there is nothing to add.
+    """
+    error = record.error or ""
+    if record.ending is not Ending.LOST or request.ending is Ending.LOST or _LATE in error:
+        return record
+    error = f"{error} {_LATE} {request.ending}; that does not count.".lstrip()
+    return replace(record, result=request.result, error=error)

@@ -1,0 +1,389 @@
+"""The rollout queue: every rollout's way from queued over running to done, durable at each step.
+
+queued ──lease──▶ running ──close_attempt──▶ done
+   ▲               │   ▲
+   └─ tried again ─┘   └ heartbeat
+
+`lifecycle` is the table of all ways there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from agl_core.errors import StoreError
+from agl_core.run_hooks import RunHooks
+from agl_core.server.errors import ApiError
+from agl_core.server.keys import Keys
+from agl_core.server.rollouts.attempt import ActiveAttempt, decided, is_tried_again, reported, reported_late
+from agl_core.server.rollouts.finished import Finished
+from agl_core.server.rollouts.leases import Leases
+from agl_core.server.rollouts.lifecycle import AttemptState, as_created, is_of, moved
+from agl_core.store.interface import Store
+from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
+from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatReply, HeartbeatRequest, LeaseReply, LeaseRequest
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 10_000
+"""Closed attempts kept in memory, to tell a late call from a wrong address, and rollouts that are done."""
+
+_SHORTEST_WATCH, _AFTER_FAILURE = 0.1, 5.0
+
+
+@dataclass(slots=True)
+class _Life:
+    """Where one rollout that is not done stands."""
+
+    rollout: Rollout
+    attempts: int = 0
+    """How many were started."""
+
+
+class RolloutQueue:
+    """The lifecycle of rollouts. What a method did is in the store before it returns.
+
+    `attempts` says how often a rollout is tried; the times are seconds, and those of `Leases`. `hook` is
+    `Plugins.hook`; `keys` make the agents' keys. All methods belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        timeout: float,
+        attempts: int,
+        hook: RunHooks,
+        keys: Keys,
+        grace: float = 30.0,
+        heartbeat: float = 5.0,
+        lease: float = 20.0,
+    ) -> None:
+        self._store, self._hook, self._budget = store, hook, attempts
+        self._leases = Leases(timeout=timeout, grace=grace, heartbeat=heartbeat, lease=lease, keys=keys)
+        self._lives: dict[str, _Life] = {}
+        self._queued: OrderedDict[str, _Life] = OrderedDict()
+        self._attempts: dict[AttemptKey, ActiveAttempt] = {}
+        self._running: dict[AttemptKey, ActiveAttempt] = {}
+        self._ended: deque[AttemptKey] = deque()
+        self._finished = Finished(store, _REMEMBERED)
+        self._enqueuing = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._waiting = 0
+        self._lending = True
+        self._closed = False
+        self._stopped = False
+
+    @property
+    def queued(self) -> int:
+        """Rollouts that wait for a worker."""
+        return len(self._queued)
+
+    @property
+    def running(self) -> int:
+        """Attempts that workers hold."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Leases that wait for a rollout."""
+        return self._waiting
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        """Add rollouts at the end, all or none; those that were added before, however long ago, are left alone.
+
+        ApiError 409 if another rollout has the id of one of them, or if the queue is closed.
+        """
+        if self._closed:
+            raise ApiError(409, "The rollout queue is closed: the run is over. Start a new run to add rollouts.")
+        async with self._enqueuing:
+            known = await self._known({each.id for each in rollouts})
+            new: dict[str, Rollout] = {}
+            for each in map(as_created, rollouts):
+                earlier = new.get(each.id) or known.get(each.id)
+                if earlier is not None and not is_of(earlier, each):
+                    raise ApiError(
+                        409,
+                        f"The rollout {each.id} is already in the queue, for another task or step. Give each a new id.",
+                        code="rollout_known",
+                    )
+                if earlier is None:
+                    new[each.id] = each
+            if not new:
+                return
+            await self._store.put(*new.values())
+            lives = {id: _Life(rollout) for id, rollout in new.items()}
+            self._lives.update(lives)
+            self._queued.update(lives)
+            self._changed.set()
+
+    async def restore(self, run: str) -> None:
+        """Take up what an earlier server of this run left in the store; to be called before the first lease.
+
+        Queued rollouts are queued again, in their order. Attempts stay with their workers, and are lost unless a
+        heartbeat comes before the lease expires.
+        """
+        for rollout in await self._store.rollouts(run=run, state=RolloutState.QUEUED):
+            started = await self._store.attempts(rollout.id)
+            self._lives[rollout.id] = self._queued[rollout.id] = _Life(rollout, len(started))
+        for rollout in await self._store.rollouts(run=run, state=RolloutState.RUNNING):
+            started = await self._store.attempts(rollout.id)
+            self._lives[rollout.id] = _Life(rollout, len(started))
+            await self._hold_again(rollout, started[-1])
+        for rollout in await self._store.rollouts(run=run, state=RolloutState.DONE):
+            self._finished.add(rollout)
+        self._changed.set()
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Start attempts of up to `request.capacity` rollouts, oldest first; waits for the first one.
+
+        If it is cancelled while it waits, nothing was taken.
+        """
+        self._waiting += 1
+        try:
+            await self._wait_for_rollouts(request.wait)
+        finally:
+            self._waiting -= 1
+        if self._closed:
+            return LeaseReply(leases=[], closed=True)
+        count = min(request.capacity, len(self._queued)) if self._lending else 0
+        taken = [self._queued.popitem(last=False)[1] for _ in range(count)]
+        started = [self._start(life, request.worker) for life in taken]
+        if started:
+            try:
+                await self._store.put(*(record for each in started for record in (each.rollout, each.record)))
+            except BaseException:
+                self._give_back(started)
+                raise
+        held = [each for each in started if not each.closed]  # some may have been cancelled meanwhile
+        for each in held:
+            self._hook.rollout_started(rollout=each.rollout, attempt=each.record.attempt)
+        return LeaseReply(leases=[self._leases.lent(each) for each in held], closed=False)
+
+    def attempt(self, key: AttemptKey) -> ActiveAttempt | None:
+        """The attempt, running or ended; None if it was never started here, or ended long ago."""
+        return self._attempts.get(key)
+
+    def held(self) -> list[AttemptKey]:
+        """The attempts that workers hold, oldest first."""
+        return list(self._running)
+
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        """A worker lives: extend the leases of the attempts that it names."""
+        lost = self._leases.beat(request, self._attempts, self._running.values())
+        return HeartbeatReply(lost=lost, closed=self._closed)
+
+    async def close_attempt(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
+        """End an attempt: its calls no longer count, and its rollout is done or tried again.
+
+        The same report sent again gets the same answer. What a worker reports of an attempt that was lost and tried
+        again is recorded, and does not count. ApiError 404 if there is no such attempt.
+        """
+        active = self._attempts.get(key)
+        if active is None:
+            return await self._closed_before(key, request)
+        reply = await self._end(active, request)
+        if active.state is AttemptState.SUPERSEDED and request.ending is not active.reported:
+            active.record = await self._record_late(active.record, request)
+        return reply
+
+    async def done(self, ids: Collection[str], wait: float | None = None) -> list[Rollout]:
+        """Those of `ids` that are done, in the order in which they ended; waits until one is, or so many seconds.
+
+        Their calls, tool results and rewards are in the store. Asking changes nothing, so it may be asked again.
+        ApiError 404 if one of them was never added; 503 once the queue is stopped.
+        """
+        return await self._finished.among(ids, self._lives, wait)
+
+    async def cancel(self, ids: Iterable[str]) -> None:
+        """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
+        await self._stop_early(set(ids), Ending.CANCELLED)
+
+    async def abandon(self) -> None:
+        """End everything that is not done as lost: the trainer that added it is gone."""
+        await self._stop_early(set(self._lives), Ending.LOST)
+
+    def limit(self, *, timeout: float, attempts: int) -> None:
+        """How long attempts may take that start from now on, and how often a rollout is tried."""
+        self._leases.limit(timeout)
+        self._budget = attempts
+
+    def lend(self, lending: bool) -> None:
+        """Whether rollouts are leased now; if not, leases wait."""
+        self._lending = lending
+        self._changed.set()
+
+    def open(self) -> None:
+        """There is a run, perhaps another one: rollouts are taken in."""
+        self._closed = False
+
+    def close(self) -> None:
+        """The run is over: no more rollouts are taken in or leased, and workers end."""
+        self._closed = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        """The server ends, not the run: requests that wait are refused, and may be sent again elsewhere or later."""
+        self._stopped = True
+        self.lend(False)
+        self._finished.stop()
+
+    async def watch(self) -> None:
+        """Close as lost, until cancelled, every attempt that is overdue: its worker is gone."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(_SHORTEST_WATCH, self._leases.next_look(self._open()) - loop.time()))
+            for each in self._open():
+                if error := self._leases.why_lost(each):
+                    try:
+                        await self._end(each, CloseRequest(ending=Ending.LOST, error=error))
+                    except Exception as failed:
+                        trace = not isinstance(failed, StoreError)
+                        logger.error("Attempt %s/%s is not recorded as lost: %s", *each.key, failed, exc_info=trace)
+                        await asyncio.sleep(_AFTER_FAILURE)
+
+    async def _stop_early(self, wanted: set[str], ending: Ending) -> None:
+        await self._end_queued(wanted, ending)
+        held = [each for each in self._running.values() if each.key.rollout in wanted]
+        await asyncio.gather(*(self._end(each, CloseRequest(ending=ending)) for each in held))
+        await self._end_queued(wanted, ending)  # those whose attempt was closed to be tried again
+
+    async def _end_queued(self, wanted: set[str], ending: Ending) -> None:
+        lives = [self._queued.pop(id) for id in list(self._queued) if id in wanted]
+        rollouts = [moved(life.rollout, RolloutState.DONE, ending=ending) for life in lives]
+        if rollouts:
+            try:
+                await self._store.put(*rollouts)
+            except BaseException:
+                for life in reversed(lives):
+                    self._queue_first(life)
+                raise
+        for rollout in rollouts:
+            self._finish(rollout)
+
+    def _open(self) -> list[ActiveAttempt]:
+        """Attempts that are not closed, or whose end could not be written."""
+        return [each for each in self._running.values() if each.closing is None]
+
+    async def _wait_for_rollouts(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while not (self._queued and self._lending) and not self._closed and (left := until - loop.time()) > 0:
+            if self._stopped:
+                return
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                return
+
+    def _start(self, life: _Life, worker: str) -> ActiveAttempt:
+        life.rollout = moved(life.rollout, RolloutState.RUNNING)
+        record = Attempt(life.rollout.id, life.attempts, worker, started=time.time())
+        life.attempts += 1
+        return self._hold(self._leases.start(life.rollout, record))
+
+    async def _hold_again(self, rollout: Rollout, record: Attempt) -> None:
+        """Let the worker keep an attempt that it got from an earlier server."""
+        calls = await self._store.calls([record.key])
+        active = self._hold(self._leases.hold_again(rollout, record))
+        active.retries.recall(calls)
+        active.started_calls = max((call.sequence + 1 for call in calls), default=0)
+        active.completed_calls = sum(not call.late for call in calls)
+
+    def _hold(self, active: ActiveAttempt) -> ActiveAttempt:
+        self._attempts[active.key] = self._running[active.key] = active
+        return active
+
+    def _give_back(self, started: Sequence[ActiveAttempt]) -> None:
+        for each in reversed([each for each in started if not each.closed]):
+            each.move(AttemptState.WITHDRAWN)
+            life = self._lives[each.rollout.id]
+            life.attempts -= 1
+            life.rollout = moved(life.rollout, RolloutState.QUEUED)
+            del self._attempts[each.key], self._running[each.key]
+            self._queue_first(life)
+
+    async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
+        """End an attempt, unless it has ended; the first request decides how."""
+        if active.closing is None:
+            if not active.closed:
+                active.move(AttemptState.CLOSING)
+            active.reported = request.ending
+            active.closing = asyncio.create_task(self._close(active, request))
+        try:
+            reply = await asyncio.shield(active.closing)
+        except Exception:
+            active.closing = None
+            raise
+        return reply if request.ending is active.reported else CloseReply(counted=False)
+
+    async def _close(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
+        if active.committing:
+            await asyncio.wait(active.committing)
+        ending, error = decided(active, request)
+        record = replace(active.record, ended=time.time(), ending=ending, result=request.result, error=error)
+        again = is_tried_again(active, ending, self._budget)
+        if again:
+            rollout = moved(active.rollout, RolloutState.QUEUED)
+        else:
+            rollout = moved(active.rollout, RolloutState.DONE, ending=ending, counted=record.attempt)
+        await self._store.put(*reported(active.key, request), record, rollout)
+        active.move(AttemptState.SUPERSEDED if again else AttemptState.COUNTED)
+        active.record = record
+        active.retries.clear()
+        del self._running[active.key]
+        self._remember(active.key)
+        self._hook.rollout_finished(rollout=rollout, attempt=record)
+        if again:
+            life = self._lives[rollout.id]
+            life.rollout = rollout
+            self._queue_first(life)
+            self._changed.set()
+        else:
+            self._finish(rollout)
+        return CloseReply(counted=not again)
+
+    async def _closed_before(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
+        """The answer for an attempt that is not in memory: one that ended long ago, or before a restart."""
+        ended = [each for each in await self._store.attempts(key.rollout) if each.key == key and each.ending]
+        if not ended:
+            raise ApiError(
+                404,
+                f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
+                f"from this server can be closed; check the server's address and the ids.",
+                code="attempt_unknown",
+            )
+        rollout = await self._store.rollout(key.rollout)
+        counted = rollout.counted_attempt == key.attempt
+        if not counted:
+            await self._record_late(ended[0], request)
+        return CloseReply(counted=counted)
+
+    async def _record_late(self, record: Attempt, request: CloseRequest) -> Attempt:
+        late = reported_late(record, request)
+        if late is not record:
+            await self._store.put(*reported(record.key, request), late)
+        return late
+
+    async def _known(self, ids: Collection[str]) -> dict[str, Rollout]:
+        alive = {id: self._lives[id].rollout for id in ids if id in self._lives}
+        return alive | await self._finished.known([id for id in ids if id not in alive])
+
+    def _queue_first(self, life: _Life) -> None:
+        self._queued[life.rollout.id] = life
+        self._queued.move_to_end(life.rollout.id, last=False)
+
+    def _finish(self, rollout: Rollout) -> None:
+        del self._lives[rollout.id]
+        self._finished.add(rollout)
+
+    def _remember(self, key: AttemptKey) -> None:
+        self._ended.append(key)
+        if len(self._ended) > _REMEMBERED:
+            del self._attempts[self._ended.popleft()]

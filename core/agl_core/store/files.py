@@ -1,0 +1,182 @@
+"""The store's files as the system sees them: who writes them, and whether they are still those that were opened."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+from agl_core.errors import StoreError
+
+_LOCKED_BYTE = 1 << 62
+"""Far behind the bytes that SQLite locks, and behind the end of any file."""
+_FLOCK = struct.Struct("hhqqi")
+"""Linux's `struct flock`: type, whence, start, length, process."""
+_LOG_HEADER = 32
+_FRAME_HEADER = 24
+"""Of a write-ahead log: it begins with a header, and each of its frames is a header and a page."""
+
+
+def log_of(path: Path) -> Path:
+    """The write-ahead log: it is there while a process writes, and after a crash."""
+    return path.with_name(path.name + "-wal")
+
+
+class WriterLock:
+    """Held by the one process that writes; the system releases it however that process ends.
+
+    It is a lock of one byte of the store's own file. So it holds under every name of the file, and there is no lock
+    file to be removed, left behind, or made by another program.
+
+    Such a lock belongs to the process: forked children do not inherit it, and closing any handle of the file in this
+    process ends it, as SQLite does with its last connection. So take it once SQLite holds the file in WAL mode, and
+    release it after SQLite's last connection is closed.
+    """
+
+    _held: ClassVar[set[tuple[int, int, int]]] = set()
+    """Process, device and inode: the system does not keep two writers of one process apart."""
+
+    def __init__(self, store: Path) -> None:
+        try:
+            found = store.stat()
+            self._key = (os.getpid(), found.st_dev, found.st_ino)
+            if self._key in self._held:
+                raise _taken(store, os.getpid())
+            self._handle = os.open(store, os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError) as error:
+            raise StoreError(
+                f"The store {store} cannot be opened for writing ({error.strerror}). Check the permissions of the file "
+                f"and its folder."
+            ) from error
+        if not _lock(self._handle):
+            holder = _holder(self._handle)
+            os.close(self._handle)
+            raise _taken(store, holder)
+        self._held.add(self._key)
+
+    def release(self) -> None:
+        self._held.discard(self._key)
+        os.close(self._handle)
+
+
+def is_written(store: Path) -> bool:
+    """Whether another process writes the store now."""
+    try:
+        handle = os.open(store, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKED_BYTE)
+    except OSError:
+        return False
+    return True
+
+
+def _holder(handle: int) -> int | None:
+    """The process that has the lock; None where the system does not give it, or the lock is free again."""
+    if sys.platform != "linux":
+        return None
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
+    kind, *_, process = _FLOCK.unpack_from(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK or process <= 0 else process
+
+
+def _taken(store: Path, process: int | None) -> StoreError:
+    holder = "" if process is None else f" (process {process})"
+    return StoreError(
+        f"The store {store} is being written by another process{holder}, and takes one writer at a time. Wait until "
+        f"it ends, stop it, or use another folder; to look only, open it read-only."
+    )
+
+
+class OpenFiles:
+    """The files that the writer has open, and whether their names still lead to them, with all that was written.
+
+    A process goes on writing to files that were removed, moved or cut off, and nothing tells it: what it then
+    acknowledges is lost with its end. Make one once SQLite has opened its files.
+    """
+
+    def __init__(self, store: Path, page_size: int) -> None:
+        self._store, self._log = store, log_of(store)
+        self._frame = _FRAME_HEADER + page_size
+        found = {file: file.stat() for file in (store, self._log, store.with_name(store.name + "-shm"))}
+        self._opened = {file: (each.st_dev, each.st_ino) for file, each in found.items()}
+        self._sizes = {file: found[file].st_size for file in (store, self._log)}
+        self._log_handle = os.open(self._log, os.O_RDONLY | os.O_CLOEXEC)
+        self._lost: str | None = None
+
+    @property
+    def log_size(self) -> int:
+        """Bytes of the write-ahead log, as of the last check."""
+        return self._sizes[self._log]
+
+    def check(self) -> None:
+        """Raise StoreError unless their names lead to the files that were opened. For any thread.
+
+        Once this, or `check_all`, has raised it, it always does.
+        """
+        self._lost = self._lost or self._misplaced()
+        if self._lost:
+            raise StoreError(
+                f"The store {self._store} can no longer be written: {self._lost} Nothing is recorded any more, and no "
+                f"call is answered. Stop this process, put the file back or restore a backup of the store, then start "
+                f"it again."
+            )
+
+    def check_all(self, log_is_empty: Callable[[], bool]) -> None:
+        """`check`, and raise StoreError unless all that was written is in them. For the writer's thread.
+
+        `log_is_empty` asks SQLite, where the log is: another program may have folded all of it into the store.
+        """
+        self.check()
+        self._lost = self._cut_off(log_is_empty)
+        self.check()
+
+    def log_was_folded_in(self) -> None:
+        """SQLite did so by our order, and cut off what it did not need."""
+        self._sizes = self._found()
+
+    def close(self) -> None:
+        os.close(self._log_handle)
+
+    def _misplaced(self) -> str | None:
+        for file, opened in self._opened.items():
+            try:
+                found = os.stat(file)
+            except OSError as error:
+                return f"its file {file} was removed or moved ({error.strerror})."
+            if (found.st_dev, found.st_ino) != opened:
+                return f"another file was put in the place of {file}."
+        return None
+
+    def _cut_off(self, log_is_empty: Callable[[], bool]) -> str | None:
+        sizes = self._found()
+        for file, before in self._sizes.items():
+            if sizes[file] < before and (file == self._store or sizes[file] or not log_is_empty()):
+                return f"its file {file} was cut off, from {before} to {sizes[file]} bytes."
+        if sizes[self._log] >= self._sizes[self._log] and self._has_a_gap():
+            return f"its file {self._log} was cut off while it was written."
+        self._sizes = sizes
+        return None
+
+    def _found(self) -> dict[Path, int]:
+        return {self._store: os.stat(self._store).st_size, self._log: os.fstat(self._log_handle).st_size}
+
+    def _has_a_gap(self) -> bool:
+        """Whether zeros are where a frame was: the log was cut off, and then written on behind its end."""
+        frames = (self._sizes[self._log] - _LOG_HEADER) // self._frame
+        if frames < 1:
+            return False
+        last = _LOG_HEADER + (frames - 1) * self._frame
+        return not all(any(os.pread(self._log_handle, 4, place)) for place in (0, last))

@@ -1,0 +1,1 @@
+"""What the tests of a plugin share with those of agl itself."""

@@ -1,0 +1,70 @@
+"""One request that a Lightning Server answers below /agl/v1.
+
+Each is an `Operation`, in `agl_core.wire.workers` or `agl_core.wire.trainers`. The server's routes, its OpenAPI
+document and the clients are made of these descriptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel
+
+from agl_core.wire.body import MAX_BODY, Empty
+
+Asked = TypeVar("Asked", bound=BaseModel)
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class Right(StrEnum):
+    """Whose key a request needs."""
+
+    WORKER = "worker"
+    OPERATOR = "operator"
+    EITHER = "worker or operator"
+    LEASE = "lease"
+    """The secret of the lease of the attempt that the path names."""
+
+
+REFUSALS: Mapping[int, str] = {
+    401: "The key is missing, or is not the right one.",
+    413: "The body is too large.",
+    422: "The body is not as described; the message names the place.",
+    431: "There are too many headers, or too long ones.",
+    503: "The store failed, or the server is stopping: the same request may succeed later.",
+}
+"""The errors that every request may get."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Generic[Asked, Answer]):
+    """A request's method, path, key and bodies."""
+
+    name: str
+    method: str
+    path: str
+    """`{rollout}` and `{attempt}` in it name an attempt."""
+    right: Right
+    body: type[Asked]
+    """`Empty`: no body is read."""
+    reply: type[Answer]
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    """Errors that it may get besides `REFUSALS`."""
+    largest: int = MAX_BODY
+    """Bytes of the request's body."""
+    waits: bool = False
+    """Whether the reply may wait for something; then the server stops when the client goes away."""
+
+    @property
+    def summary(self) -> str:
+        """What it does, for the documentation: the first line of the request's docstring."""
+        described = self.body if self.has_body else self.reply
+        return (described.__doc__ or "").partition("\n")[0]
+
+    @property
+    def has_body(self) -> bool:
+        """Whether a body is sent."""
+        return self.body is not Empty

@@ -1,0 +1,172 @@
+"""The requests of workers: leases, heartbeats, and the ends of attempts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue
+
+from agl_core.types import Ending, Mode, Source, ToolStatus
+from agl_core.wire.body import Body, Empty
+from agl_core.wire.operation import Operation, Right
+
+MAX_REPORTS = 10_000
+"""Tool results, and rewards, that one attempt may report."""
+MAX_LEASES = 4096
+"""Attempts that one request may ask for, or name in a heartbeat."""
+MAX_RESULT = 7 << 20
+"""Bytes of an attempt's result as JSON. The other reports of the attempt have to fit into the same body."""
+MAX_DEPTH = 190
+"""Nested arrays and objects in a result; the server reads no body that is deeper than 200."""
+
+
+class LeaseRequest(Body):
+    """Lend rollouts to a worker; wait for the first one."""
+
+    worker: str = Field(min_length=1, max_length=200)
+    capacity: int = Field(ge=1, le=MAX_LEASES)
+    wait: float = Field(0.0, ge=0, le=60, description="Seconds to wait for the first one.")
+
+
+class Assignment(Body):
+    """The part of an attempt that the process of its agent may know."""
+
+    rollout: str
+    attempt: int
+    task_id: str
+    task_input: JsonValue
+    task_split: str
+    mode: Mode
+    path: str = Field(description="The path prefix of the attempt's own base URL.")
+    key: str = Field(repr=False, description="The agent's API key: good for this attempt's calls and spans only.")
+
+
+class Lease(Assignment):
+    """One attempt that a worker holds."""
+
+    secret: str = Field(
+        repr=False,
+        description="Heartbeats and the report of the attempt's end need it. The worker hides it from the agent.",
+    )
+    timeout: float
+    heartbeat: float = Field(description="Seconds between heartbeats.")
+    expires: float = Field(
+        description="Seconds without a heartbeat after which the attempt is lost. They count from the worker's first "
+        "heartbeat on; a worker that never sends one keeps its attempts until their timeout."
+    )
+
+    @property
+    def assignment(self) -> Assignment:
+        """The part that the runner, and the processes that it starts, may know."""
+        return Assignment(**self.model_dump(include=set(Assignment.model_fields)))
+
+
+class LeaseReply(Body):
+    """The attempts that a worker gets."""
+
+    leases: list[Lease]
+    closed: bool = Field(False, description="There will be no more: the run is over.")
+
+
+class AttemptRef(Body):
+    """Names one attempt."""
+
+    rollout: str
+    attempt: int = Field(ge=0, lt=2**31)
+
+
+class HeldAttempt(AttemptRef):
+    """Names one attempt, with the secret that proves that the worker holds it."""
+
+    secret: str = Field(max_length=200, repr=False, description="The secret of its lease.")
+
+
+class HeartbeatRequest(Body):
+    """A worker lives, and still runs these attempts: extend their leases."""
+
+    worker: str = Field(min_length=1, max_length=200)
+    attempts: list[HeldAttempt] = Field(max_length=MAX_LEASES)
+
+
+class HeartbeatReply(Body):
+    """The state of the attempts that a heartbeat names."""
+
+    lost: list[AttemptRef] = Field(description="Attempts that do not count, or are not its own: it ends them.")
+    closed: bool = Field(False, description="The run is over.")
+
+
+class ToolResultReport(Body):
+    """A tool result as an adapter reports it."""
+
+    id: str
+    tool: str
+    status: ToolStatus
+    tool_call_id: str | None = None
+    arguments: JsonValue = None
+    result: JsonValue = None
+    error: str | None = None
+    agent: str | None = None
+    span: str | None = None
+    parent_span: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    source: Literal[Source.ADAPTER, Source.COMMAND] = Source.ADAPTER
+    adapter: str | None = None
+
+
+class RewardReport(Body):
+    """A reward that the agent itself reports."""
+
+    name: str = "reward"
+    value: float = Field(allow_inf_nan=False)
+
+
+class CloseRequest(Body):
+    """End an attempt. Sending it again changes nothing.
+
+    The body may have 8 MiB, and arrays and objects nested 200 deep. If an agent returns more, report a crash instead.
+    """
+
+    ending: Ending
+    result: JsonValue = None
+    error: str | None = None
+    tool_results: list[ToolResultReport] = Field([], max_length=MAX_REPORTS)
+    rewards: list[RewardReport] = Field([], max_length=MAX_REPORTS)
+
+
+class CloseReply(Body):
+    """Whether the attempt counts."""
+
+    counted: bool = Field(description="False: another attempt counts, or this one was already closed otherwise.")
+
+
+class Health(Body):
+    """What the server is doing."""
+
+    status: str = "ok"
+    run: str | None = Field(description="The run that it serves; None: no trainer has begun one yet.")
+    restart: int | None = Field(description="Which restart of the run it is; None: none has begun yet.")
+    serving: bool = Field(description="Whether a trainer's engine is there to answer model calls.")
+    queued: int = Field(description="Rollouts that wait for a worker.")
+    running: int = Field(description="Attempts that workers hold.")
+    waiting: int = Field(description="Requests for a lease that wait for a rollout.")
+    counters: dict[str, int] = Field(
+        description="What gateway and OTLP intake counted since the server's start, and requests that were no HTTP, "
+        "too large, or too late."
+    )
+
+
+LEASE = Operation("lease", "POST", "/agl/v1/leases", Right.WORKER, LeaseRequest, LeaseReply, waits=True)
+HEARTBEAT = Operation("heartbeat", "POST", "/agl/v1/heartbeats", Right.WORKER, HeartbeatRequest, HeartbeatReply)
+CLOSE = Operation(
+    "close",
+    "POST",
+    "/agl/v1/rollouts/{rollout}/attempts/{attempt}/close",
+    Right.LEASE,
+    CloseRequest,
+    CloseReply,
+    {404: "There is no such attempt."},
+)
+HEALTH = Operation("health", "GET", "/agl/v1/health", Right.EITHER, Empty, Health)
+
+OF_WORKERS: tuple[Operation[Any, Any], ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH)

@@ -1,0 +1,286 @@
+"""A worker leases rollouts, has the agent run on them concurrently, and reports how each attempt ended."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
+
+from agl_core.capture import Recording
+from agl_core.client.http import LightningClient, RefusedError, UnreachableError
+from agl_core.client.link import Link, persistently
+from agl_core.errors import AglError, ServerError
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire.workers import LEASE, MAX_LEASES, CloseReply, CloseRequest, Lease, LeaseRequest
+from agl_core.worker.environment import Ended, Runner
+from agl_core.worker.heartbeats import Heartbeats
+from agl_core.worker.report import closing, instead_of_refused, is_too_much
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LEASE_WAIT = 5.0
+_NOTICE = 0.5
+"""Seconds to notice that an agent has ended by itself: if this process was stopped, it learns all at once that time is
+up, that the lease is gone, and that the agent had ended long before."""
+
+
+class Worker:
+    """Runs one agent for one server, in the event loop that calls `run`.
+
+    An attempt that exceeds its timeout, or that the server no longer counts, is ended; one that had ended by then is
+    reported all the same. While the server is away, the worker waits for it, and what has ended meanwhile is reported
+    when it is back; `moved` is asked each time whether the server is to be looked for elsewhere instead.
+    """
+
+    def __init__(
+        self, client: LightningClient, runner: Runner, *, concurrency: int, moved: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.name = f"{socket.gethostname()}:{os.getpid()}:{threading.get_ident()}"
+        self.endings: Counter[Ending] = Counter()
+        """How attempts ended, as reported to the server."""
+        self.problems: Counter[str] = Counter()
+        """What adapters could not do, by message."""
+        self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
+        self._link = Link(client.base_url)
+        self._running: dict[AttemptKey, asyncio.Task[None]] = {}
+        self._lost: dict[AttemptKey, asyncio.Future[None]] = {}
+        """Done for those that the server no longer counts."""
+        self._stopped, self._hurried = asyncio.Event(), asyncio.Event()
+        self._patience = 0.0
+        self._left = Ending.CANCELLED
+
+    @property
+    def running(self) -> int:
+        """Attempts under way."""
+        return len(self._running)
+
+    @property
+    def abandoned(self) -> int:
+        """Attempts that could not be ended."""
+        return self._runner.abandoned
+
+    async def run(self) -> None:
+        """Work until the server says that the run is over, until drained, or until cancelled.
+
+        No attempt is left running. AgentError if the agent cannot be started, ServerError if the server refuses this
+        worker.
+        """
+        loop = asyncio.get_running_loop()
+
+        def told(lost: Collection[AttemptKey], closed: bool) -> None:
+            loop.call_soon_threadsafe(self._told, lost, closed)
+
+        heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, self._link, told)
+        await self._runner.start()
+        heartbeats.start()
+        try:
+            while not self._stopped.is_set():
+                await self._lease(heartbeats)
+            await self._finish()
+        finally:
+            attempts = list(self._running.values())
+            for each in attempts:
+                each.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+            heartbeats.stop()
+            await self._runner.close()
+
+    def drain(self, seconds: float) -> None:
+        """Lease no more and return from `run`: once all attempts have ended, or after so many seconds.
+
+        What is still running then is given back, to be tried again elsewhere. A second call hurries: it is given
+        back at once.
+        """
+        if self._stopped.is_set():
+            self._hurried.set()
+        self._left, self._patience = Ending.LOST, seconds
+        self._stopped.set()
+
+    async def _lease(self, heartbeats: Heartbeats) -> None:
+        free = self._concurrency - len(self._running)
+        if free == 0:
+            await self._unless_stopped(_any_of(self._running.values()))
+            return
+        request = LeaseRequest(worker=self.name, capacity=min(free, MAX_LEASES), wait=_LEASE_WAIT)
+        reply = await self._unless_stopped(self._answered(lambda: self._client.ask(LEASE, request)))
+        if reply is None:
+            return
+        if reply.closed:
+            self._stopped.set()
+        for lease in reply.leases:
+            key = AttemptKey(lease.rollout, lease.attempt)
+            heartbeats.hold(lease)
+            self._lost[key] = asyncio.get_running_loop().create_future()
+            task = self._running[key] = asyncio.create_task(self._attempt(key, lease))
+            task.add_done_callback(functools.partial(self._ended, key, heartbeats))
+
+    async def _finish(self) -> None:
+        """Let what runs go on, for as long as `drain` allows."""
+        if self._running and self._patience > 0:
+            everything = asyncio.ensure_future(asyncio.wait(self._running.values()))
+            hurried = asyncio.ensure_future(self._hurried.wait())
+            await asyncio.wait({everything, hurried}, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+            everything.cancel()
+            hurried.cancel()
+
+    def _ended(self, key: AttemptKey, heartbeats: Heartbeats, _: asyncio.Task[None]) -> None:
+        heartbeats.release(key)
+        self._running.pop(key, None)
+        self._lost.pop(key, None)
+
+    def _told(self, lost: Collection[AttemptKey], closed: bool) -> None:
+        """What a heartbeat was answered."""
+        if closed:
+            self._stopped.set()
+        for key in lost:
+            if (gone := self._lost.get(key)) is not None and not gone.done():
+                gone.set_result(None)
+
+    async def _attempt(self, key: AttemptKey, lease: Lease) -> None:
+        recording, lost = Recording(), self._lost[key]
+        try:
+            ended = await self._executed(lease, recording, lost)
+        except asyncio.CancelledError:
+            if not lost.done():
+                request = closing(Ended(self._left, error="the worker was stopped"), recording)
+                await self._report(lease, request, tries=1)
+            raise
+        if ended is not None:
+            request = closing(ended, recording)
+            self.problems.update(recording.problems)
+            await self._report(lease, request)
+
+    async def _executed(self, lease: Lease, recording: Recording, lost: asyncio.Future[None]) -> Ended | None:
+        """How the attempt ended; None if it was ended here because it was lost."""
+        work = asyncio.create_task(self._runner.run(lease.assignment, self._client.base_url, recording))
+        either: set[asyncio.Future[Any]] = {work, lost}
+        try:
+            await asyncio.wait(either, timeout=lease.timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work}, timeout=_NOTICE)
+        finally:
+            work.cancel()
+            await asyncio.wait({work})
+            recording.close()
+        try:
+            return work.result()
+        except asyncio.CancelledError:
+            error = f"the attempt took longer than {lease.timeout:g} seconds"
+            return None if lost.done() else Ended(Ending.TIMED_OUT, error=error)
+        except Exception as error:
+            logger.exception("An attempt could not be run.")
+            return Ended(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
+
+    async def _report(self, lease: Lease, request: CloseRequest, tries: int | None = None) -> None:
+        """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled.
+
+        If the server refuses the report for what is in it, the attempt has crashed.
+        """
+        self.endings[request.ending] += 1
+        try:
+            try:
+                await self._close(lease, request, tries)
+            except RefusedError as error:
+                if not is_too_much(error):
+                    raise
+                logger.warning("How %s/%s ended was refused: %s", lease.rollout, lease.attempt, error)
+                self.endings[request.ending] -= 1
+                request = instead_of_refused(error)
+                self.endings[request.ending] += 1
+                await self._close(lease, request, tries)
+        except UnreachableError:
+            logger.debug("How %s/%s ended could not be reported.", lease.rollout, lease.attempt)
+        except ServerError as error:
+            logger.warning("How %s/%s ended could not be reported: %s", lease.rollout, lease.attempt, error)
+
+    async def _close(self, lease: Lease, request: CloseRequest, tries: int | None) -> None:
+        def close() -> Coroutine[Any, Any, CloseReply]:
+            return self._client.close_attempt(lease, request)
+
+        try:
+            await self._answered(close, tries)
+        except asyncio.CancelledError:
+            await self._answered(close, tries=1)
+            raise
+
+    async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
+        """The server's answer, however long it takes to be back."""
+        failures = itertools.count(1)
+
+        def gives_up() -> bool:
+            if next(failures) == tries:
+                return True
+            if self._moved():
+                self._stopped.set()
+                return True
+            return False
+
+        return await persistently(self._link, ask, gives_up)
+
+    async def _unless_stopped(self, asked: Coroutine[Any, Any, T]) -> T | None:
+        """What was asked for, or None if the worker is to stop before that."""
+        asking, stopping = asyncio.ensure_future(asked), asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self._stopped.is_set() and not asking.done() else await asking
+        except UnreachableError:
+            if self._stopped.is_set():
+                return None
+            raise
+        finally:
+            asking.cancel()
+            stopping.cancel()
+
+
+async def _any_of(tasks: Collection[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+class WorkerThread:
+    """A worker in a thread and event loop of its own, so that agents that block do not stop the server."""
+
+    def __init__(self, runner: Runner, *, base_url: str, worker_key: str, concurrency: int) -> None:
+        self._runner, self._base_url, self._worker_key, self._concurrency = runner, base_url, worker_key, concurrency
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, daemon=True, name="agl-worker")
+        self._task: asyncio.Task[None] | None = None
+        self.worker: Worker | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._task = self._loop.create_task(self._run())
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            logger.debug("The worker was stopped.")
+        except AglError as error:
+            logger.error("The worker stopped. %s", error)
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _run(self) -> None:
+        async with LightningClient(self._base_url, self._worker_key) as client:
+            self.worker = Worker(client, self._runner, concurrency=self._concurrency)
+            await self.worker.run()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Cancel what runs and wait for the thread; calling it again changes nothing."""
+        if self._thread.is_alive() and self._task is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        await asyncio.to_thread(self._thread.join, timeout)

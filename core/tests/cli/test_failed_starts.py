@@ -1,0 +1,137 @@
+"""A start that fails says why in a sentence, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+import agl_core.cli
+from agl_core.cli import main
+from agl_core.cli.doctor import SERVER_MODULES
+from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
+
+PLUGIN = """
+import agl_core
+
+class Broken:
+    def __init__(self, log):
+        self._log = log
+
+    async def start(self):
+        if self._log is not None:
+            self._log.write_text("what the engine had to say")
+        raise agl_core.errors.EngineError("The engine cannot start: it is broken.")
+
+    async def stop(self): ...
+
+@agl_core.hookimpl
+def register_engines(register):
+    provided = {agl_core.Capability.TOKEN_IDS}
+    register("broken", lambda options, context: Broken(None), provides=provided)
+    register("telling", lambda options, context: Broken(context.run_dir / "engine.log"), provides=provided)
+
+@agl_core.hookimpl
+def register_algorithms(register):
+    register("plain", lambda options: None)
+"""
+
+CONFIG: dict[str, Any] = {
+    "config_version": 1,
+    "name": "mine",
+    "plugins": ["broken.py"],
+    "agent": {"entry": "an_agent:solve", "attach": False},
+    "tasks": {"train": {"source": "jsonl", "path": "tasks.jsonl"}},
+    "policies": {"default": {"model": {"path": "weights"}}},
+    "algorithm": {"name": "plain"},
+    "engine": {"name": "broken"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "broken.py").write_text(PLUGIN)
+    (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
+    (tmp_path / "an_agent.py").write_text("def solve(task):\n    return 1.0\n")
+    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def agl(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that fails, and returns what it says."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))  # So that what the agent's import adds to the path goes with it.
+    for name in (WORKER_KEY, OPERATOR_KEY):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["agl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["train", "train.toml", "--set=agent.entry=no_agent:solve"], "'no_agent' cannot be imported"),
+        (["train", "train.toml"], "it is broken"),
+        (["eval", "train.toml"], "it is broken"),
+        (["run", "--config", "train.toml", "--", sys.executable, "-c", ""], "it is broken"),
+        (["serve", "train.toml", "--host=0.0.0.0"], "AGL_WORKER_KEY"),
+    ],
+    ids=["an agent", "an engine", "eval", "run", "serve"],
+)
+def test_no_folder_is_left_behind(agl: Callable[..., str], folder: Path, command: list[str], told: str) -> None:
+    assert told in agl(*command)
+    assert list((folder / "runs").iterdir()) == []
+
+
+def test_what_an_engine_said_stays(agl: Callable[..., str], folder: Path) -> None:
+    agl("train", "train.toml", "--set=engine.name=telling")
+    assert (folder / "runs" / "mine" / "engine.log").read_text() == "what the engine had to say"
+
+
+def test_what_was_there_before_stays(agl: Callable[..., str], folder: Path) -> None:
+    run = folder / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "notes.txt").write_text("mine")
+    agl("serve", "train.toml", "--host=0.0.0.0")
+    assert (run / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "train.toml"], ["serve", "train.toml"], ["run", "--config", "train.toml", "--", "true"]]
+)
+def test_a_folder_that_cannot_be_made_is_named(agl: Callable[..., str], folder: Path, command: list[str]) -> None:
+    (folder / "runs").write_text("a file")
+    said = agl(*command)
+    assert "The run's folder" in said
+    assert "cannot be made or written (Not a directory: " in said
+    assert "--set runs=FOLDER" in said
+
+
+def test_run_without_the_servers_packages_makes_no_folder(folder: Path) -> None:
+    absent = f"import sys; sys.modules.update(dict.fromkeys({SERVER_MODULES})); from agl_core.cli import main; main()"
+    command = [sys.executable, "-c", absent, "run", "--upstream", "http://127.0.0.1:9/v1", "--", "true"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+    assert "pip install 'agl-core[server]'" in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_what_the_system_says_of_a_file_is_a_sentence(
+    agl: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(agl_core.cli, "app", lambda: (tmp_path / "gone" / "file").write_text(""))
+    assert f"{tmp_path}/gone/file cannot be read, made or written (No such file or directory)" in agl("train")

@@ -1,0 +1,168 @@
+"""How commands print: the terminal wraps, a pipe gets whole lines, and programs get JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agl_core.cli import app
+from agl_core.types import Mode, Reward
+
+LONG = "why " * 60
+
+
+def piped(*arguments: str) -> str:
+    """What a command prints where nothing says how wide the output is."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def on_a_terminal(code: str, folder: Path, *arguments: str) -> list[str]:
+    """The lines that Python code leaves on a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    unset = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    environment = {**{name: value for name, value in os.environ.items() if name not in unset}, "TERM": "xterm"}
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    output = b""
+    with contextlib.suppress(OSError):  # So it ends when the other end is closed.
+        while found := os.read(ours, 65536):
+            output += found
+    os.close(ours)
+    assert process.wait(60) == 0, output
+    assert b"Traceback" not in output
+    return screen_lines(output.decode())
+
+
+def screen_lines(written: str) -> list[str]:
+    """What stays: a line that is erased, or gone up over and erased, is gone."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row += 1
+            if row == len(lines):
+                lines.append("")
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1] or 1)
+        elif part[0] not in "\x1b\r":
+            lines[row] += part
+    return [line.rstrip() for line in lines]
+
+
+def with_input(records: list[Any], input: Any) -> list[Any]:
+    first, *rest = records
+    return [replace(first, task=replace(first.task, input=input)), *rest]
+
+
+def test_in_a_pipe_no_rollout_is_cropped(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "a-rule-with-a-long-name-of-its-own"
+    run.put(*with_input(run.trained(7, "m0"), {"question": LONG}), Reward("s7-g0-m0", 0, name, 7.6e-18, "mine"))
+
+    [line] = [line for line in piped("rollouts", "runs/calc").splitlines() if "s7-g0-m0" in line]
+
+    assert json.dumps({"question": LONG}) in line
+    assert f", {name} 0 " in line
+
+
+def test_on_a_terminal_a_rollout_has_one_line_and_its_id_is_whole(run: Any) -> None:
+    name = "s7-eval_templates-sampled-g100-m0"
+    run.put(*with_input([replace(run.trained(7, "m0")[0], id=name, mode=Mode.EVAL_SAMPLED)], LONG))
+
+    lines = on_a_terminal("from agl_core.cli import main; main()", run.folder, "rollouts", "runs/calc")
+
+    assert max(len(line) for line in lines) <= 80
+    assert [line.split()[:3] for line in lines if "-m0" in line][-1] == [name, "eval-sampled", "finished"]
+    assert len([line for line in lines if "-g" in line]) == 4
+
+
+OBSERVED = """
+from agl_core.cli.observer import ConsoleObserver
+from agl_core.cli.screen import Screen
+
+observer = ConsoleObserver(Screen(), 40)
+observer.say("a path that is not broken: " + "/somewhere" * 10)
+for step in (1, 2):
+    with observer.phase("evaluation eval_templates sampled", step) as phase:
+        phase.advance(0.5, "reward 0.123")
+    observer.say(f"step {step}")
+"""
+
+
+def test_on_a_terminal_bars_go_and_what_the_run_says_stays(tmp_path: Path) -> None:
+    path = "a path that is not broken: " + "/somewhere" * 10
+
+    assert on_a_terminal(OBSERVED, tmp_path) == [path, "step 1", "step 2", ""]
+
+
+def test_in_a_pipe_only_what_the_run_says_is_printed(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-c", OBSERVED]
+
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
+
+    assert printed.stdout.splitlines() == ["a path that is not broken: " + "/somewhere" * 10, "step 1", "step 2"]
+
+
+def described(command: list[str], width: int) -> str:
+    """What a command's help says of it, before the list of its options."""
+    result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, [*command, "--help"])
+    return result.output.partition("╭")[0]
+
+
+@pytest.mark.parametrize("command", ["train", "worker", "serve", "run", "eval", "doctor", "reward try"])
+def test_help_is_broken_at_the_width_of_the_terminal_alone(command: str) -> None:
+    for paragraph in re.split(r"\n\s*\n", described(command.split(), 60).strip()):
+        lines = [line.strip() for line in paragraph.strip().splitlines()]
+        for line, following in pairwise(lines):
+            assert len(f"{line} {following.split()[0]}") > 58, (line, following)
+
+
+def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
+    listed = json.loads(piped("rollouts", "runs/calc", "--limit=1", "--json"))
+    shown = json.loads(piped("show", "s1-g0-m0", "--run=runs/calc", "--json"))
+    tried = json.loads(piped("reward", "try", "train.toml", "--set=rewards.right.bonus=2.0", "--json"))
+    components = json.loads(piped("plugins", "--json"))
+
+    assert [(each["id"], each["ending"], each["superseded"]) for each in listed] == [("s1-g0-m2", "finished", False)]
+    assert {each["name"]: each["value"] for each in listed[0]["rewards"]} == {"right": 1.0, "look": -0.25}
+    [attempt] = shown["attempts"]
+    assert (shown["rollout"]["counted_attempt"], attempt["attempt"]["result"]) == (0, "42")
+    assert attempt["episode"]["transitions"][1]["prompt_ids"] == [1, 2, 3, 4]
+    assert [use["credit"] for use in attempt["training_records"]] == [1.25, 1.25]
+    assert [group["credit"]["s1-g0-m1"] for group in shown["groups"]] == [[-0.25, -0.25]]
+    assert [each["terminal"]["after"] for each in tried["rollouts"]] == [3.0, 2.0, 3.0]
+    assert tried["mean_reward"] == {"before": 2 / 3, "after": 8 / 3, "changed": True}
+    assert ("credit", "identical") in [(each["kind"], each["name"]) for each in components]
+
+
+def test_json_is_strict_and_nothing_that_a_terminal_obeys(run: Any) -> None:
+    hostile = "\x1b[31m\x9b31m\ud800"
+    run.put(*with_input(run.trained(7, "m0"), hostile), Reward("s7-g0-m0", 0, "right", float("nan"), "right"))
+
+    printed = piped("rollouts", "runs/calc", "--limit=1", "--json")
+
+    assert [c for c in printed if not c.isprintable() and c != "\n"] == []
+    [found] = json.loads(printed, parse_constant=pytest.fail)
+    assert found["task"]["input"] == hostile
+    assert "nan" in [each["value"] for each in found["rewards"]]

@@ -1,0 +1,125 @@
+"""`agl runs`: what it lists, what it takes away, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.errors import ConfigError, StoreError
+from agl_core.training.checkpoints import Checkpoints, RunState
+
+
+def add_checkpoints(folder: Path, rewards: list[float]) -> None:
+    checkpoints = Checkpoints(folder / "checkpoints", keep=len(rewards))
+    evaluations: list[dict[str, Any]] = []
+    for step, reward in enumerate(rewards, 1):
+        evaluations.append({"step": step, "set": "eval", "mode": "greedy", "reward": reward})
+        part = checkpoints.begin(step)
+        (part / "weights").write_bytes(bytes(1000))
+        checkpoints.commit(part, RunState(step=step, evaluations=list(evaluations)))
+
+
+def write_metrics(folder: Path, rewards: list[float]) -> None:
+    lines: list[dict[str, Any]] = [{"step": 0, "kind": "eval", "eval/greedy/reward/mean": rewards[0]}]
+    for step, reward in enumerate(rewards[1:], 1):
+        lines.append({"step": step, "kind": "train", "reward/mean": 0.3})
+        lines.append({"step": step, "kind": "eval", "easy/greedy/reward/mean": 1.0, "eval/greedy/reward/mean": reward})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 9, "ki')
+
+
+@pytest.fixture
+def trained(run: Any) -> Any:
+    """Three steps with rollouts, checkpoints and metrics; the second checkpoint is the best."""
+    run.put(*(record for step in (2, 3) for member in ("m0", "m1") for record in run.trained(step, member)))
+    add_checkpoints(run.store.parent, [0.2, 0.9, 0.4])
+    write_metrics(run.store.parent, [0.1, 0.2, 0.9, 0.4])
+    return run
+
+
+def listed(run: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run.agl("runs", "list", "--json").stdout)
+    return found
+
+
+def test_runs_are_listed_with_what_became_of_them(trained: Any) -> None:
+    run = trained
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
+    (run.folder / "runs" / "caught").mkdir()
+    (run.folder / "runs" / "caught" / "config.toml").write_text("[capture]\n")
+    by_name = {Path(each["folder"]).name: each for each in listed(run)}
+    calc = by_name["calc"]
+    assert (calc["state"], calc["steps"], calc["of_steps"]) == ("finished", 3, 3)
+    assert (calc["reward_before"], calc["reward_after"]) == (0.1, 0.4)
+    assert calc["size"] == sum(each.stat().st_size for each in run.store.parent.rglob("*") if each.is_file())
+    assert (by_name["caught"]["state"], by_name["caught"]["of_steps"]) == ("capture", None)
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 4})
+    assert {each["state"] for each in listed(run)} == {"stopped", "capture"}
+    table = run.agl("runs", "list").stdout
+    assert "runs/calc" in table
+    assert "3/4" in table
+
+
+def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
+    run = trained
+    whole = run.agl("show", "s3-g0-m0").stdout
+    shown = run.agl("show", "s1-g0-m0").stdout
+    before = listed(run)[0]["size"]
+    pruned = json.loads(run.agl("runs", "prune", "calc", "--steps", "1", "--checkpoints", "1", "--json").stdout)
+    assert [(each["calls"], each["up_to_step"]) for each in pruned] == [(10, 2)]
+    assert [Path(each).name for each in pruned[0]["checkpoints"]] == ["step-000001"]
+    assert [path.name for path in Checkpoints(run.store.parent / "checkpoints", 1).all()] == [
+        "step-000002",
+        "step-000003",
+    ]
+    assert run.agl("runs", "vacuum", "calc").exit_code == 0
+    assert listed(run)[0]["size"] < before
+    assert run.agl("show", "s3-g0-m0").stdout == whole
+    again = run.agl("show", "s1-g0-m0").stdout
+    assert "were pruned (agl runs prune)" in again
+    for kept in ("advantage", "reward", "result:", "tool look", "group s1-g0", "turn 1"):
+        assert [line for line in again.splitlines() if kept in line] == [
+            line for line in shown.splitlines() if kept in line
+        ]
+    assert "were pruned (agl runs prune)" in run.agl("rollouts", "calc").stdout
+    assert "pruned" not in run.agl("rollouts", "calc", "--step", "3").stdout
+    refused = run.agl("reward", "try", "train.toml", "--step", "1")
+    assert isinstance(refused.exception, StoreError)
+    assert "were pruned" in str(refused.exception)
+    nothing = json.loads(run.agl("runs", "prune", "calc", "--steps", "1", "--json").stdout)
+    assert (nothing[0]["calls"], nothing[0]["checkpoints"]) == (0, [])
+
+
+def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
+    run = trained
+    writing = "import asyncio, sys, pathlib; from agl_core.store.sqlite import SqliteStore\n"
+    writing += "async def hold():\n"
+    writing += "    async with SqliteStore(pathlib.Path(sys.argv[1])):\n"
+    writing += "        print('open', flush=True)\n"
+    writing += "        await asyncio.to_thread(sys.stdin.read)\n"
+    writing += "asyncio.run(hold())"
+    command = [sys.executable, "-c", writing, str(run.store)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "open\n"
+        assert listed(run)[0]["state"] == "running"
+        for command in (["prune", "calc", "--steps", "0", "--checkpoints", "1"], ["vacuum", "calc"]):
+            refused = run.agl("runs", *command)
+            assert isinstance(refused.exception, StoreError)
+            assert f"process {server.pid}" in str(refused.exception)
+        server.communicate("")
+    assert len(Checkpoints(run.store.parent / "checkpoints", 1).all()) == 3
+
+
+def test_a_run_that_was_recorded_elsewhere_gets_no_store(trained: Any) -> None:
+    run = trained
+    run.store.unlink()
+    assert run.agl("runs", "prune", "calc", "--checkpoints", "1").exit_code == 0
+    assert isinstance(run.agl("runs", "vacuum", "calc").exception, StoreError)
+    assert not run.store.exists()
+    assert isinstance(run.agl("runs", "prune", "none").exception, ConfigError)

@@ -1,0 +1,231 @@
+"""Tool results from the conversation where no adapter reports them; what several sources report counts once."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agl_core.capture.status
+from agl_core.capture import message_status
+from agl_core.learning import build_episode
+from agl_core.learning.tool_results import deduplicate
+from agl_core.types import Episode, Source, ToolResult, ToolStatus
+
+
+def answer(tool_call_id: str, content: Any = "22 °C", **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": tool_call_id, "content": content, **more}
+
+
+def asking(make: Any, ids: list[str], *messages: dict[str, Any], reported: tuple[ToolResult, ...] = ()) -> Episode:
+    """A call that asks for tools, and the next one, whose request holds these messages."""
+    calls = [
+        make.call(0, make.choice(tool_calls=ids), agent="solver", parent_span="s"),
+        make.call(1, request={"messages": [{"role": "user", "content": "hi"}, *messages]}),
+    ]
+    return build_episode(make.rollout(), make.attempt(), calls, reported)
+
+
+def statuses(episode: Episode) -> list[str]:
+    return [str(o.status) for o in episode.transitions[0].tool_results]
+
+
+def test_docstring_examples_run() -> None:
+    tool_result = doctest.testmod(agl_core.capture.status)
+    assert tool_result.attempted >= 3
+    assert tool_result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        ("sunny", "ok"),
+        ("0", "ok"),
+        ("false", "ok"),
+        ("Errors were rare in 2020.", "ok"),
+        ("The error: none", "ok"),
+        ("last_error: none", "ok"),
+        ([{"type": "text", "text": "sunny"}], "ok"),
+        ([{"type": "image_url", "image_url": {"url": "…"}}], "ok"),
+        (None, "empty"),
+        ("", "empty"),
+        (" \n", "empty"),
+        ([], "empty"),
+        ("null", "empty"),
+        ("None", "empty"),
+        ("[]", "empty"),
+        ("{}", "empty"),
+        ([{"type": "text", "text": ""}], "empty"),
+        ("Error: ValueError('bad')\n Please fix your mistakes.", "error"),
+        ("Error: look_up is not a valid tool, try one of [look].", "error"),
+        ("Error invoking tool 'look' with kwargs {} with error:\n x is missing", "error"),
+        ("An error occurred while running the tool. Please try again. Error: boom", "error"),
+        ("sqlite3.OperationalError: no such table: t", "error"),
+        ("KeyError: 'x'", "error"),
+        ("error: command failed", "error"),
+        ("Traceback (most recent call last):\n  File …", "error"),
+        ([{"type": "text", "text": "ValueError: bad"}], "error"),
+        ("TimeoutError: 5 s", "timeout"),
+        ("Error: the request timed out", "timeout"),
+        ("httpx.ReadTimeoutError: ", "timeout"),
+    ],
+)
+def test_what_a_message_says_became_of_the_tool(content: Any, status: str) -> None:
+    assert str(message_status(content)) == status
+
+
+def test_the_messages_own_status_is_believed() -> None:
+    assert message_status("boom", "error") is ToolStatus.ERROR
+    assert message_status("", "error") is ToolStatus.ERROR
+    assert message_status("Error: quoted from a log", "success") is ToolStatus.OK
+    assert message_status("", "success") is ToolStatus.EMPTY
+
+
+@given(
+    content=st.recursive(st.none() | st.booleans() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
+)
+def test_any_content_has_a_status(content: Any) -> None:
+    assert message_status(content) in ToolStatus
+
+
+def test_the_next_request_tells_what_the_tools_did(make: Any) -> None:
+    episode = asking(make, ["a", "b", "c"], answer("b", "ValueError: no"), answer("a"), answer("c", ""))
+    assert statuses(episode) == ["ok", "error", "empty"]
+    first, second, _ = episode.transitions[0].tool_results
+    assert (first.source, first.adapter) == (Source.CONVERSATION, None)
+    assert (first.tool, first.arguments, first.result, first.error, first.agent) == (
+        "look",
+        {},
+        "22 °C",
+        None,
+        "solver",
+    )
+    assert (second.result, second.error) == (None, "ValueError: no")
+    assert episode.transitions[1].tool_results == ()
+    assert episode.unjoined == ()
+
+
+def test_a_tool_call_that_is_never_answered_has_no_tool_result(make: Any) -> None:
+    assert statuses(asking(make, ["a", "b"], answer("a"))) == ["ok"]
+
+
+def test_an_answer_is_counted_once_though_every_later_request_repeats_it(make: Any) -> None:
+    later = {"messages": [answer("a"), answer("a", "Error: changed since")]}
+    calls = [make.call(0, make.choice(tool_calls=["a"])), make.call(1, request=later), make.call(2, request=later)]
+    assert statuses(build_episode(make.rollout(), make.attempt(), calls)) == ["ok"]
+
+
+def test_messages_that_nobody_asked_for_are_none(make: Any) -> None:
+    calls = [make.call(0, make.choice(tool_calls=["a"]), request={"messages": [answer("a"), answer("x")]})]
+    episode = build_episode(make.rollout(), make.attempt(), calls)
+    assert (statuses(episode), episode.unjoined) == ([], ())
+
+
+def test_what_an_adapter_reported_wins(make: Any) -> None:
+    reported = make.tool_result("o", "a", status=ToolStatus.TIMEOUT)
+    episode = asking(make, ["a", "b"], answer("a"), answer("b"), reported=(reported,))
+    assert statuses(episode) == ["timeout", "ok"]
+    assert episode.transitions[0].tool_results[0] is reported
+
+
+def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response(make: Any) -> None:
+    reported = make.tool_result("o", None, parent_span="s", status=ToolStatus.ERROR)
+    episode = asking(make, ["a", "b"], answer("a"), answer("b"), reported=(reported,))
+    assert statuses(episode) == ["error"]
+
+
+@pytest.mark.parametrize(
+    "messages", [None, "text", [None, 3], [{"role": "tool"}], [{"role": "tool", "tool_call_id": []}]]
+)
+def test_a_request_that_is_no_conversation_tells_nothing(make: Any, messages: Any) -> None:
+    calls = [make.call(0, make.choice(tool_calls=["a"])), make.call(1, request={"messages": messages})]
+    assert statuses(build_episode(make.rollout(), make.attempt(), calls)) == []
+
+
+def joined(make: Any, ids: list[str], *told: ToolResult) -> list[str]:
+    """The ids of what is joined with a call that asked for these tools."""
+    return [tool_result.id for tool_result in asking(make, ids, reported=told).transitions[0].tool_results]
+
+
+def told(make: Any, name: str, tool_call_id: str | None, adapter: str | None, **more: Any) -> ToolResult:
+    tool_result: ToolResult = make.tool_result(name, tool_call_id, adapter=adapter, **more)
+    return tool_result
+
+
+def test_an_adapter_goes_before_spans_and_these_before_messages(make: Any) -> None:
+    span = told(make, "1:2", "t1", "otel", started=1.0, source=Source.SPAN)
+    adapter = told(make, "1", "t1", "langchain", started=2.0)
+    assert joined(make, ["t1"], span, adapter) == joined(make, ["t1"], adapter, span) == ["1"]
+    assert joined(make, ["t1"], span) == ["1:2"]
+    episode = asking(make, ["t1", "t2"], answer("t1"), answer("t2"), reported=(span,))
+    assert [o.source for o in episode.transitions[0].tool_results] == [Source.SPAN, Source.CONVERSATION]
+
+
+def test_of_two_adapters_the_one_that_ran_the_other_counts(make: Any) -> None:
+    outer, inner = told(make, "1", "t1", "autogen", started=1.0), told(make, "2", "t1", "aaa", started=1.5)
+    assert joined(make, ["t1"], outer, inner) == joined(make, ["t1"], inner, outer) == ["1"]
+    untimed = told(make, "2", "t1", "aaa")
+    assert joined(make, ["t1"], outer, untimed) == joined(make, ["t1"], untimed, outer) == ["1"]
+
+
+def test_a_tool_that_ran_twice_is_told_twice_by_its_adapter(make: Any) -> None:
+    runs = [told(make, f"{n}", "t1", "langchain", started=float(n)) for n in (1, 2)]
+    assert joined(make, ["t1"], *runs, told(make, "1:2", "t1", "otel", started=0.0)) == ["1", "2"]
+    assert joined(make, ["t1"], make.tool_result("1", "t1"), make.tool_result("2", "t1")) == ["1", "2"]
+
+
+def test_what_nobody_asked_for_is_told_once_too(make: Any) -> None:
+    given_ = (
+        told(make, "1", "gone", "langchain"),
+        told(make, "1:2", "gone", "otel"),
+        told(make, "1:3", None, "otel"),
+    )
+    assert [o.id for o in asking(make, ["t1"], reported=given_).unjoined] == ["1", "1:3"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_span_over_the_network_does_not_speak_for_one_of_the_agents_own_process(make: Any, order: int) -> None:
+    own = told(make, "1:2", "t1", "otel", status=ToolStatus.ERROR)
+    over_otlp = replace(own, source=Source.SPAN, status=ToolStatus.OK)
+    episode = asking(make, ["t1"], reported=(own, over_otlp)[::order])
+    assert episode.transitions[0].tool_results == (own,)
+
+
+ADAPTERS = ("langchain", "autogen", "otel", None)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> list[tuple[str | None, int, str | None, float | None]]:
+    """(adapter, number, tool call id, start) each, as several adapters and spans may tell."""
+    one = st.tuples(
+        st.sampled_from(ADAPTERS),
+        st.integers(0, 3),
+        st.sampled_from(["t1", "t2", "t3", None]),
+        st.none() | st.floats(0, 10),
+    )
+    return draw(st.lists(one, max_size=12, unique_by=lambda each: each[:2]))
+
+
+@given(each=reports(), order=st.randoms(use_true_random=False))
+def test_each_tool_call_has_one_adapter_whatever_came_first(make: Any, each: Any, order: Any) -> None:
+    given_ = [told(make, f"{by}-{n}", id, by, started=at) for by, n, id, at in each]
+    shuffled = [*given_, *(replace(tool_result) for tool_result in given_)]
+    order.shuffle(shuffled)
+    kept = deduplicate(shuffled)
+
+    assert {o.id for o in kept} == {o.id for o in deduplicate(given_)}
+    assert len({o.id for o in kept}) == len(kept)
+    assert deduplicate(kept) == kept
+    # Nothing without an id is lost; of each id, all that one adapter told is kept, and nothing else.
+    assert [o.id for o in kept if o.tool_call_id is None] == [
+        id for id in dict.fromkeys(o.id for o in shuffled) if id in {o.id for o in given_ if o.tool_call_id is None}
+    ]
+    for id in {o.tool_call_id for o in given_} - {None}:
+        candidates = [o for o in given_ if o.tool_call_id == id]
+        (adapter,) = {o.adapter for o in kept if o.tool_call_id == id}
+        assert {o.id for o in kept if o.tool_call_id == id} == {o.id for o in candidates if o.adapter == adapter}
+        assert adapter != "otel" or {o.adapter for o in candidates} == {"otel"}

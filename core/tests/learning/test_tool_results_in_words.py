@@ -1,0 +1,196 @@
+"""What a tool's message says became of it, where it says so in words: failures are seen, ordinary prose is not one."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_core.capture import message_status
+
+TIMEOUTS = [
+    "timed out",
+    "Timeout",
+    "Timed out after 5 s",
+    "Timed out, try again",
+    "Request timed out.",
+    "Request timeout.",
+    "The read operation timed out",
+    "The tool call has timed out while waiting for search",
+    "Tool 'look' timed out",
+    "Command '['sleep', '10']' timed out after 5 seconds",
+    "Request to https://example.org/a?b=1 timed out.",
+    "Connection timeout",
+    "Timeout: the search took too long",
+    "Timeout while reading",
+    "Timeout 30000ms exceeded.",
+    "timeout of 5000ms exceeded",
+    "504 Gateway Timeout",
+    "Error 408: Request Timeout",
+    "TimeoutError()",
+    "TimeoutError",
+    "httpx.ReadTimeout: no answer",
+    '{"error": "the request timed out"}',
+    '{"error": {"code": 504, "message": "Gateway Timeout"}}',
+]
+ERRORS = [
+    "Error",
+    "Error 404",
+    "Error 404: not found",
+    "Error 404 Not Found",
+    "error 500 - internal server error",
+    "Error code: 404 - {'detail': 'no such city'}",
+    "Error 1045 (28000): Access denied",
+    "HTTP Error 404: Not Found",
+    "404 Not Found",
+    "HTTP 403 Forbidden",
+    "404 Client Error: Not Found for url: https://example.org",
+    "Client error '404 Not Found' for url 'https://example.org'",
+    "HTTPError 404",
+    "requests.exceptions.HTTPError 404",
+    "KeyError('x')",
+    "KeyError 'x'",
+    "KeyError: 0",
+    "ValueError()",
+    "ConnectionError",
+    '{"error": "no such city"}',
+    ' {"data": null, "error": {"type": "NotFound"}}\n',
+    '{"error": true}',
+    '{"error": 404}',
+    '{"error": ["a"]}',
+]
+NO_FAILURES = [
+    "No errors found",
+    "Error rates fell in 2020",
+    "Errors: 0",
+    "Error: none",
+    "error: 0\nlines: 5",
+    "Error bars show 95 % intervals.",
+    "Error handling in Go",
+    "Error 404 is what a server answers where there is no page",
+    "Error 404, the novel",
+    "Error 404 - what it means and how to mend it",
+    "Error 12.5 percent",
+    "404 Not Found pages are common",
+    "404 people came",
+    "500 errors were counted",
+    "TypeError is raised where a value has the wrong type",
+    "TypeError - MDN Web Docs",
+    "ValueError and TypeError",
+    "HTTPErrors are rare",
+    "Exception handling in Python",
+    "Timeout settings are in the menu",
+    "timeout: 30\nretries: 3",
+    "ReadTimeout: 30 s\nWriteTimeout: 5 s",
+    "Timeout (seconds): 30",
+    "Request timeout is 30 s",
+    "Timeouts are rare",
+    "Timed out players wait for two minutes",
+    "Time Out London: the best of the week",
+    "The request timed out in 3 of 100 cases",
+    "Three of the requests timed out",
+    "No request timed out.",
+    "If the request timed out, try again.",
+    '{"error": null, "data": 3}',
+    '{"error": false}',
+    '{"error": ""}',
+    '{"error": "None"}',
+    '{"error": []}',
+    '{"error": 0}',
+    '{"error": 0.05, "value": 3.1}',
+    '{"error_rate": 1}',
+    '{"errors": 3}',
+    '{"data": {"error": "quoted"}}',
+    '[{"error": "of one of them"}]',
+    '{"error": "cut',
+]
+
+NAMES = st.from_regex(r"([a-z]{1,8}\.){0,2}([A-Z][a-z]{1,8}|HTTP|IO){1,3}(Error|Exception)", fullmatch=True)
+MESSAGES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).map(lambda text: f"{text}.")
+LOUD = st.sampled_from(["Error", "Errors", "Exception", "ValueError", "HTTPError", "Timeout", "Timeouts", "Timed out"])
+NOUNS = st.sampled_from(["rates", "handling", "is", "are", "and", "settings", "budgets", "players", "messages", "of"])
+QUIET = st.sampled_from(["According to the log:", "12 of the", "No", "He says the", "I found this:", "-", "A log of"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def said(content: Any) -> str:
+    return str(message_status(content))
+
+
+@pytest.mark.parametrize("text", TIMEOUTS)
+def test_a_text_that_begins_with_a_timeout_is_one(text: str) -> None:
+    assert said(text) == "timeout"
+    assert said([{"type": "text", "text": text}]) == "timeout"
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_a_text_that_begins_like_an_error_is_one(text: str) -> None:
+    assert said(text) == "error"
+
+
+@pytest.mark.parametrize("text", NO_FAILURES)
+def test_prose_and_data_that_name_errors_are_none(text: str) -> None:
+    assert said(text) == "ok"
+
+
+@pytest.mark.parametrize("text", [*TIMEOUTS, *ERRORS])
+def test_the_messages_own_status_goes_before_its_words(text: str) -> None:
+    assert said_with(text, "success") == "ok"
+    assert said_with(text, "error") in ("error", "timeout")
+
+
+def said_with(text: str, status: str) -> str:
+    return str(message_status(text, status))
+
+
+@given(name=NAMES, message=MESSAGES, number=st.integers(0, 599))
+def test_an_exceptions_name_is_seen_before_its_message(name: str, message: str, number: int) -> None:
+    for text in (f"{name}: {message}", f"{name} {number}", f"{name}({message!r})", name):
+        assert said(text) in ("error", "timeout")
+
+
+@given(number=st.integers(1, 99_999), message=MESSAGES)
+def test_an_errors_number_is_seen(number: int, message: str) -> None:
+    assert said(f"Error {number}: {message}") in ("error", "timeout")
+
+
+@given(first=LOUD, second=NOUNS, rest=st.lists(NOUNS | st.sampled_from(["errors", "timeouts", "2020"])))
+def test_a_sentence_about_errors_is_none(first: str, second: str, rest: list[str]) -> None:
+    assert said(" ".join([first, second, *rest])) == "ok"
+
+
+@given(before=QUIET, failure=st.sampled_from([*TIMEOUTS, *ERRORS]))
+def test_what_is_told_later_in_a_text_is_quoted(before: str, failure: str) -> None:
+    assert said(f"{before} {failure}") == "ok"
+
+
+@given(error=JSON, others=st.dictionaries(st.text().filter(lambda key: key != "error"), JSON, max_size=3))
+def test_a_json_object_failed_if_there_is_something_under_error(error: Any, others: dict[str, Any]) -> None:
+    is_nothing = isinstance(error, str) and error.strip().lower() in ("", "none", "null", "nil", "no", "false", "0")
+    is_fraction = isinstance(error, float) and error != int(error)
+    failed = bool(error) and not is_nothing and not is_fraction
+    for indent in (None, 2):
+        text = json.dumps({**others, "error": error}, indent=indent)
+        assert (said(text) in ("error", "timeout")) == failed
+    if others:
+        assert said(json.dumps(others)) == "ok"
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["A", "A.", "the ", "tool '", "tool to ", "{", '{"error":', "[", "Error ", "error\n", "1", "timeout\n", "[("],
+)
+def test_a_long_text_is_judged_at_once(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    began = time.process_time()
+    message_status(text)
+    message_status(f"{piece}{' ' * 1_000_000}x")
+    assert time.process_time() - began < 2

@@ -1,0 +1,203 @@
+"""A function and a decorator make a plugin; keyword-only parameters are its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field, ValidationError
+
+import agl_core
+from agl_core import Capability, CreditKind, Task
+from agl_core.errors import PluginError
+from agl_core.plugins import Component, Kind, Plugins
+from agl_core.types import Episode
+
+
+def component_of(kind: Kind, function: Any, name: str) -> Component:
+    module = ModuleType("users_file")
+    module.rule = function  # type: ignore[attr-defined]
+    plugins = Plugins()
+    plugins.register(module, "users_file.py")
+    return plugins.component(kind, name, "here")
+
+
+def test_settings_are_checked_against_their_annotations() -> None:
+    @agl_core.reward_rule
+    def bounded(
+        episode: Episode,
+        *,
+        limit: Annotated[int, Field(ge=1, description="The longest answer.")] = 200,
+        unit: Literal["words", "characters"] = "words",
+    ) -> float:
+        """Short answers."""
+        return limit if unit == "words" else -limit
+
+    rule = component_of(Kind.REWARD, bounded, "bounded")
+
+    assert rule.options.model_fields["limit"].description == "The longest answer."
+    assert rule.build(rule.options())(None) == 200
+    assert rule.build(rule.options(limit=3, unit="characters"))(None) == -3
+    for wrong in ({"limit": 0}, {"unit": "pages"}, {"limits": 3}):
+        with pytest.raises(ValidationError):
+            rule.options(**wrong)
+
+
+def test_a_setting_without_default_is_required() -> None:
+    @agl_core.reward_rule(name="exact")
+    def match(episode: Episode, *, expected: str) -> float:
+        return float(episode.result == expected)
+
+    rule = component_of(Kind.REWARD, match, "exact")
+
+    with pytest.raises(ValidationError):
+        rule.options()
+    assert rule.options(expected="4").model_dump() == {"expected": "4"}
+
+
+def test_the_decorated_function_stays_a_function() -> None:
+    @agl_core.reward_rule
+    def constant(episode: Episode) -> float:
+        """Always 1."""
+        return 1.0
+
+    assert constant(None) == 1.0  # type: ignore[arg-type]
+    assert constant.__doc__ == "Always 1."
+
+
+@pytest.mark.parametrize(
+    ("kind", "yields"),
+    [
+        (CreditKind.RETURN, {CreditKind.RETURN}),
+        (CreditKind.REWARD, {CreditKind.REWARD}),
+        ([CreditKind.REWARD, CreditKind.RETURN], {CreditKind.REWARD, CreditKind.RETURN}),
+    ],
+)
+def test_a_credit_rule_says_what_it_yields(kind: Any, yields: set[CreditKind]) -> None:
+    @agl_core.credit_rule(kind=kind)
+    def nothing(episodes: Sequence[Episode], *, scale: float = 1.0) -> list[list[float]]:
+        return [[scale] for _ in episodes]
+
+    rule = component_of(Kind.CREDIT, nothing, "nothing")
+
+    assert rule.yields == yields
+    assert rule.build(rule.options(scale=2.0))([None]) == [[2.0]]
+
+
+def test_a_group_reward_rule_needs_groups() -> None:
+    @agl_core.group_reward_rule
+    def ranks(episodes: Sequence[Episode], *, scale: float = 1.0) -> list[float]:
+        """By place."""
+        return [scale * place for place, _ in enumerate(episodes)]
+
+    rule = component_of(Kind.REWARD, ranks, "ranks")
+
+    assert rule.needs(rule.options()) == {Capability.GROUPS}
+    assert rule.build(rule.options(scale=2.0)).reward([None, None]) == [0.0, 2.0]
+
+
+def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -> None:
+    class Model(BaseModel):
+        beta: float = 0.5
+
+    @agl_core.algorithm(takes=CreditKind.REWARD)
+    class Keywords:
+        """Plain."""
+
+        needs_reference = needs_critic = False
+
+        def __init__(self, *, beta: float = 0.1) -> None:
+            self.beta = beta
+
+    @agl_core.algorithm(
+        name="model", options=Model, needs=lambda o: {Capability.REFERENCE} if o.beta else (), takes=lambda o: None
+    )
+    class WithModel(Keywords):
+        def __init__(self, options: Model) -> None:
+            super().__init__(beta=options.beta)
+
+    plain = component_of(Kind.ALGORITHM, Keywords, "Keywords")
+    model = component_of(Kind.ALGORITHM, WithModel, "model")
+
+    assert plain.build(plain.options(beta=0.3)).beta == 0.3
+    assert plain.needs(plain.options()) == {Capability.TOKEN_IDS}
+    assert plain.takes(plain.options()) is CreditKind.REWARD
+    assert model.build(model.options()).beta == 0.5
+    assert (model.needs(Model()), model.needs(Model(beta=0))) == ({Capability.REFERENCE}, set())
+    assert model.takes(Model()) is None
+
+
+def test_a_task_source_lists_its_tasks_once() -> None:
+    calls = []
+
+    @agl_core.task_source
+    def numbers(*, count: int = 3) -> Iterator[Task]:
+        """Numbers."""
+        calls.append(count)
+        yield from (Task(str(number), number) for number in range(count))
+
+    component = component_of(Kind.TASK_SOURCE, numbers, "numbers")
+    source = component.build(component.options(count=2), Path(), 0)
+
+    assert (source.size, source.task(1), source.task(0)) == (2, Task("1", 1), Task("0", 0))
+    assert calls == [2]
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [([], "listed nothing"), (["1 + 1"], "listed a str"), ([Task("1", 1), Task("1", 2)], "two tasks with one id")],
+)
+def test_a_task_source_that_lists_what_cannot_be_used_is_told_so(listed: list[Any], said: str) -> None:
+    @agl_core.task_source(name="wrong")
+    def source() -> list[Task]:
+        return listed
+
+    component = component_of(Kind.TASK_SOURCE, source, "wrong")
+
+    with pytest.raises(PluginError, match=said):
+        component.build(component.options(), Path(), 0)
+
+
+def test_a_tracker_is_called_with_the_metrics_of_each_step() -> None:
+    seen = []
+
+    @agl_core.tracker
+    def watching(step: int, metrics: Mapping[str, float], *, prefix: str = "train") -> None:
+        """Watches."""
+        seen.append((prefix, step, metrics["loss"]))
+
+    component = component_of(Kind.TRACKER, watching, "watching")
+    made = component.build(component.options(prefix="p"), Path())
+    made.log(3, {"loss": 0.5})
+    made.close()
+
+    assert seen == [("p", 3, 0.5)]
+
+
+def test_a_credit_rule_has_to_say_what_its_values_are() -> None:
+    class Silent:
+        @agl_core.hookimpl
+        def register_credit_rules(self, register: Any) -> None:
+            register("silent", lambda options: None)
+
+    plugins = Plugins()
+    plugins.register(Silent(), "silent.py")
+
+    with pytest.raises(PluginError, match=r"silent\.py failed .*'silent' must say what its values are: kind="):
+        plugins.components(Kind.CREDIT)
+
+
+def test_what_a_kind_cannot_declare_is_refused() -> None:
+    class Wrong:
+        @agl_core.hookimpl
+        def register_rewards(self, register: Any) -> None:
+            register("wrong", lambda options: None, takes=CreditKind.RETURN)
+
+    plugins = Plugins()
+    plugins.register(Wrong(), "wrong.py")
+
+    with pytest.raises(PluginError, match="reward 'wrong' cannot declare takes"):
+        plugins.components(Kind.REWARD)

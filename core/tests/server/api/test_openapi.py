@@ -1,0 +1,123 @@
+"""What /openapi.json says of the server is so: on every route, whatever is sent there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from memory_store import MemoryStore
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from stack import Hooks, Stack, make_rollout, running_stack
+
+from agl_core.server import LightningServer
+from agl_core.types import AttemptKey
+from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.trainers import OF_TRAINERS, BeginRequest, Registration, RunSettings
+from agl_core.wire.workers import OF_WORKERS, LeaseRequest
+
+DOCUMENT = LightningServer(MemoryStore(), None, sampling=None, seed=0, timeout=30, attempts=1, hook=Hooks()).openapi
+api = schemathesis.openapi.from_dict(DOCUMENT)
+
+OWN = AttemptKey("own", 0)
+
+
+@pytest.fixture
+def served() -> Iterator[Stack]:
+    """A server in a thread; one attempt is running, and the run has begun."""
+    found: list[Stack] = []
+    ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    end = asyncio.Event()
+
+    async def serve() -> None:
+        async with running_stack(timeout=3600) as stack:
+            await stack.server.run.begin(BeginRequest(run="run", started=0.0, config=None, resumed_step=None))
+            await stack.server.run.serve(
+                Registration(
+                    restart=0,
+                    urls=(stack.upstream.url,),
+                    models={"default": "served"},
+                    api_key="k",
+                    versions={},
+                    settings=RunSettings(sampling=None, seed=0, timeout=3600, attempts=1),
+                    expires=None,
+                )
+            )
+            await stack.server.queue.enqueue([make_rollout("own")])
+            await stack.server.queue.lease(LeaseRequest(worker="never beats", capacity=1))
+            found.append(stack)
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(60)
+    yield found[0]
+    loop.call_soon_threadsafe(end.set)
+    thread.join()
+    loop.close()
+
+
+@settings(max_examples=settings.default.max_examples // 5, suppress_health_check=list(HealthCheck))
+@api.parametrize()
+def test_no_request_gets_an_answer_that_is_not_described(served: Stack, case: Any) -> None:
+    keys = served.server.keys
+    [right, *_] = case.operation.tags
+    key = {"agent": keys.of_attempt(OWN), "lease": keys.of_lease(OWN), "operator": keys.operator}.get(
+        right, keys.worker
+    )
+    headers = {"Authorization": f"Bearer {key}"}
+    if right == "agent":
+        headers[HEADER_ROLLOUT] = "own/0"
+    if "rollout" in case.path_parameters and right in ("agent", "lease"):
+        case.path_parameters = {"rollout": "own", "attempt": "0"}
+    if isinstance(case.body, dict) and "wait" in case.body:
+        case.body["wait"] = 0
+    response = case.call(base_url=served.server.base_url, headers=headers, timeout=30)
+    case.validate_response(
+        response,
+        checks=(
+            not_a_server_error,
+            status_code_conformance,
+            content_type_conformance,
+            response_schema_conformance,
+        ),
+    )
+
+
+async def test_the_server_tells_it_to_anybody(stack: Stack) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        told = (await http.get(f"{stack.server.base_url}/openapi.json")).json()
+    assert told == DOCUMENT
+    described = {(method.upper(), path) for path, methods in told["paths"].items() for method in methods}
+    for method, path in (("POST", "/agl/v1/leases"), ("PUT", "/agl/v1/upstream"), ("POST", "/v1/messages")):
+        assert (method, path) in described
+    routes = {path for _, path in described}
+    assert len(described) == len(routes) == 15 + 2 * 6
+
+
+def test_every_route_says_what_it_does_and_whose_key_it_takes() -> None:
+    for path, methods in DOCUMENT["paths"].items():
+        for described in methods.values():
+            assert described["summary"], path
+            assert described["security"], path
+            assert "200" in described["responses"], path
+
+
+async def test_every_operation_is_served_and_asks_for_a_key(stack: Stack) -> None:
+    async with httpx.AsyncClient(base_url=stack.server.base_url, trust_env=False) as http:
+        for operation in (*OF_WORKERS, *OF_TRAINERS):
+            path = operation.path.format(rollout="own", attempt="0")
+            answer = await http.request(operation.method, path)
+            assert (operation.name, answer.status_code) == (operation.name, 401)

@@ -1,0 +1,326 @@
+"""Chat completions through the gateway, by the official client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import openai
+from memory_store import MemoryStore
+from scripted_upstream import END_TOKEN, CallTools, Raw, Say, ScriptedUpstream, logprob
+from stack import Stack, running_stack
+
+from agl_core.types import FinishReason, Mode
+from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_POLICY, HEADER_ROLLOUT
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+def as_ids(text: str) -> list[int]:
+    return [*text.encode(), END_TOKEN]
+
+
+async def test_a_call_is_recorded_exactly_as_sampled(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Say("four"))
+    reply = await stack.client(key).chat.completions.create(model="default", messages=HELLO, metadata={"a": "b"})
+    assert reply.choices[0].message.content == "four"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 5
+    (call,) = await stack.calls(key)
+    (choice,) = call.choices
+    assert (call.id, call.sequence, call.policy, call.api) == (reply.id, 0, "default", "chat.completions")
+    assert call.request == {"model": "default", "messages": HELLO, "metadata": {"a": "b"}}
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == list(json.dumps(HELLO).encode())
+    assert choice.response_ids is not None
+    assert choice.response_ids.tolist() == as_ids("four")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tolist() == np.float32([logprob(each) for each in as_ids("four")]).tolist()
+    assert (choice.finish_reason, choice.message["content"]) == (FinishReason.STOP, "four")
+    assert call.started <= call.ended
+    assert (stack.server.counters.calls, stack.server.counters.without_ids) == (1, 0)
+
+
+async def test_the_sync_client_works_too(stack: Stack) -> None:
+    key = await stack.lease()
+
+    def blocking() -> str | None:
+        with openai.OpenAI(base_url=stack.url(key), api_key=stack.key(key)) as client:
+            text = client.chat.completions.create(model="x", messages=HELLO).choices[0].message.content
+            with client.chat.completions.create(model="x", messages=HELLO, stream=True) as stream:
+                pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+            assert "".join(pieces) == text
+            return text
+
+    assert "You said: hello" in (await asyncio.to_thread(blocking) or "")
+    assert len(await stack.calls(key)) == 2
+
+
+async def test_nothing_of_agl_reaches_the_agent(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.agl = {"version": 3, "prefilled": 1, "reused": 2, "prefix_broken": False, "choices": []}
+    reply = await stack.client(key).chat.completions.with_raw_response.create(model="default", messages=HELLO)
+    body = json.loads(reply.text if isinstance(reply.text, str) else reply.text())
+    assert set(body) == {"id", "object", "created", "model", "usage", "choices"}
+    assert set(body["choices"][0]) == {"index", "message", "finish_reason", "logprobs"}
+    assert body["choices"][0]["logprobs"] is None
+    assert body["model"] == "default"
+
+
+async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(*[Say("ab" * 100)] * 2)
+    asked: dict[str, Any] = {"model": "default", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    reply = await stack.client(key).chat.completions.create(**asked)
+    assert reply.choices[0].logprobs is not None
+    content = reply.choices[0].logprobs.content or []
+    assert [each.logprob for each in content] == [logprob(each) for each in as_ids("ab" * 100)]
+    assert len(content[0].top_logprobs) == 2
+    streamed = []
+    async for chunk in await stack.client(key).chat.completions.create(**asked, stream=True):
+        if chunk.choices[0].logprobs:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert streamed == content
+
+
+async def test_streams_are_made_of_the_whole_reply(stack: Stack) -> None:
+    key = await stack.lease()
+    text = "a long text, " * 20
+    stack.upstream.script(Say(text))
+    stream = await stack.client(key).chat.completions.create(
+        model="default", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert len(chunks) > 4
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(text) + 1
+    assert all(chunk.usage is None for chunk in chunks)
+    (call,) = await stack.calls(key)
+    assert {chunk.id for chunk in [*chunks, last]} == {call.id}
+    assert "stream" not in stack.upstream.received[0].body
+
+
+async def test_a_stream_ends_with_done_and_has_no_usage_unless_asked(stack: Stack) -> None:
+    key = await stack.lease()
+    client = stack.client(key)
+    raw = await client.chat.completions.with_raw_response.create(model="default", messages=HELLO, stream=True)
+    body = (await raw.http_response.aread()).decode()
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    assert body.endswith("data: [DONE]\n\n")
+    assert "usage" not in body
+
+
+async def test_tool_calls_streamed_and_not(stack: Stack) -> None:
+    key = await stack.lease()
+    both = CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4})], text="I add.")
+    stack.upstream.script(both, both)
+    asked: dict[str, Any] = {
+        "model": "default",
+        "messages": HELLO,
+        "tools": [ADD],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+    }
+    reply = await stack.client(key).chat.completions.create(**asked)
+    assert reply.choices[0].finish_reason == "tool_calls"
+    calls = reply.choices[0].message.tool_calls or []
+    assert [json.loads(call.function.arguments) for call in calls if call.type == "function"] == [
+        {"a": 1, "b": 2},
+        {"a": 3, "b": 4},
+    ]
+    async with stack.client(key).chat.completions.stream(**asked) as stream:
+        final = await stream.get_final_completion()
+    streamed = final.choices[0].message
+    assert streamed.content == "I add."
+    assert [(call.function.name, call.function.arguments) for call in streamed.tool_calls or []] == [
+        (call.function.name, call.function.arguments) for call in calls if call.type == "function"
+    ]
+    assert all(call.id for call in streamed.tool_calls or [])
+    first, second = await stack.calls(key)
+    assert first.choices[0].message["tool_calls"][0]["id"] == calls[0].id
+    assert second.choices[0].finish_reason is FinishReason.TOOL_CALLS
+
+
+async def test_several_choices_are_all_recorded(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(*[Say("x")] * 2)
+    reply = await stack.client(key).chat.completions.create(model="default", messages=HELLO, n=3)
+    assert [choice.message.content for choice in reply.choices] == ["x", "x (1)", "x (2)"]
+    (call,) = await stack.calls(key)
+    assert [c.response_ids.tolist() for c in call.choices if c.response_ids is not None] == [
+        as_ids(text) for text in ("x", "x (1)", "x (2)")
+    ]
+    texts = ["", "", ""]
+    async for chunk in await stack.client(key).chat.completions.create(
+        model="default", messages=HELLO, n=3, stream=True
+    ):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["x", "x (1)", "x (2)"]
+
+
+async def test_what_the_client_asks_is_passed_on(stack: Stack) -> None:
+    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
+    passed: dict[str, Any] = {
+        "tools": [ADD],
+        "tool_choice": "none",
+        "stop": ["END"],
+        "response_format": {"type": "json_object"},
+        "user": "me",
+        "presence_penalty": 0.5,
+        "invented": {"x": 1},
+    }
+    known = {name: value for name, value in passed.items() if name != "invented"}
+    await stack.client(key).chat.completions.create(
+        model="default", messages=HELLO, extra_body={"invented": {"x": 1}}, **known
+    )
+    (received,) = stack.upstream.received
+    assert {name: received.body[name] for name in passed} == passed
+    assert received.body["model"] == "served"
+    assert received.body["return_token_ids"] is received.body["logprobs"] is True
+    assert received.headers["Authorization"] == "Bearer upstream-key"
+    assert received.headers[HEADER_ROLLOUT] == f"{key.rollout}/{key.attempt}"
+
+
+async def test_identity_is_recorded(stack: Stack) -> None:
+    key = await stack.lease()
+    headers = {
+        HEADER_AGENT: "sch%C3%B6n writer",
+        HEADER_PARENT_SPAN: "span-1",
+        HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}",
+    }
+    client = stack.client(api_key=stack.key(key), default_headers=headers)
+    await client.chat.completions.create(model="default", messages=HELLO)
+    (call,) = await stack.calls(key)
+    assert (call.agent, call.parent_span) == ("schön writer", "span-1")
+
+
+async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Stack) -> None:
+    key = await stack.lease()
+    client = stack.client(key)
+
+    async def ask() -> int | None:
+        await client.chat.completions.create(model="default", messages=HELLO)
+        return (await stack.calls(key))[-1].version
+
+    assert await ask() is None
+    stack.server.versions["default"] = 7
+    assert await ask() == 7
+    stack.upstream.headers[HEADER_POLICY] = "8"
+    assert await ask() == 8
+    stack.upstream.agl = {"version": 9}
+    assert await ask() == 9
+
+
+async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Say("ab"))
+    stack.upstream.agl = {
+        "version": 1,
+        "prefilled": 10,
+        "reused": 20,
+        "prefix_broken": True,
+        "choices": [{"mask": [True, False, True], "parse_error": "no closing brace"}],
+    }
+    await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+    (call,) = await stack.calls(key)
+    assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, True)
+    assert call.choices[0].mask is not None
+    assert call.choices[0].mask.tolist() == [True, False, True]
+    assert call.choices[0].parse_error == "no closing brace"
+
+
+async def test_replies_without_ids_are_recorded_and_counted(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.returns_ids = False
+    await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+    (call,) = await stack.calls(key)
+    assert call.prompt_ids is call.choices[0].response_ids is call.choices[0].logprobs is None
+    assert stack.server.counters.without_ids == 1
+
+
+async def test_an_upstream_that_returns_no_ids_is_not_asked_for_them() -> None:
+    async with running_stack(upstream_fields=lambda _: {"returns_ids": False}) as stack:
+        key = await stack.lease()
+        await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+        assert not {"return_token_ids", "logprobs"} & set(stack.upstream.received[0].body)
+
+
+async def test_log_probabilities_that_do_not_fit_the_ids_are_not_recorded(stack: Stack) -> None:
+    key = await stack.lease()
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "ab"},
+        "finish_reason": "stop",
+        "token_ids": [1, 2],
+        "logprobs": {"content": [{"token": "a", "logprob": -1.0}]},
+    }
+    stack.upstream.script(Raw(json.dumps({"choices": [choice], "prompt_token_ids": [1]}).encode()))
+    await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+    (call,) = await stack.calls(key)
+    assert call.choices[0].response_ids is not None
+    assert call.choices[0].logprobs is None
+
+
+async def test_the_reply_waits_for_the_commit(stack: Stack) -> None:
+    key = await stack.lease()
+    store: MemoryStore = stack.store
+    for options in ({}, {"stream": True}):
+        store.writable.clear()
+        store.write_waits.clear()
+        calls = len(await stack.calls(key))
+        asking = asyncio.ensure_future(
+            stack.client(key).chat.completions.create(model="default", messages=HELLO, **options)
+        )
+        await store.write_waits.wait()
+        done, _ = await asyncio.wait({asking}, timeout=0.05)
+        assert not done, "the reply came before its call was committed"
+        assert len(await stack.calls(key)) == calls
+        store.writable.set()
+        await asking
+        assert len(await stack.calls(key)) == calls + 1
+
+
+async def test_a_rollout_stays_with_one_of_several_upstreams() -> None:
+    async with (
+        ScriptedUpstream() as second,
+        running_stack(upstream_fields=lambda first: {"urls": (first.url, second.url)}) as stack,
+    ):
+        for _ in range(16):
+            client = stack.client(await stack.lease())
+            for _ in range(2):
+                await client.chat.completions.create(model="default", messages=HELLO)
+        seen = [{r.headers[HEADER_ROLLOUT] for r in each.received} for each in (stack.upstream, second)]
+        assert not seen[0] & seen[1]
+        assert all(seen)
+
+
+async def test_concurrent_rollouts_are_told_apart(stack: Stack) -> None:
+    keys = [await stack.lease(member=member) for member in range(8)]
+
+    async def ask(key: Any, turn: int) -> None:
+        headers = {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}", "Authorization": f"Bearer {stack.key(key)}"}
+        message = {"role": "user", "content": f"{key.rollout} {turn}"}
+        await shared.chat.completions.create(model="default", messages=[message], extra_headers=headers)  # type: ignore[list-item]
+
+    shared = stack.client()
+    await asyncio.gather(*(ask(key, turn) for key in keys for turn in range(4)))
+    for key in keys:
+        calls = await stack.calls(key)
+        assert sorted(call.request["messages"][0]["content"] for call in calls) == [
+            f"{key.rollout} {turn}" for turn in range(4)
+        ]
+        assert [call.sequence for call in calls] == [0, 1, 2, 3]

@@ -1,0 +1,164 @@
+"""Legacy completions through the gateway, by the official client and LangChain's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from api_oracles import extras, post_each
+from langchain_openai import OpenAI
+from openai.types import Completion
+from scripted_upstream import END_TOKEN, OVERFLOW, Fail, Say, logprob
+from stack import Stack
+
+from agl_core.types import Mode
+
+GOOD: dict[str, Any] = {"model": "default", "prompt": "Question: 1 + 1?"}
+MESSAGES = [{"role": "user", "content": "Question: 1 + 1?"}]
+
+
+async def test_a_prompt_is_one_user_message(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Say("two"))
+    completion = await stack.client(key).completions.create(**GOOD, max_tokens=9, temperature=0.3)
+    assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("two", "stop")
+    (call,) = await stack.calls(key)
+    assert (call.id, call.api) == (completion.id, "completions")
+    assert completion.id.startswith("cmpl-")
+    assert call.request == {"model": "default", "max_tokens": 9, "temperature": 0.3, "messages": MESSAGES}
+    assert call.choices[0].response_ids is not None
+    assert call.choices[0].response_ids.tolist() == [*b"two", END_TOKEN]
+    assert (call.requested.max_tokens, call.requested.temperature) == (9, 0.3)
+    assert stack.upstream.received[0].body["messages"] == MESSAGES
+
+
+async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.agl = {"version": 3}
+    stack.upstream.script(*[Say("ab" * 100)] * 3)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    whole, streamed, bare = await post_each(
+        stack,
+        f"{stack.url(key)}/completions",
+        [{**GOOD, "logprobs": 2, "n": 2}, {**GOOD, **usage, "logprobs": 0}, {**GOOD, "stream": True}],
+    )
+    completion = Completion.model_validate_json(whole.text)
+    assert list(extras(completion)) == []
+    first, second = completion.choices
+    assert (first.text, second.text) == ("ab" * 100, "ab" * 100 + " (1)")
+    assert first.logprobs is not None
+    assert first.logprobs.token_logprobs == [logprob(each) for each in [*b"ab" * 100, END_TOKEN]]
+    assert first.logprobs.text_offset == list(range(201))
+    *data, done = streamed.text.strip().split("\n\n")
+    chunks = [Completion.construct(**json.loads(each.removeprefix("data: "))) for each in data]
+    assert done == "data: [DONE]"
+    assert [found for chunk in chunks for found in extras(chunk)] == []
+    *texts, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in texts) == "ab" * 100
+    assert [chunk.choices[0].finish_reason for chunk in texts] == [None, None, None, "stop"]
+    carried = [chunk.choices[0].logprobs for chunk in texts if chunk.choices[0].logprobs]
+    assert [each.token_logprobs for each in carried] == [first.logprobs.token_logprobs]
+    assert last.usage is not None
+    assert (last.choices, last.usage.completion_tokens) == ([], 201)
+    assert "usage" not in bare.text
+    assert '"logprobs":{' not in bare.text
+
+
+async def test_the_client_streams_and_is_told_of_a_cut(stack: Stack) -> None:
+    key = await stack.lease()
+    chunks = [chunk async for chunk in await stack.client(key).completions.create(**GOOD, max_tokens=5, stream=True)]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "You s"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_langchain(stack: Stack, streamed: bool) -> None:
+    key = await stack.lease()
+    model = OpenAI(model="default", base_url=stack.url(key), api_key=stack.key(key), streaming=streamed)
+    stack.upstream.script(Say("two"))
+    assert await model.ainvoke("Question: 1 + 1?", stop=["Observation:"]) == "two"
+    (call,) = await stack.calls(key)
+    assert call.request["messages"] == MESSAGES
+    assert stack.upstream.received[0].body["stop"] == ["Observation:"]
+
+
+async def test_what_is_asked_is_passed_on(stack: Stack) -> None:
+    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
+    nothing: dict[str, Any] = {"echo": False, "suffix": "", "best_of": 1}
+    await stack.client(key).completions.create(
+        model="default",
+        prompt=["x"],
+        **nothing,
+        stop="END",
+        user="me",
+        presence_penalty=0.5,
+        extra_body={"invented": 1},
+    )
+    body = stack.upstream.received[0].body
+    assert (body["stop"], body["user"], body["presence_penalty"], body["invented"]) == ("END", "me", 0.5, 1)
+    assert body["messages"] == [{"role": "user", "content": "x"}]
+    assert not {"prompt", *nothing} & set(body)
+
+
+async def test_the_clients_retries_are_one_call(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Fail(500), Say("at last"))
+    completion = await stack.client(key, max_retries=1).completions.create(**GOOD)
+    assert [call.id for call in await stack.calls(key)] == [completion.id]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model"),
+    ({"model": 3}, "model"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 3}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [1, 2, 3]}, "prompt"),
+    ({"prompt": [[1, 2], [3]]}, "prompt"),
+    ({"prompt": ["a", 3]}, "prompt"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"best_of": "x"}, "best_of"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"messages": []}, "messages"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"n": 0}, "n"),
+    ({"temperature": 3}, "temperature"),
+    ({"top_p": "x"}, "top_p"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": [1]}, "stop"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": 1}, "stream_options"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"user": 1}, "user"),
+]
+
+
+async def test_what_is_wrong_is_named(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/completions"
+    responses = await post_each(stack, url, ({**GOOD, **change} for change, _ in WRONG))
+    for (change, param), response in zip(WRONG, responses, strict=True):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), change
+        assert f"'{param}'" in error["message"]
+    assert stack.upstream.received == []
+    names = {param for _, param in WRONG} - {*GOOD}
+    (response,) = await post_each(stack, url, [{**GOOD, **dict.fromkeys(names)}])
+    assert response.status_code == 200, response.text
+
+
+async def test_errors_are_openais(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    stack.upstream.script(OVERFLOW)
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.completions.create(**GOOD)
+    assert raised.value.code == "context_length_exceeded"
+    assert set(json.loads(raised.value.response.text)["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,342 @@
+"""The Messages API through the gateway, by Anthropic's client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from api_oracles import HELLO, OWN, client_of, events_of, extras, post_each, reply
+from pydantic import BaseModel, TypeAdapter
+from scripted_upstream import END_TOKEN, OVERFLOW, CallTools, Drop, Fail, Raw, Say
+from stack import Stack, post
+
+from agl_core.types import FinishReason, Mode
+
+GOOD: dict[str, Any] = {"model": "default", "max_tokens": 100, "messages": HELLO}
+ADD: dict[str, Any] = {
+    "name": "add",
+    "description": "Add.",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+CHAT_ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": ADD["input_schema"]},
+}
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+async def test_a_message_is_recorded_exactly_as_sampled(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(reply(OWN["text"]))
+    message = await client_of(stack, key).messages.create(
+        **GOOD, system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    )
+    assert [block.type for block in message.content] == ["text"]
+    assert (message.role, message.model, message.stop_reason) == ("assistant", "default", "end_turn")
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens) == (20, 10)
+    assert usage.output_tokens == len(OWN["text"]["content"].encode()) + 1
+    (call,) = await stack.calls(key)
+    (choice,) = call.choices
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert (call.id, call.api, call.version) == (message.id, "messages", 3)
+    assert message.id.startswith("msg_")
+    assert call.request == {"model": "default", "max_tokens": 100, "messages": messages}
+    assert choice.response_ids is not None
+    assert choice.response_ids.tolist() == [*OWN["text"]["content"].encode(), END_TOKEN]
+    assert stack.upstream.received[0].body["messages"] == messages
+
+
+async def test_what_is_asked_is_translated(stack: Stack) -> None:
+    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
+    choices: dict[str, tuple[Any, Any]] = {
+        "auto": ({"type": "auto"}, "auto"),
+        "any": ({"type": "any", "disable_parallel_tool_use": True}, "required"),
+        "tool": ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+        "none": ({"type": "none"}, "none"),
+    }
+    for name, (choice, wanted) in choices.items():
+        await client_of(stack, key).messages.create(
+            **GOOD,
+            tools=[{**ADD, "cache_control": {"type": "ephemeral"}, "type": "custom"}],
+            tool_choice=choice,
+            stop_sequences=["END"],
+            metadata={"user_id": "me"},
+            thinking={"type": "disabled"},
+            output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+            extra_body={"invented": 1, "temperature": 0.3, "top_p": 0.9, "top_k": 5},
+        )
+        asked = {
+            "tools": [CHAT_ADD],
+            "tool_choice": wanted,
+            **({"parallel_tool_calls": False} if name == "any" else {}),
+            "max_tokens": 100,
+            "top_k": 5,
+            "stop": ["END"],
+            "metadata": {"user_id": "me"},
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
+            },
+            "reasoning_effort": "low",
+            "invented": 1,
+        }
+        own = {"model", "messages", "temperature", "top_p", "seed", "return_token_ids", "logprobs"}
+        body = stack.upstream.received[-1].body
+        assert {name: value for name, value in body.items() if name not in own} == asked, name
+    sampling = (await stack.calls(key))[0].requested
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.3, 0.9, 100)
+    await client_of(stack, await stack.lease()).messages.create(**GOOD, extra_body={"top_k": 5})
+    assert "top_k" not in stack.upstream.received[-1].body, "it would distort what is trained on"
+
+
+async def test_messages_and_streams_fit_the_schema_and_have_no_extras(stack: Stack) -> None:
+    key = await stack.lease()
+    for name, own in OWN.items():
+        stack.upstream.script(*[reply(own)] * 2)
+        whole, streamed = await post_each(stack, f"{stack.url(key)}/messages", [GOOD, {**GOOD, "stream": True}])
+        message = Message.model_validate_json(whole.text)
+        assert list(extras(message)) == [], name
+        events = [EVENTS.validate_python(each) for each in events_of(streamed.text) if each["type"] != "ping"]
+        assert [found for event in events for found in extras(event)] == [], name
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        kinds = [event.type for event in events if event.type != "content_block_delta"]
+        blocks = ["content_block_start", "content_block_stop"] * len(message.content)
+        assert kinds == ["message_start", *blocks, "message_delta", "message_stop"], name
+
+
+async def test_streams_are_put_together_by_the_client(stack: Stack) -> None:
+    key = await stack.lease()
+    both = CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "text": "é" * 200})], text="I add. " * 30)
+    stack.upstream.script(both)
+    texts = []
+    async with client_of(stack, key).messages.stream(**{**GOOD, "max_tokens": 500}, tools=[ADD]) as stream:
+        async for text in stream.text_stream:
+            texts.append(text)
+        final = await stream.get_final_message()
+    assert len(texts) > 2
+    assert "".join(texts) == "I add. " * 30
+    calls = [block for block in final.content if block.type == "tool_use"]
+    assert [each.input for each in calls] == [{"a": 1, "b": 2}, {"a": 3, "text": "é" * 200}]
+    (recorded,) = await stack.calls(key)
+    assert [each.id for each in calls] == [each["id"] for each in recorded.choices[0].message["tool_calls"]]
+    assert (final.id, final.stop_reason) == (recorded.id, "tool_use")
+    assert recorded.choices[0].finish_reason is FinishReason.TOOL_CALLS
+    assert final.usage.output_tokens == len("I add. " * 30) + 1
+
+
+async def test_stop_reasons(stack: Stack) -> None:
+    client = client_of(stack, await stack.lease())
+    called = OWN["one call"]
+    for step, reason in (
+        (reply(OWN["text"], "length"), "max_tokens"),
+        (reply(OWN["text"], "content_filter"), "refusal"),
+        (reply(OWN["text"], stop_reason="END"), "stop_sequence"),
+        (reply(OWN["text"], stop_reason=151645), "end_turn"),
+        (reply(called, "stop"), "tool_use"),
+        (reply(called, "length"), "max_tokens"),
+    ):
+        stack.upstream.script(step, step)
+        message = await client.messages.create(**GOOD)
+        async with client.messages.stream(**GOOD) as stream:
+            final = await stream.get_final_message()
+        assert message.stop_reason == final.stop_reason == reason
+        assert message.stop_sequence == final.stop_sequence == ("END" if reason == "stop_sequence" else None)
+
+
+async def test_structured_output_is_parsed(stack: Stack) -> None:
+    class Joke(BaseModel):
+        setup: str
+        rating: int
+
+    client = client_of(stack, await stack.lease())
+    asked: dict[str, Any] = {**GOOD, "messages": [{"role": "user", "content": "I give 'it' 7."}]}
+    message = await client.messages.parse(**asked, output_format=Joke)
+    assert message.parsed_output == Joke(setup="it", rating=7)
+
+
+async def test_the_clients_retries_are_one_call(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Fail(500), Drop(), Say("at last"))
+    message = await client_of(stack, key, max_retries=2).messages.create(**GOOD)
+    assert [call.id for call in await stack.calls(key)] == [message.id]
+    assert len({received.body["seed"] for received in stack.upstream.received}) == 1
+    assert stack.server.counters.retried == 2
+
+
+async def test_concurrent_messages_are_calls_of_their_own(stack: Stack) -> None:
+    key = await stack.lease()
+    client = client_of(stack, key)
+
+    async def ask(text: str) -> Any:
+        return await client.messages.create(**{**GOOD, "messages": [{"role": "user", "content": text}]})
+
+    messages = await asyncio.gather(*(ask(f"number {each}") for each in range(20)))
+    said = [message.content[0].text.split(".")[0] for message in messages]
+    assert said == [f"You said: number {each}" for each in range(20)]
+    assert {call.id for call in await stack.calls(key)} == {message.id for message in messages}
+
+
+async def test_the_key_is_taken_from_either_header(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = await stack.lease()
+    for name, value in (
+        ("ANTHROPIC_BASE_URL", stack.url(key).removesuffix("/v1")),
+        ("ANTHROPIC_AUTH_TOKEN", stack.key(key)),
+    ):
+        monkeypatch.setenv(name, value)
+    await anthropic.AsyncAnthropic().messages.create(**GOOD)
+    both = {"x-api-key": "the user's own"}
+    await anthropic.AsyncAnthropic().messages.create(**GOOD, extra_headers=both)
+    monkeypatch.delenv("ANTHROPIC_AUTH_TOKEN")
+    await anthropic.AsyncAnthropic(api_key=stack.key(key)).messages.create(**GOOD)
+    for other in ("nonsense", stack.server.worker_key):
+        with pytest.raises(anthropic.AuthenticationError, match="is not the right one") as raised:
+            await anthropic.AsyncAnthropic(api_key=other).messages.create(**GOOD)
+        assert raised.value.type == "authentication_error"
+    right, wrong = {"x-api-key": stack.key(key)}, {"x-api-key": "nonsense"}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        none, bad, old = [
+            await client.post(f"{stack.url(key)}/messages", json=GOOD, headers=headers)
+            for headers in ({}, wrong, right)
+        ]
+    assert (none.status_code, "is missing" in none.text) == (401, True)
+    assert (bad.status_code, "is not the right one" in bad.text) == (401, True)
+    assert old.status_code == 200, "earlier clients, and those of other languages, send x-api-key"
+    assert len(await stack.calls(key)) == 4
+
+
+def blocks(*content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(content)}, *HELLO]}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model"),
+    ({"model": 3}, "model"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "9"}, "max_tokens"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1]"),
+    (blocks("x"), "messages[0].content[0]"),
+    (blocks({"text": "x"}), "messages[0].content[0].type"),
+    (blocks({"type": ["text"]}), "messages[0].content[0].type"),
+    (blocks({"type": "text"}), "messages[0].content[0].text"),
+    (blocks({"type": "text", "text": 3}), "messages[0].content[0].text"),
+    (blocks({"type": "document", "source": {}}), "messages[0].content[0].type"),
+    (blocks({"type": "image", "source": {"type": "file", "file_id": "x"}}), "messages[0].content[0].type"),
+    (blocks({"type": "image", "source": {"type": "url"}}), "messages[0].content[0].source.url"),
+    (blocks({"type": "image", "source": {"type": "base64", "data": "x"}}), "messages[0].content[0].source.media_type"),
+    (blocks({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
+    (blocks({"type": "tool_result", "tool_use_id": "c", "content": 3}), "messages[0].content[0].content"),
+    (
+        blocks({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document"}]}),
+        "messages[0].content[0].content[0].type",
+    ),
+    (blocks({"type": "tool_result", "tool_use_id": "c", "is_error": "no"}), "messages[0].content[0].is_error"),
+    (blocks({"type": "server_tool_use"}, role="assistant"), "messages[0].content[0].type"),
+    (blocks({"type": "redacted_thinking", "data": "x"}, role="assistant"), "messages[0].content[0].type"),
+    (blocks({"type": "tool_use", "name": "f", "input": {}}, role="assistant"), "messages[0].content[0].id"),
+    (blocks({"type": "tool_use", "id": "c", "input": {}}, role="assistant"), "messages[0].content[0].name"),
+    (blocks({"type": "tool_use", "id": "c", "name": "f"}, role="assistant"), "messages[0].content[0].input"),
+    (
+        blocks({"type": "tool_use", "id": "c", "name": "f", "input": "{}"}, role="assistant"),
+        "messages[0].content[0].input",
+    ),
+    ({"system": 3}, "system"),
+    ({"system": ["x"]}, "system[0]"),
+    ({"system": [{"type": "text"}]}, "system[0].text"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"top_p": "x"}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"stop_sequences": "END"}, "stop_sequences"),
+    ({"stream": 1}, "stream"),
+    ({"tools": {}}, "tools"),
+    ({"tools": ["add"]}, "tools[0]"),
+    ({"tools": [ADD, {"type": "web_search_20250305", "name": "web_search"}]}, "tools[1].type"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{"name": "f", "input_schema": "x"}]}, "tools[0].input_schema"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{**ADD, "description": 3}]}, "tools[0].description"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": ["auto"]}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
+    ({"thinking": "on"}, "thinking"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+    ({"output_config": "x"}, "output_config"),
+    ({"output_config": {"effort": 3}}, "output_config.effort"),
+    ({"output_config": {"format": "json"}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
+    ({"metadata": "x"}, "metadata"),
+    ({"container": "x"}, "container"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+    ({"context_management": {"edits": []}}, "context_management"),
+    ({"prefill": "I"}, "prefill"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"stop": ["x"]}, "stop"),
+    ({"n": 2}, "n"),
+    ({"response_format": {"type": "text"}}, "response_format"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
+]
+
+
+async def test_what_is_wrong_is_named(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/messages"
+    responses = await post_each(stack, url, ({**GOOD, **change} for change, _ in WRONG))
+    for (change, param), response in zip(WRONG, responses, strict=True):
+        body = response.json()
+        assert (response.status_code, body["type"], set(body)) == (400, "error", {"type", "error"}), change
+        assert (body["error"]["type"], set(body["error"])) == ("invalid_request_error", {"type", "message", "details"})
+        assert f"'{param}'" in body["error"]["message"], change
+    for body in (b"", b"[]", b"\xff", b'{"a": ' + b"[" * 2000):
+        assert (await post(stack, url, body)).json()["error"]["type"] == "invalid_request_error"
+    deep = json.dumps({**GOOD, **blocks({"type": "tool_use", "id": "c", "name": "f", "input": {}}, role="assistant")})
+    nested = deep.replace('"input": {}', '"input": {"a": ' + "[" * 1000 + "]" * 1000 + "}")
+    assert "nested too deeply" in (await post(stack, url, nested.encode())).json()["error"]["message"]
+    assert stack.upstream.received == []
+
+
+async def test_null_means_absent(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/messages"
+    names = {param.partition("[")[0].partition(".")[0] for _, param in WRONG} - {*GOOD}
+    (response,) = await post_each(stack, url, [{**GOOD, **dict.fromkeys(names)}])
+    assert response.status_code == 200, response.text
+    own = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "return_token_ids", "logprobs"}
+    assert set(stack.upstream.received[0].body) == own
+
+
+async def test_errors_are_anthropics(stack: Stack) -> None:
+    key = await stack.lease()
+    client = client_of(stack, key)
+    for step, status, kind in (
+        (OVERFLOW, 400, "invalid_request_error"),
+        (Fail(429), 429, "rate_limit_error"),
+        (Fail(500), 502, "api_error"),
+        (Raw(b"{}"), 502, "api_error"),
+    ):
+        stack.upstream.script(step)
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            await client.messages.create(**GOOD)
+        assert (raised.value.status_code, raised.value.type) == (status, kind)
+        assert ("prompt is too long" in str(raised.value)) == (step is OVERFLOW)
+    with pytest.raises(anthropic.NotFoundError, match="does not serve POST") as unknown:
+        await client.messages.count_tokens(model="default", messages=HELLO)
+    assert unknown.value.type == "not_found_error"
+    with pytest.raises(anthropic.NotFoundError, match="without it, as Anthropic's"):
+        await client_of(stack, key, base_url=stack.url(key)).messages.create(**GOOD)

@@ -1,0 +1,158 @@
+"""Conversations in the Messages API: what is echoed, what tools gave, and what is learned from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import beta_async_tool
+from api_oracles import HELLO, OWN, client_of, reply
+from scripted_upstream import CallTools, Say
+from stack import Stack, make_rollout
+
+from agl_core.learning import build_episode
+from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolStatus
+
+ASKED: dict[str, Any] = {"model": "m", "max_tokens": 100}
+
+
+def forwarded(stack: Stack) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = stack.upstream.received[-1].body["messages"]
+    return messages
+
+
+async def episode(stack: Stack, key: AttemptKey) -> Episode:
+    attempt = Attempt(key.rollout, key.attempt, "w", 0.0, ending=Ending.FINISHED)
+    return build_episode(make_rollout(key.rollout), attempt, await stack.calls(key))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_an_echo_is_the_upstreams_own_message(stack: Stack, streamed: bool, as_json: bool) -> None:
+    for name, own in OWN.items():
+        key = await stack.lease()
+        client = client_of(stack, key)
+        stack.upstream.script(reply(own))
+        if streamed:
+            async with client.messages.stream(**ASKED, messages=HELLO) as stream:
+                message: Any = await stream.get_final_message()
+        else:
+            message = await client.messages.create(**ASKED, messages=HELLO)
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "done"}
+            for block in message.content
+            if block.type == "tool_use"
+        ]
+        content = message.to_dict()["content"] if as_json else message.content
+        asks: Any = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": results or "go"}]
+        await client.messages.create(**ASKED, messages=asks)
+        told = [{"role": "tool", "tool_call_id": each["tool_use_id"], "content": "done"} for each in results]
+        wanted = [*HELLO, own, *(told or [{"role": "user", "content": "go"}])]
+        assert forwarded(stack) == wanted, name
+        assert (await stack.calls(key))[-1].request["messages"] == wanted, name
+
+
+async def test_numbers_that_another_language_writes_otherwise(stack: Stack) -> None:
+    """JavaScript makes 1 of 1.0 and sorts nothing; the reply is recognised all the same."""
+    own = OWN["spacing, order, escapes, floats"]
+    client = client_of(stack, await stack.lease())
+    stack.upstream.script(reply(own))
+    await client.messages.create(**ASKED, messages=HELLO)
+    block = {"type": "tool_use", "id": "c1", "name": "f", "input": {"b": {}, "a": [100, "é", None, True], "z": 1}}
+    echo: Any = [*HELLO, {"role": "assistant", "content": [block]}, *HELLO]
+    await client.messages.create(**ASKED, messages=echo)
+    assert forwarded(stack)[1] == own
+    block["input"] = {"z": 2}
+    await client.messages.create(**ASKED, messages=echo)
+    assert forwarded(stack)[1]["tool_calls"][0]["function"]["arguments"] == '{"z": 2}'
+
+
+async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
+    key = await stack.lease()
+    client = client_of(stack, key)
+    stack.upstream.script(CallTools([("add", {"n": each}) for each in range(6)]))
+    message = await client.messages.create(**ASKED, messages=HELLO)
+    said: list[dict[str, Any]] = [
+        {"content": "no such city", "is_error": True},
+        {"content": [{"type": "text", "text": "it timed"}, {"type": "text", "text": " out"}], "is_error": True},
+        {"content": "ValueError: what the file says", "is_error": False},
+        {"content": "ValueError: raised"},
+        {},
+        {"content": "22 °C"},
+    ]
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": block.id, **each}
+        for block, each in zip(message.content, said, strict=True)
+    ]
+    answer: Any = {"role": "user", "content": [*results, {"type": "text", "text": "and now?"}]}
+    await client.messages.create(**ASKED, messages=[*HELLO, {"role": "assistant", "content": message.content}, answer])
+    first, second = (await episode(stack, key)).transitions
+    assert [each.status for each in first.tool_results] == [
+        ToolStatus.ERROR,
+        ToolStatus.TIMEOUT,
+        ToolStatus.OK,
+        ToolStatus.ERROR,
+        ToolStatus.EMPTY,
+        ToolStatus.OK,
+    ]
+    assert (first.tool_results[0].tool, first.tool_results[0].error) == ("add", "no such city")
+    assert [each["role"] for each in second.messages] == ["user", "assistant", *["tool"] * 6, "user"]
+    assert second.messages[2]["status"] == "error"
+    assert [set(each) for each in forwarded(stack)[2:8]] == [{"role", "tool_call_id", "content"}] * 6
+    assert forwarded(stack)[-1] == {"role": "user", "content": "and now?"}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_clients_tool_runner(stack: Stack, streamed: bool) -> None:
+    @beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        if a == 3:
+            raise ValueError("no threes")
+        return str(a + b)
+
+    key = await stack.lease()
+    stack.upstream.script(
+        CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4})], text="I add."),
+        CallTools([("add", {"a": 5, "b": 6})]),
+        Say("done"),
+    )
+    runner = client_of(stack, key).beta.messages.tool_runner(
+        **ASKED, messages=HELLO, tools=[add], **({"stream": True} if streamed else {})
+    )
+    final: Any = None
+    async for each in runner:
+        final = await each.get_final_message() if streamed else each
+    assert final.content[0].text == "done"
+    calls = await stack.calls(key)
+    assert len(calls) == 3
+    echoed = [each for each in calls[-1].request["messages"] if each["role"] == "assistant"]
+    own = [call.choices[0].message for call in calls[:-1]]
+    assert echoed == [{name: each[name] for name in ("role", "content", "tool_calls")} for each in own]
+    first, second, _ = (await episode(stack, key)).transitions
+    assert [each.status for each in first.tool_results] == [ToolStatus.OK, ToolStatus.ERROR]
+    assert [each.result for each in second.tool_results] == ["11"]
+
+
+async def test_images_are_passed_on_for_the_model_server_to_judge(stack: Stack) -> None:
+    client = client_of(stack, await stack.lease())
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    parts: Any = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
+    await client.messages.create(**ASKED, messages=[{"role": "user", "content": parts}])
+    assert forwarded(stack)[0]["content"] == [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    ]
+
+
+async def test_a_closed_attempt_answers_no_more(stack: Stack) -> None:
+    from agl_core.wire.workers import CloseRequest
+
+    key = await stack.lease()
+    client = client_of(stack, key)
+    await client.messages.create(**ASKED, messages=HELLO)
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    with pytest.raises(anthropic.APIStatusError, match="is closed") as raised:
+        await client.messages.create(**ASKED, messages=HELLO)
+    assert raised.value.status_code == 410

@@ -1,0 +1,220 @@
+"""What an agent sends back of a response becomes the upstream's own message again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from api_oracles import OWN, call, reply
+from scripted_upstream import CallTools, Say
+from stack import Stack
+
+from agl_core.server.dialects.replies import KEPT
+from agl_core.types import AttemptKey
+
+PARALLEL = OWN["text and parallel calls"]
+
+
+def user() -> Any:
+    """A user's message; a new one each time, for instrumented clients write into what they are given."""
+    return {"role": "user", "content": "go"}
+
+
+def forwarded(stack: Stack) -> list[dict[str, Any]]:
+    """The messages of the last request that the upstream got."""
+    messages: list[dict[str, Any]] = stack.upstream.received[-1].body["messages"]
+    return messages
+
+
+def outputs(response: Any) -> list[Any]:
+    return [
+        {"type": "function_call_output", "call_id": item.call_id, "output": f"did {item.call_id}"}
+        for item in response.output
+        if item.type == "function_call"
+    ]
+
+
+def tool_messages(own: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": each["id"], "content": f"did {each['id']}"}
+        for each in own.get("tool_calls") or ()
+    ]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_echo_is_the_upstreams_own_message(stack: Stack, streamed: bool) -> None:
+    for name, own in OWN.items():
+        key = await stack.lease()
+        client = stack.client(key)
+        stack.upstream.script(reply(own))
+        if streamed:
+            async with client.responses.stream(model="m", input=[user()]) as stream:
+                response: Any = await stream.get_final_response()
+        else:
+            response = await client.responses.create(model="m", input=[user()])
+        echo = [user(), *response.output, *outputs(response), user()]
+        await client.responses.create(model="m", input=echo)
+        wanted = [user(), own, *tool_messages(own), user()]
+        assert forwarded(stack) == wanted, name
+        assert (await stack.calls(key))[-1].request["messages"] == wanted, name
+
+
+async def test_replies_whose_tool_calls_have_the_same_ids_stay_apart(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    first, second = ({"role": "assistant", "content": None, "tool_calls": [call("call_0", "add", a)]} for a in "12")
+    items: list[Any] = [user()]
+    for own in (first, second):
+        stack.upstream.script(reply(own))
+        response: Any = await client.responses.create(model="m", input=items)
+        bare = [{k: v for k, v in item.model_dump().items() if k != "id"} for item in response.output]
+        items += [*bare, *outputs(response)]
+    await client.responses.create(model="m", input=items)
+    assert forwarded(stack) == [user(), first, *tool_messages(first), second, *tool_messages(second)]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_continued_response_has_the_upstreams_own_message(stack: Stack, streamed: bool) -> None:
+    for name, own in OWN.items():
+        client = stack.client(await stack.lease())
+        stack.upstream.script(reply(own))
+        asked: dict[str, Any] = {"model": "m", "input": "go", "instructions": "first"}
+        response: Any = await client.responses.create(**asked)
+        more: dict[str, Any] = {"model": "m", "input": [*outputs(response), user()]}
+        if streamed:
+            stream = await client.responses.create(**more, previous_response_id=response.id, stream=True)
+            assert [event async for event in stream][-1].type == "response.completed"
+        else:
+            again = await client.responses.create(**more, previous_response_id=response.id, instructions="second")
+            assert again.previous_response_id == response.id
+        system = [] if streamed else [{"role": "system", "content": "second"}]
+        assert forwarded(stack) == [*system, user(), own, *tool_messages(own), user()], name
+
+
+async def test_each_earlier_response_can_be_continued(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    ids: list[Any] = [None]
+    for turn in range(3):
+        stack.upstream.script(Say(f"a{turn}"))
+        response = await client.responses.create(model="m", input=f"q{turn}", previous_response_id=ids[-1])
+        ids.append(response.id)
+    assert [each["content"] for each in forwarded(stack)] == ["q0", "a0", "q1", "a1", "q2"]
+    await client.responses.create(model="m", input="other", previous_response_id=ids[1])
+    assert [each["content"] for each in forwarded(stack)] == ["q0", "a0", "other"]
+
+
+async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    unstored = await client.responses.create(model="m", input="x", store=False)
+    other = await stack.client(await stack.lease()).responses.create(model="m", input="x")
+    for previous in (unstored.id, other.id, "resp_x"):
+        with pytest.raises(openai.BadRequestError, match="Send the whole input") as raised:
+            await client.responses.create(model="m", input="y", previous_response_id=previous)
+        assert (raised.value.code, raised.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+@pytest.mark.parametrize(("limit", "value"), [("KEPT", 2), ("KEPT_BYTES", 11_000)])
+async def test_the_oldest_responses_are_forgotten(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    assert KEPT >= 100
+    monkeypatch.setattr(f"agl_core.server.dialects.replies.{limit}", value)
+    client = stack.client(await stack.lease())
+    ids = [(await client.responses.create(model="m", input=f"q{each}" + 4000 * " ")).id for each in range(3)]
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        await client.responses.create(model="m", input="y", previous_response_id=ids[0])
+    await client.responses.create(model="m", input="y", previous_response_id=ids[1])
+    assert [each["content"].strip() for each in forwarded(stack)][::2] == ["q1", "y"]
+
+
+async def test_a_message_that_is_forgotten_with_one_reply_is_still_known_of_another(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_core.server.dialects.replies.KEPT", 2)
+    client = stack.client(await stack.lease())
+    for _ in range(4):
+        stack.upstream.script(reply(PARALLEL))
+        response = await client.responses.create(model="m", input=[user()])
+    await client.responses.create(model="m", input=[user(), *response.output, *outputs(response)])
+    assert forwarded(stack) == [user(), PARALLEL, *tool_messages(PARALLEL)]
+
+
+async def parallel(stack: Stack, key: AttemptKey) -> list[dict[str, Any]]:
+    """Input items of a reply with three parallel calls, as a client holds them."""
+    stack.upstream.script(reply(PARALLEL))
+    response = await stack.client(key).responses.create(model="m", input=[user()])
+    return [item.model_dump(exclude_unset=True) for item in response.output]
+
+
+async def test_parallel_calls_stay_together_however_they_come_back(stack: Stack) -> None:
+    key = await stack.lease()
+    client = stack.client(key)
+    text, *calls = await parallel(stack, key)
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": each["call_id"], "output": f"did {each['call_id']}"}
+        for each in calls
+    ]
+    interleaved = [text, *(item for pair in zip(calls, results, strict=True) for item in pair)]
+    bare = [{k: v for k, v in item.items() if k not in ("id", "status")} for item in interleaved]
+    easy = [{"role": "assistant", "content": text["content"][0]["text"]}, *bare[1:]]
+    for echo in (interleaved, bare, easy, [text, *calls, *results]):
+        await client.responses.create(model="m", input=[user(), *echo])
+        assert forwarded(stack) == [user(), PARALLEL, *tool_messages(PARALLEL)]
+
+
+async def test_calls_are_told_apart_by_reply(stack: Stack) -> None:
+    """A text, and then calls of the next reply: two messages, though nothing stands between them."""
+    key = await stack.lease()
+    client = stack.client(key)
+    stack.upstream.script(Say("one"), CallTools([("add", {})]))
+    first = await client.responses.create(model="m", input=[user()])
+    second = await client.responses.create(model="m", input=[user(), *first.output])
+    await client.responses.create(model="m", input=[user(), *first.output, *second.output, *outputs(second)])
+    said, called = (each.choices[0].message for each in (await stack.calls(key))[:2])
+    assert [each["content"] for each in forwarded(stack)[1:3]] == ["one", None]
+    assert forwarded(stack)[1:3] == [
+        {"role": "assistant", "content": said["content"]},
+        {"role": "assistant", "content": None, "tool_calls": called["tool_calls"]},
+    ]
+
+
+async def test_an_edited_echo_is_what_the_agent_says(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(reply(OWN["spacing, order, escapes, floats"]))
+    response = await stack.client(key).responses.create(model="m", input=[user()])
+    item: Any = response.output[0].model_dump(exclude_unset=True)
+    edited = {**item, "arguments": '{"a": 2}'}
+    await stack.client(key).responses.create(model="m", input=[user(), edited, *outputs(response)])
+    assert forwarded(stack)[1]["tool_calls"] == [call("c1", "f", '{"a": 2}')]
+    own = (await stack.calls(key))[0].choices[0].message["tool_calls"]
+    assert own == OWN["spacing, order, escapes, floats"]["tool_calls"]
+
+
+async def test_content_is_passed_on_in_parts(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    image = "data:image/png;base64,AAAA"
+    parts: list[Any] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "one"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "a"},
+                {"type": "input_image", "image_url": image, "detail": "low"},
+            ],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "t"}]},
+    ]
+    await client.responses.create(model="m", input=parts)
+    assert forwarded(stack) == [
+        {"role": "developer", "content": "one"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image_url", "image_url": {"url": image, "detail": "low"}},
+            ],
+        },
+        {"role": "assistant", "content": "no"},
+        {"role": "tool", "tool_call_id": "c", "content": "t"},
+    ]

@@ -1,0 +1,221 @@
+"""What the gateway refuses, and what it makes of an upstream that fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_upstream import OVERFLOW, Drop, Fail, Hold, Raw
+from stack import Stack, post, running_stack, said_by_agl
+
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.workers import CloseRequest
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": "hello"}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
+    ({"model": 3}, "model"),
+    ({"model": None}, "model"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": -1}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": "9"}, "max_completion_tokens"),
+    ({"seed": True}, "seed"),
+    ({"stop": [1]}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": []}, "stream_options"),
+    ({"tools": [3]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function.name"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"response_format": "json"}, "response_format"),
+    ({"presence_penalty": 9}, "presence_penalty"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"user": 1}, "user"),
+    ({"metadata": "x"}, "metadata"),
+]
+
+
+async def test_wrong_types_are_named(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/chat/completions"
+    for change, param in WRONG:
+        response = await post(stack, url, json.dumps({**GOOD, **change}).encode())
+        error = error_of(response)
+        assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), change
+        assert f"'{param}'" in error["message"]
+    assert stack.upstream.received == []
+
+
+async def test_bodies_that_are_no_json_object(stack: Stack) -> None:
+    url = f"{stack.url(await stack.lease())}/chat/completions"
+    for body in (b"", b"{", b"[]", b"3", b'{"temperature": NaN}', b"\xff"):
+        response = await post(stack, url, body)
+        assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json"), body
+
+
+async def test_null_means_absent(stack: Stack) -> None:
+    body = {**GOOD, "temperature": None, "tools": None, "stop": None, "max_tokens": None, "n": None}
+    response = await post(stack, f"{stack.url(await stack.lease())}/chat/completions", json.dumps(body).encode())
+    assert response.status_code == 200
+    assert not {"tools", "stop", "n"} & set(stack.upstream.received[0].body)
+
+
+async def test_the_agents_key_is_checked(stack: Stack) -> None:
+    key = await stack.lease()
+    for wrong in ("nonsense", stack.server.worker_key, "schlüssel"):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for method, path in (("POST", "chat/completions"), ("GET", "models")):
+                header = {"Authorization": f"Bearer {wrong}".encode()}
+                response = await client.request(method, f"{stack.url(key)}/{path}", headers=header, json=GOOD)
+                assert response.status_code == 401
+                assert error_of(response)["code"] == "invalid_api_key"
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"{stack.url()}/models")).status_code == 401
+    with pytest.raises(openai.AuthenticationError, match="OPENAI_API_KEY"):
+        await stack.client(key, api_key="nonsense").chat.completions.create(**GOOD)
+
+
+async def test_a_call_must_belong_to_a_rollout(stack: Stack) -> None:
+    key = await stack.lease()
+    with pytest.raises(openai.AuthenticationError, match=r"context\.base_url and context\.api_key"):
+        await stack.client().chat.completions.create(**GOOD)
+    for unknown in (AttemptKey("nobody", 0), AttemptKey(key.rollout, 5)):
+        with pytest.raises(openai.NotFoundError, match=unknown.rollout):
+            await stack.client(unknown).chat.completions.create(**GOOD)
+    for header in ("", "nobody", "nobody/x", f"{key.rollout}/-1", f"{key.rollout}/9"):
+        with pytest.raises(openai.AuthenticationError):
+            await stack.client(
+                api_key=stack.key(key), default_headers={HEADER_ROLLOUT: header}
+            ).chat.completions.create(**GOOD)
+    with pytest.raises(openai.BadRequestError, match="header x-agl-rollout"):
+        await stack.client(key, default_headers={HEADER_ROLLOUT: "other/0"}).chat.completions.create(**GOOD)
+    assert stack.upstream.received == []
+
+
+async def test_unknown_routes_say_what_there_is(stack: Stack) -> None:
+    key = await stack.lease()
+    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+        await stack.client(key).embeddings.create(model="default", input="x")
+    response = await post(stack, f"{stack.url()}/models", b"")
+    assert response.status_code == 405
+    assert "does not serve POST" in error_of(response)["message"]
+
+
+FAILURES: list[tuple[Any, int, str]] = [
+    (Fail(500), 502, "answered 500: scripted failure"),
+    (Fail(503, "<html>"), 502, "answered 503"),
+    (Fail(302), 502, "answered 302"),
+    (Fail(401), 502, "agl's own API key"),
+    (Drop(), 502, "broke off"),
+    (Raw(b"<html>hi</html>"), 502, "not a chat completion"),
+    (Raw(b"{}"), 502, "not a chat completion"),
+    (Raw(b'{"choices": []}'), 502, "no choices"),
+    (Raw(b'{"choices": [{"index": 0, "message": 3, "finish_reason": "stop"}]}'), 502, "message"),
+    (Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "abort"}]}'), 502, "abort"),
+    (
+        Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "stop", "token_ids": ["1"]}]}'),
+        502,
+        "integers",
+    ),
+    (Fail(422, {"detail": [{"loc": ["n"], "msg": "too many"}]}), 422, "too many"),
+    (Fail(400, {"object": "error", "message": "no grammar for this schema", "code": 400}), 400, "no grammar"),
+    (Fail(429), 429, "scripted failure"),
+]
+
+
+async def test_upstream_failures_become_clear_errors(stack: Stack) -> None:
+    key = await stack.lease()
+    for step, status, says in FAILURES:
+        stack.upstream.script(step)
+        response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+        assert response.status_code == status, step
+        assert says in error_of(response)["message"], step
+        assert "Traceback" not in response.text
+    assert await stack.calls(key) == []
+    assert stack.server.counters.upstream_errors == len(FAILURES)
+
+
+async def test_an_upstream_that_is_down(unused_tcp_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}/v1"
+    async with running_stack(upstream_fields=lambda _: {"urls": (url,)}) as stack:
+        with pytest.raises(openai.InternalServerError, match="Is the engine running"):
+            await stack.client(await stack.lease()).chat.completions.create(**GOOD)
+
+
+async def test_an_upstream_that_hangs_is_given_up() -> None:
+    async with running_stack(timeout=0.05) as stack:
+        stack.upstream.script(Hold())
+        response = await post(stack, f"{stack.url(await stack.lease())}/chat/completions", json.dumps(GOOD).encode())
+        assert response.status_code == 504
+        assert "did not answer" in error_of(response)["message"]
+
+
+async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
+    key = await stack.lease()
+    own_words = Fail(400, {"error": {"message": "too long", "type": "x", "code": "context_length_exceeded"}})
+    for step in (OVERFLOW, own_words):
+        stack.upstream.script(step)
+        with pytest.raises(openai.BadRequestError) as raised:
+            await stack.client(key).chat.completions.create(**GOOD)
+        assert raised.value.code == "context_length_exceeded"
+    attempt = stack.server.queue.attempt(key)
+    assert attempt is not None
+    assert attempt.context_overflows == 2
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="BadRequestError"))
+    assert (await stack.server.queue.done([key.rollout]))[0].ending is Ending.CONTEXT_OVERFLOW
+
+
+async def test_an_agent_whose_calls_all_failed_is_told_why(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(Fail(500))
+    with pytest.raises(openai.InternalServerError):
+        await stack.client(key).chat.completions.create(**GOOD)
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    (attempt,) = await stack.store.attempts(key.rollout)
+    assert attempt.ending is Ending.NO_CALL
+    assert "scripted failure" in (attempt.error or "")
+
+
+async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent that breaks of it has not failed its task: the rollout is tried again."""
+    key = await stack.lease()
+    await stack.client(key).chat.completions.create(**GOOD)
+    stack.store.failing = True
+    response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+    assert (response.status_code, error_of(response)["code"]) == (503, "store_failed")
+    assert int(response.headers["retry-after"]) > 0
+    assert "scripted failure" in said_by_agl(caplog)
+    assert "Traceback" not in said_by_agl(caplog) + response.text
+    stack.store.failing = False
+    assert not (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="500"))).counted
+    [attempt] = await stack.store.attempts(key.rollout)
+    assert attempt.ending is Ending.LOST
+    assert len(await stack.calls(key)) == 1

@@ -1,0 +1,232 @@
+"""What a request may be at most: bytes, headers, depth. Whatever is too much gets a clear answer of its API's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from stack import Stack, running_stack
+
+from agl_core.server.http.limits import MAX_HEADER_BYTES, MAX_HEADERS
+from agl_core.types import AttemptKey
+from agl_core.wire.body import MAX_BODY
+
+BODIES = {
+    "/v1/chat/completions": b'{"model": "default", "messages": [{"role": "user", "content": "hi"}], "metadata": %s}',
+    "/v1/completions": b'{"model": "default", "prompt": "hi", "metadata": %s}',
+    "/v1/responses": b'{"model": "default", "input": "hi", "metadata": %s}',
+    "/v1/messages": b'{"model": "default", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}],'
+    b' "metadata": %s}',
+}
+WORKERS = {
+    "/agl/v1/leases": b'{"worker": %s, "capacity": 1}',
+    "/agl/v1/heartbeats": b'{"worker": "w", "attempts": %s}',
+    "/agl/v1/rollouts/r0/attempts/0/close": b'{"ending": "lost", "result": %s}',
+}
+
+PATIENCE = 120.0
+"""Seconds for any part of a request: large ones take long where others need the machine too."""
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
+        yield client
+
+
+def routes(stack: Stack, key: AttemptKey) -> Iterator[tuple[str, bytes, dict[str, str]]]:
+    """Each route that takes a body: its URL, a body with a place for anything, and the headers that it needs."""
+    agent = {"authorization": f"Bearer {stack.server.keys.of_attempt(key)}"}
+    for path, body in BODIES.items():
+        yield f"{stack.url(key).removesuffix('/v1')}{path}", body, agent
+    for path, body in WORKERS.items():
+        holder = stack.server.keys.of_lease(key) if path.endswith("close") else stack.server.worker_key
+        yield f"{stack.server.base_url}{path}", body, {"authorization": f"Bearer {holder}"}
+    kind = {"content-type": "application/json"}
+    yield f"{stack.url(key)}/traces", b'{"resourceSpans": [], "more": %s}', {**agent, **kind}
+
+
+def message_of(response: httpx.Response) -> str:
+    answer: dict[str, Any] = response.json()
+    message: str = answer["error"]["message"]
+    return message
+
+
+async def test_bodies_that_are_too_large(stack: Stack, http: httpx.AsyncClient) -> None:
+    key = await stack.lease()
+    piece = b" " * (1 << 20)
+
+    async def in_pieces() -> AsyncIterator[bytes]:
+        for _ in range(MAX_BODY // len(piece) + 1):
+            yield piece
+
+    for url, body, headers in routes(stack, key):
+        if url.endswith("traces"):
+            continue  # has a limit of its own
+        announced = await http.post(url, content=body % (b'"' + b"x" * MAX_BODY + b'"'), headers=headers)
+        assert (announced.status_code, message_of(announced)) == (413, "The request body is larger than 8 MiB."), url
+        chunked = await http.post(url, content=in_pieces(), headers=headers)
+        assert (chunked.status_code, message_of(chunked)) == (413, "The request body is larger than 8 MiB."), url
+    assert stack.upstream.received == []
+    active = stack.server.queue.attempt(key)
+    assert active is not None
+    assert not active.closed
+
+
+async def test_nothing_is_read_of_a_body_that_says_it_is_too_large(stack: Stack) -> None:
+    key = await stack.lease()
+    port = int(stack.server.base_url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        f"POST /rollout/{key.rollout}/attempt/0/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {stack.key(key)}\r\nContent-Length: {1 << 40}\r\n\r\n".encode()
+    )
+    assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 413")
+    writer.close()
+
+
+async def test_the_largest_body_that_is_allowed(stack: Stack, http: httpx.AsyncClient) -> None:
+    key = await stack.lease()
+    url, body, headers = next(routes(stack, key))
+    room = MAX_BODY - len(body % b'{"x": ""}')
+    for more, status in ((0, 200), (1, 413)):
+        content = body % (b'{"x": "' + b"x" * (room + more) + b'"}')
+        assert (await http.post(url, content=content, headers=headers)).status_code == status
+    assert len(stack.upstream.received) == 1
+
+
+async def test_too_many_headers(stack: Stack, http: httpx.AsyncClient) -> None:
+    key = await stack.lease()
+    for url, body, headers in routes(stack, key):
+        for further in (
+            {f"x-{number}": "" for number in range(MAX_HEADERS)},
+            {"x-long": "x" * MAX_HEADER_BYTES},
+        ):
+            response = await http.post(url, content=body % b'"x"', headers={**headers, **further})
+            assert response.status_code == 431, url
+            assert "more than 128 headers, or more than 64 KiB" in message_of(response)
+    assert stack.upstream.received == []
+
+
+@pytest.mark.parametrize("depth", [20, 100, 127, 128, 199, 200, 240, 250, 251, 252, 253, 254, 255, 1000, 100_000])
+async def test_nesting_is_taken_or_refused(depth: int, http: httpx.AsyncClient) -> None:
+    """At each depth where a parser, a writer or a record between agent and store might give up."""
+    async with running_stack() as stack:
+        key = await stack.lease()
+        for url, body, headers in routes(stack, key):
+            for opening, closing in ((b"[", b"]"), (b'{"x":', b"}")):
+                nested = opening * depth + b"1" + closing * depth
+                response = await http.post(url, content=body % nested, headers=headers)
+                assert response.status_code < 500, (url, depth, response.text)
+                if url.endswith("traces"):
+                    assert response.status_code == (400 if depth > 1000 else 200), "unknown fields are skipped"
+                elif depth >= 255:
+                    assert response.status_code >= 400, (url, depth)
+                elif depth <= 100 and opening == b'{"x":' and "/agl/" not in url:
+                    assert response.status_code == 200, (url, depth, response.text)
+
+
+async def test_names_that_are_no_attempts(stack: Stack, http: httpx.AsyncClient) -> None:
+    headers = {"authorization": f"Bearer {stack.server.keys.of_lease(AttemptKey('r', 0))}"}
+    for number in ("9" * 5000, "-1", "x", "%00", "1e3", "٣"):
+        url = f"{stack.server.base_url}/agl/v1/rollouts/r/attempts/{number}/close"
+        response = await http.post(url, json={"ending": "lost"}, headers=headers)
+        assert response.status_code == 401
+        assert "secret of the attempt's lease" in message_of(response)
+
+
+HELD = {"rollout": "r", "attempt": 0, "secret": "s"}
+SERVED = {
+    "restart": 0, "urls": ["http://127.0.0.1:1/v1"], "models": {"default": "m"}, "api_key": "", "versions": {},
+    "settings": {"sampling": {"temperature": 1.0}, "seed": 0, "timeout": 9, "attempts": 1}, "expires": None,
+}  # fmt: skip
+STRICT: list[tuple[str, str, dict[str, Any], str, list[Any]]] = [
+    ("POST", "/agl/v1/leases", {"worker": "w", "capacity": 1}, "capacity", [True, "1", 1.0, [1]]),
+    ("POST", "/agl/v1/leases", {"worker": "w", "capacity": 1, "wait": 0}, "wait", [False, "0"]),
+    ("POST", "/agl/v1/heartbeats", {"worker": "w", "attempts": [HELD]}, "attempts.0.attempt", [False, "0", 0.0]),
+    (
+        "POST", "/agl/v1/rollouts/r/attempts/0/close", {"ending": "lost", "rewards": [{"value": 1}]},
+        "rewards.0.value", [True, "1"],
+    ),
+    (
+        "POST", "/agl/v1/rollouts/r/attempts/0/close", {"ending": "lost", "result": None, "error": None}, "error",
+        [1, False],
+    ),
+    (
+        "POST", "/agl/v1/runs", {"run": "run", "started": 1.0, "config": None, "resumed_step": None}, "started",
+        [True, "1"],
+    ),
+    ("POST", "/agl/v1/runs/finish", {"restart": 0, "over": False}, "over", [0, "no", "false"]),
+    ("PUT", "/agl/v1/upstream", SERVED, "settings.sampling.temperature", [True, "1"]),
+    ("PUT", "/agl/v1/upstream", SERVED, "settings.attempts", [True, "1", 1.0]),
+    ("PUT", "/agl/v1/versions", {"restart": 0, "versions": {"default": 1}}, "versions.default", [True, "1"]),
+    ("POST", "/agl/v1/rollouts/done", {"ids": [], "wait": 0}, "wait", [False, "0"]),
+    ("POST", "/agl/v1/store/query", {"kind": "rollouts", "step": 1}, "step", [True, "1", 1.0]),
+    ("POST", "/agl/v1/store/parts/write", {"put": "p", "count": 1}, "count", [True, "1", 1.0]),
+]  # fmt: skip
+"""Requests with a place in them, and what is of another type there than is asked for."""
+
+
+@pytest.mark.parametrize(("method", "path", "body", "place", "values"), STRICT, ids=lambda each: str(each)[:40])
+async def test_types_are_strict_in_what_workers_and_operators_ask(
+    method: str, path: str, body: dict[str, Any], place: str, values: list[Any], stack: Stack, http: httpx.AsyncClient
+) -> None:
+    """`false` is no number and "1" no integer; and what is of the right type is not refused for it."""
+    keys = stack.server.keys
+    if path.endswith("/close"):
+        key = keys.of_lease(AttemptKey("r", 0))
+    else:
+        key = keys.worker if path.endswith(("/leases", "/heartbeats")) else keys.operator
+    http.headers["authorization"] = f"Bearer {key}"
+    assert (await http.request(method, f"{stack.server.base_url}{path}", json=body)).status_code != 422
+    for value in values:
+        changed = copy.deepcopy(body)
+        here: Any = changed
+        *way, last = (int(part) if part.isdigit() else part for part in place.split("."))
+        for part in way:
+            here = here[part]
+        here[last] = value
+        refused = await http.request(method, f"{stack.server.base_url}{path}", json=changed)
+        assert refused.status_code == 422, value
+        assert place in message_of(refused), value
+
+
+@pytest.mark.parametrize(
+    ("api", "more"),
+    [
+        (api, more)
+        for api in ("chat/completions", "completions")
+        for more in (
+            {"temperature": True}, {"temperature": "1"}, {"top_p": False}, {"seed": True}, {"seed": "1"}, {"n": True},
+            {"n": 1.0}, {"max_tokens": True}, {"max_tokens": "9"}, {"stream": 0}, {"stream": "false"},
+            {"logit_bias": {"5": True}}, {"logit_bias": {"5": "1"}}, {"stream_options": {"include_usage": 1}},
+            {"stream_options": {"include_usage": "false"}}, {"presence_penalty": True},
+        )
+    ]
+    + [("completions", {"echo": 0}), ("completions", {"best_of": True}), ("completions", {"best_of": 1.0})]
+    + [("responses", {"background": 0}), ("responses", {"max_output_tokens": True}), ("responses", {"store": 0})]
+    + [("messages", {"max_tokens": True}), ("messages", {"top_k": True}), ("messages", {"temperature": False})]
+    + [
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}),
+        ("responses", {"tools": [{"type": "function", "name": "f", "strict": 1}]}),
+        ("messages", {"tools": [{"name": "f", "input_schema": {}, "strict": 1}]}),
+        ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 0}}),
+    ],
+    ids=lambda each: str(each)[:60],
+)  # fmt: skip
+async def test_types_are_strict_in_what_agents_ask(
+    api: str, more: dict[str, Any], stack: Stack, http: httpx.AsyncClient
+) -> None:
+    key = await stack.lease()
+    http.headers["authorization"] = f"Bearer {stack.server.keys.of_attempt(key)}"
+    body = {**json.loads(BODIES[f"/v1/{api}"] % b"{}"), **more}
+    refused = await http.post(f"{stack.url(key)}/{api}", json=body)
+    assert refused.status_code == 400
+    [name] = more
+    assert name in message_of(refused)
+    assert stack.upstream.received == []

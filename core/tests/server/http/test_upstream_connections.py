@@ -1,0 +1,278 @@
+"""Replies of every shape that HTTP/1.1 allows, and connections that are used again or are not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import ipaddress
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given
+from hypothesis import strategies as st
+from stack import until
+
+from agl_core.server.http.client import BrokenReplyError, Endpoint, HttpReply
+
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Policy: 3\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nx-policy: 3\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+AFTER_AN_INTERIM_ONE = b"HTTP/1.1 100 Continue\r\n\r\n" + PLAIN
+TO_THE_END = b"HTTP/1.1 200 OK\r\nX-Policy: 3\r\n\r\nhello"
+LAST = PLAIN.replace(b"X-Policy", b"Connection: close\r\nX-Policy")
+OLDER = PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0")
+
+Piece: TypeAlias = bytes | asyncio.Event | None
+
+
+@dataclass
+class RawServer:
+    """Answers each request with the next pieces of its script: bytes, None to close, or an event to wait for."""
+
+    port: int = 0
+    connections: int = 0
+    closed: int = 0
+    requests: list[bytes] = field(default_factory=list)
+    script: list[list[Piece]] = field(default_factory=list)
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                for piece in self.script.pop(0) if self.script else [PLAIN]:
+                    if piece is None:
+                        writer.close()
+                        return
+                    if isinstance(piece, asyncio.Event):
+                        await piece.wait()
+                        continue
+                    writer.write(piece)
+                    await asyncio.sleep(0)
+        self.closed += 1
+        writer.close()
+
+    @contextlib.contextmanager
+    def endpoint(self, *, idle: float = 60.0) -> Iterator[Endpoint]:
+        endpoint = Endpoint(
+            f"http://user@127.0.0.1:{self.port}/v1/chat?x=1", {"Authorization": "Bearer k"}, connect=10, idle=idle
+        )
+        yield endpoint
+        endpoint.close()
+
+
+@contextlib.asynccontextmanager
+async def raw_server(*script: list[Piece]) -> AsyncIterator[RawServer]:
+    server = RawServer(script=list(script))
+    listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
+    server.port = listening.sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        listening.close()
+
+
+def shown(reply: HttpReply) -> tuple[int, str | None, bytes]:
+    return reply.status, reply.headers.get("x-policy"), reply.body
+
+
+async def test_the_request_is_what_was_asked_for() -> None:
+    async with raw_server() as server:
+        with server.endpoint() as endpoint:
+            await endpoint.post({"x-agl-rollout": "r\N{LATIN SMALL LETTER E WITH ACUTE}/0"}, b'{"a": 1}')
+        (request,) = server.requests
+    head, _, body = request.partition(b"\r\n\r\n")
+    first, *headers = head.decode().split("\r\n")
+    assert (first, body) == ("POST /v1/chat?x=1 HTTP/1.1", b'{"a": 1}')
+    assert sorted(headers) == sorted(
+        [f"Host: 127.0.0.1:{server.port}", "Authorization: Bearer k", "x-agl-rollout: ré/0", "Content-Length: 8"]
+    )
+
+
+async def test_a_header_cannot_begin_another_one() -> None:
+    async with raw_server() as server:
+        with server.endpoint() as endpoint:
+            for value in ("a\r\nb: c", "a\nb: c", "a\rb: c"):
+                with pytest.raises(ValueError, match="line break"):
+                    await endpoint.post({"x-agl-rollout": value}, b"")
+        assert server.requests == []
+
+
+@given(st.sampled_from([PLAIN, CHUNKED, AFTER_AN_INTERIM_ONE, OLDER, LAST]), st.data())
+def test_a_reply_may_come_in_any_pieces(sent: bytes, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(sent) - 1), max_size=6)))
+    pieces = [sent[start:end] for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+
+    async def talk() -> None:
+        async with raw_server([*pieces]) as server:
+            with server.endpoint() as endpoint:
+                assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+                assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+            assert server.connections == (2 if sent in (OLDER, LAST) else 1)
+
+    asyncio.run(talk())
+
+
+async def test_a_body_without_a_length_ends_with_the_connection() -> None:
+    async with raw_server([TO_THE_END, None]) as server:
+        with server.endpoint() as endpoint:
+            assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+
+
+async def test_other_statuses_are_replies_too() -> None:
+    async with raw_server([PLAIN.replace(b"200 OK", b"307 Go")], [PLAIN.replace(b"200 OK", b"503 No")]) as server:
+        with server.endpoint() as endpoint:
+            assert [(await endpoint.post({}, b"")).status for _ in range(2)] == [307, 503]
+
+
+BROKEN: list[list[Piece]] = [
+    [None],
+    [PLAIN[:10], None],
+    [PLAIN[:-1], None],
+    [CHUNKED[:-5], None],
+    [b"SSH-2.0-OpenSSH\r\n", None],
+    [b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n"],
+]
+
+
+@pytest.mark.parametrize("pieces", BROKEN)
+async def test_a_reply_that_does_not_come_whole_is_an_error(pieces: list[Piece]) -> None:
+    async with raw_server(pieces) as server:
+        with server.endpoint() as endpoint:
+            with pytest.raises(BrokenReplyError):
+                await asyncio.wait_for(endpoint.post({}, b""), 10)
+            assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+        assert server.connections == 2
+
+
+async def test_requests_at_once_have_connections_of_their_own_and_later_ones_share_them() -> None:
+    async with raw_server() as server:
+        with server.endpoint() as endpoint:
+            await asyncio.gather(*(endpoint.post({}, b"") for _ in range(8)))
+            assert server.connections == 8
+            await asyncio.gather(*(endpoint.post({}, b"") for _ in range(8)))
+            assert server.connections == 8
+        await until(lambda: server.closed == 8)
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
+    async with raw_server() as server:
+        with server.endpoint(idle=0.0) as endpoint:
+            for _ in range(3):
+                await endpoint.post({}, b"")
+        assert server.connections == 3
+
+
+async def test_a_connection_that_the_server_closed_or_spoke_on_is_not_used_again() -> None:
+    async with raw_server([PLAIN, None], [PLAIN, PLAIN]) as server:
+        with server.endpoint() as endpoint:
+            for _ in range(3):
+                assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+                for _ in range(20):  # Turns of the loop, in which the rest arrives however slow the machine is.
+                    await asyncio.sleep(0.005)
+        assert server.connections == 3
+
+
+async def test_a_cancelled_request_leaves_its_connection_to_nobody() -> None:
+    async with raw_server([PLAIN[:-1]]) as server:
+        with server.endpoint() as endpoint:
+            asking = asyncio.create_task(endpoint.post({}, b""))
+            await until(lambda: server.requests)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await until(lambda: server.closed == 1)
+            assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+        assert server.connections == 2
+
+
+async def test_what_is_in_flight_ends_after_the_endpoint_was_closed() -> None:
+    release = asyncio.Event()
+    async with raw_server([release, PLAIN]) as server:
+        with server.endpoint() as endpoint:
+            asked = asyncio.create_task(endpoint.post({}, b""))
+            await until(lambda: server.requests)
+            endpoint.close()
+            release.set()
+            assert shown(await asked) == (200, "3", b"hello")
+            await until(lambda: server.closed == 1)
+
+
+async def test_a_server_that_is_not_there(unused_tcp_port: int) -> None:
+    endpoint = Endpoint(f"http://127.0.0.1:{unused_tcp_port}/", {}, connect=10, idle=1)
+    with pytest.raises(OSError, match=str(unused_tcp_port)) as raised:
+        await endpoint.post({}, b"")
+    assert not isinstance(raised.value, BrokenReplyError)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse what does not fit into the backlog")
+async def test_a_server_that_takes_no_connections() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filling = stack.enter_context(socket.socket())
+            filling.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filling.connect(listener.getsockname())
+        endpoint = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}/", {}, connect=0.2, idle=1)
+        with pytest.raises(OSError, match=r"no connection in 0\.2 seconds") as raised:
+            await endpoint.post({}, b"")
+    assert not isinstance(raised.value, TimeoutError | BrokenReplyError)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """Of 127.0.0.1, signed by itself, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "upstream")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    file = tmp_path / "upstream.pem"
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    file.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()) + made.public_bytes(encoding))
+    return file
+
+
+async def test_an_upstream_over_tls_is_believed_only_with_a_known_certificate(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    app = web.Application()
+    app.router.add_post("/", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    url = f"https://127.0.0.1:{runner.addresses[0][1]}/"
+    try:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await Endpoint(url, {}, connect=10, idle=1).post({}, b"hello")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        endpoint = Endpoint(url, {}, connect=10, idle=1)
+        for _ in range(2):
+            assert (await endpoint.post({}, b"hello" * 100_000)).body == b"hello" * 100_000
+        endpoint.close()
+    finally:
+        await runner.cleanup()

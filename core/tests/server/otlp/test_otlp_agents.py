@@ -1,0 +1,307 @@
+"""Agents that only export spans: who called, and what the tools did, joined with what the gateway recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from instrumented import instrumenting, resource_methods
+from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
+from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
+from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import StatusCode, Tracer
+from otlp_intake import IntakeStack, exported, flush, running_intake
+from scripted_upstream import CallTools, Say
+
+from agl_core.types import Source, ToolResult, ToolStatus
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+GENAI_AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "solver"}
+OPENINFERENCE_AGENT = {"openinference.span.kind": "AGENT", "agent.name": "solver"}
+OPENLLMETRY_AGENT = {"traceloop.span.kind": "agent", "traceloop.entity.name": "solver"}
+
+
+def genai_tool(id: str, result: str) -> dict[str, Any]:
+    return {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "add",
+        "gen_ai.tool.call.id": id,
+        "gen_ai.tool.call.arguments": '{"a": 1}',
+        "gen_ai.tool.call.result": result,
+    }
+
+
+def openinference_tool(id: str, result: str) -> dict[str, Any]:
+    return {
+        "openinference.span.kind": "TOOL",
+        "tool.name": "add",
+        "tool_call.id": id,
+        "input.value": '{"a": 1}',
+        "output.value": result,
+    }
+
+
+VOCABULARIES = {
+    "openllmetry": (OpenLLMetry, OPENLLMETRY_AGENT, genai_tool),
+    "genai": (GenAI, GENAI_AGENT, genai_tool),
+    "openinference": (OpenInference, OPENINFERENCE_AGENT, openinference_tool),
+}
+
+
+@pytest.fixture
+async def intake(tmp_path: Path) -> AsyncIterator[IntakeStack]:
+    async with running_intake(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def instrument() -> Iterator[Any]:
+    with instrumenting() as instrument:
+        yield instrument
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_client_is_afterwards_as_it_was(vocabulary: str) -> None:
+    before = resource_methods()
+    with instrumenting() as instrument:
+        instrument(VOCABULARIES[vocabulary][0], TracerProvider(shutdown_on_exit=False))
+    after = resource_methods()
+    assert [key for key, value in after.items() if before.get(key) is not value] == []
+
+
+async def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:
+    reply = await client.chat.completions.create(model="default", messages=list(messages), **options)
+    return reply.choices[0].message
+
+
+USER = {"role": "user", "content": "1 + 2?"}
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+async def test_each_vocabulary_names_agents_and_tells_tool_results(
+    vocabulary: str, intake: IntakeStack, instrument: Any
+) -> None:
+    instrumentor, agent, tool = VOCABULARIES[vocabulary]
+    key = await intake.stack.lease()
+    intake.stack.upstream.script(CallTools([("add", {"a": 1}), ("add", {"a": 2})]), Say("3"))
+    with intake.exporting(key) as provider:
+        instrument(instrumentor, provider)
+        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
+        with tracer.start_as_current_span("solver", attributes=agent):
+            message = await ask(client, USER, tools=[ADD])
+            first, second = message.tool_calls
+            with tracer.start_as_current_span("add", attributes=tool(first.id, "3")):
+                pass
+            with pytest.raises(TimeoutError), tracer.start_as_current_span("add", attributes=tool(second.id, "")):
+                raise TimeoutError("5 s")
+            await ask(client, USER)
+        await flush(provider)
+    await intake.close(key)
+
+    episode = await intake.episode(key)
+    assert [t.agent for t in episode.transitions] == ["solver", "solver"]
+    assert all(t.has_ids for t in episode.transitions)
+    ok, late = episode.transitions[0].tool_results
+    assert (ok.tool, ok.tool_call_id, ok.status, ok.result) == ("add", first.id, ToolStatus.OK, "3")
+    assert (ok.arguments, ok.agent) == ({"a": 1}, "solver")
+    assert (late.tool_call_id, late.status, late.error) == (second.id, ToolStatus.TIMEOUT, "TimeoutError: 5 s")
+    assert episode.unjoined == ()
+    assert (intake.intake.counters.tool_results, intake.intake.counters.named_calls) == (2, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_instrumentations_at_once_are_one_call(
+    stream: bool, intake: IntakeStack, instrument: Any
+) -> None:
+    key = await intake.stack.lease()
+    with intake.exporting(key) as provider:
+        for instrumentor in (OpenLLMetry, OpenInference):
+            instrument(instrumentor, provider)
+        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
+        with tracer.start_as_current_span("solver", attributes=GENAI_AGENT) as span:
+            reply = await client.chat.completions.create(model="default", messages=[USER], stream=stream)
+            if stream:
+                async for _ in reply:
+                    pass
+        await flush(provider)
+    (call,) = await intake.stack.calls(key)
+    assert call.agent == "solver"
+    assert call.parent_span == f"{span.get_span_context().span_id:016x}"
+    assert intake.intake.counters.spans == 3
+    assert intake.intake.counters.named_calls == 1
+
+
+async def test_concurrent_agents_are_told_apart(intake: IntakeStack, instrument: Any) -> None:
+    key = await intake.stack.lease()
+    with intake.exporting(key) as provider:
+        instrument(OpenLLMetry, provider)
+        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
+
+        async def agent(name: str) -> None:
+            attributes = {**GENAI_AGENT, "gen_ai.agent.name": name}
+            with tracer.start_as_current_span(f"invoke_agent {name}", attributes=attributes):
+                for _ in range(3):
+                    await ask(client, {"role": "user", "content": name})
+
+        with tracer.start_as_current_span("team"):
+            await asyncio.gather(*(agent(f"agent {number}") for number in range(5)))
+        await flush(provider)
+    calls = await intake.stack.calls(key)
+    assert len(calls) == 15
+    assert [call.agent for call in calls] == [call.request["messages"][0]["content"] for call in calls]
+
+
+async def test_agents_whose_spans_come_in_batches(intake: IntakeStack, instrument: Any) -> None:
+    """The agent's own span ends last: its name is known batches after the calls."""
+    key = await intake.stack.lease()
+    intake.stack.upstream.script(CallTools([("add", {})]), Say("3"))
+    with intake.exporting(key) as provider:
+        instrument(GenAI, provider)
+        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
+        with tracer.start_as_current_span("invoke_agent solver", attributes=GENAI_AGENT):
+            with tracer.start_as_current_span("step", attributes={"graph.node.id": "plan"}):
+                message = await ask(client, USER, tools=[ADD])
+            await flush(provider)
+            assert [call.agent for call in await intake.stack.calls(key)] == ["plan"]
+            with tracer.start_as_current_span("add", attributes=genai_tool(message.tool_calls[0].id, "[]")):
+                pass
+            await flush(provider)
+            (before,) = await intake.stack.store.tool_results([key])
+        await flush(provider)
+    (call,) = await intake.stack.calls(key)
+    (tool_result,) = await intake.stack.store.tool_results([key])
+    assert (before.agent, before.status) == (None, ToolStatus.EMPTY)
+    assert (call.agent, tool_result.agent, tool_result.id) == ("solver", "solver", before.id)
+    assert intake.intake.counters.tool_results == 1
+
+
+async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> None:
+    """What the agent starts may have its key, and know the ids of its spans."""
+    key = await intake.stack.lease()
+
+    def run(result: str, failed: bool) -> Any:
+        def make(tracer: Tracer) -> None:
+            with tracer.start_as_current_span("add", attributes=genai_tool("c1", result)) as span:
+                span.set_status(StatusCode.ERROR if failed else StatusCode.OK)
+
+        return exported(make)
+
+    first, forged = run("3", failed=True), run("4", failed=False)
+    (original,), (again,) = (each.resource_spans[0].scope_spans[0].spans for each in (first, forged))
+    again.trace_id, again.span_id = original.trace_id, original.span_id
+    before = await export(intake, key, first)
+    assert await export(intake, key, forged) == before
+    await intake.close(key)
+    assert await intake.stack.store.tool_results([key]) == before
+    assert [(o.status, o.source, o.adapter) for o in before] == [(ToolStatus.ERROR, Source.SPAN, "otel")]
+
+
+async def export(intake: IntakeStack, key: Any, request: Any) -> list[ToolResult]:
+    async with httpx.AsyncClient() as client:
+        headers = {**intake.authorization(key), "content-type": "application/x-protobuf"}
+        reply = await client.post(intake.url(key), content=request.SerializeToString(), headers=headers)
+        assert reply.status_code == 200
+    return await intake.stack.store.tool_results([key])
+
+
+async def react(tracer: Tracer, client: Any) -> None:
+    """A text agent from scratch: no tool calls in the API, a span for each of its steps."""
+    with tracer.start_as_current_span("invoke_agent react", attributes={"gen_ai.operation.name": "invoke_agent"}):
+        for question in ("1", "2"):
+            with tracer.start_as_current_span("step"):
+                await ask(client, {"role": "user", "content": question})
+                with tracer.start_as_current_span("look_up", attributes={"gen_ai.operation.name": "execute_tool"}) as s:
+                    s.set_attribute("gen_ai.tool.call.result", f"of {question}")
+
+
+async def test_tools_without_ids_are_joined_by_span_parentage(intake: IntakeStack, instrument: Any) -> None:
+    key = await intake.stack.lease()
+    with intake.exporting(key) as provider:
+        instrument(OpenLLMetry, provider)
+        await react(provider.get_tracer("agent"), intake.stack.client(key))
+        await flush(provider)
+    await intake.close(key)
+    episode = await intake.episode(key)
+    assert [[(o.tool, o.result) for o in t.tool_results] for t in episode.transitions] == [
+        [("look_up", "of 1")],
+        [("look_up", "of 2")],
+    ]
+    assert [t.agent for t in episode.transitions] == ["react", "react"]
+
+
+async def test_what_the_agents_own_process_told_by_header_stays(intake: IntakeStack, instrument: Any) -> None:
+    key = await intake.stack.lease()
+    with intake.exporting(key) as provider:
+        instrument(OpenLLMetry, provider)
+        headers = {"x-agl-agent": "told", "x-agl-parent-span": "its own"}
+        with provider.get_tracer("agent").start_as_current_span("solver", attributes=GENAI_AGENT):
+            await ask(intake.stack.client(key), USER, extra_headers=headers)
+        await flush(provider)
+    (call,) = await intake.stack.calls(key)
+    assert (call.agent, call.parent_span) == ("told", "its own")
+    assert intake.intake.counters.named_calls == 0
+
+
+async def test_spans_after_the_end_are_counted_and_change_nothing(
+    intake: IntakeStack, instrument: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = await intake.stack.lease()
+    with intake.exporting(key) as provider:
+        instrument(OpenLLMetry, provider)
+        tracer = provider.get_tracer("agent")
+        with tracer.start_as_current_span("solver", attributes=GENAI_AGENT):
+            await ask(intake.stack.client(key), USER)
+            with tracer.start_as_current_span("add", attributes=genai_tool("c1", "3")):
+                pass
+        await intake.close(key)
+        await flush(provider)
+    (call,) = await intake.stack.calls(key)
+    assert call.agent is None
+    assert await intake.stack.store.tool_results([key]) == []
+    assert (intake.intake.counters.late, intake.intake.counters.spans) == (3, 0)
+    assert caplog.text.count("flush before the agent returns") == 1
+
+
+async def test_an_agent_in_another_process_by_environment_alone(intake: IntakeStack) -> None:
+    key = await intake.stack.lease()
+    program = """
+        import openai
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        provider = TracerProvider()
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        trace.set_tracer_provider(provider)
+        OpenAIInstrumentor().instrument()
+        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "far away"}
+        with trace.get_tracer("agent").start_as_current_span("invoke_agent", attributes=attributes):
+            openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    """
+    base_url = intake.url(key).removesuffix("/v1/traces")
+    environment = {
+        "OPENAI_BASE_URL": intake.stack.url(key),
+        "OPENAI_API_KEY": intake.stack.key(key),
+        "OTEL_EXPORTER_OTLP_ENDPOINT": base_url,
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{intake.stack.key(key)}",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
+    }
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [call.agent for call in await intake.stack.calls(key)] == ["far away"]

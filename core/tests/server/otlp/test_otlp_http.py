@@ -1,0 +1,250 @@
+"""The OTLP protocol over HTTP: encodings, addresses, keys, and everything that is malformed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from google.protobuf.json_format import MessageToDict
+from google.rpc.status_pb2 import Status
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.trace import StatusCode, Tracer
+from otlp_intake import IntakeStack, exported, running_intake
+
+from agl_core.capture.spans.spans import see
+from agl_core.capture.spans.tree import SpanTree
+from agl_core.errors import StoreError
+from agl_core.server.errors import ApiError
+from agl_core.server.otlp import decoding
+from agl_core.types import AttemptKey, ToolStatus
+
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+PATIENCE = 120.0
+"""Seconds for any part of a request: 32 MiB through one event loop take long where others need the machine too."""
+
+
+@pytest.fixture
+async def intake(tmp_path: Path) -> AsyncIterator[IntakeStack]:
+    async with running_intake(tmp_path) as running:
+        yield running
+
+
+def tools(tracer: Tracer) -> None:
+    """Two runs of tools in an agent, the second of which fails."""
+    agent = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "Übersetzer"}
+    tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.call.id": "c1", "gen_ai.tool.call.result": '{"n": 1}'}
+    with tracer.start_as_current_span("invoke_agent", attributes=agent):
+        tracer.start_span("execute_tool look_up", attributes=tool).end()
+        failing = tracer.start_span("execute_tool fail", attributes={"gen_ai.operation.name": "execute_tool"})
+        failing.set_status(StatusCode.ERROR, "no such table")
+        failing.end()
+
+
+def as_json(request: Any) -> dict[str, Any]:
+    """OTLP's JSON by its specification: protobuf's, but ids are hexadecimal and enums are numbers."""
+    found: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)
+    plain = [s for resource in request.resource_spans for scope in resource.scope_spans for s in scope.spans]
+    written = [s for resource in found["resourceSpans"] for scope in resource["scopeSpans"] for s in scope["spans"]]
+    for span, told in zip(plain, written, strict=True):
+        told.update(traceId=span.trace_id.hex(), spanId=span.span_id.hex())
+        if span.parent_span_id:
+            told["parentSpanId"] = span.parent_span_id.hex().upper()
+    return found
+
+
+async def post(
+    intake: IntakeStack, body: bytes, kind: str = PROTOBUF, key: Any = None, holder: Any = None, **headers: str
+) -> httpx.Response:
+    """POST to the address of attempt `key`, with the agent's key of `holder`, by default the same."""
+    bearer = intake.authorization(holder or key or AttemptKey("nobody", 0))
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        return await client.post(intake.url(key), content=body, headers={"content-type": kind, **bearer, **named})
+
+
+def refused(response: httpx.Response) -> tuple[int, str]:
+    """How many spans a reply says were refused, and why."""
+    assert response.status_code == 200
+    assert response.headers["content-type"] == PROTOBUF
+    reply = ExportTraceServiceResponse.FromString(response.content)
+    return reply.partial_success.rejected_spans, reply.partial_success.error_message
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("kind", [PROTOBUF, JSON])
+async def test_protobuf_and_json_plain_and_gzip(kind: str, zipped: bool, intake: IntakeStack) -> None:
+    key = await intake.stack.lease()
+    request = exported(tools)
+    body = request.SerializeToString() if kind == PROTOBUF else json.dumps(as_json(request)).encode()
+    if zipped:
+        body = gzip.compress(body)
+    response = await post(
+        intake, body, f"{kind}; charset=utf-8", key, content_encoding="gzip" if zipped else "identity"
+    )
+    assert (response.status_code, response.headers["content-type"]) == (200, kind)
+    assert response.content == (b"" if kind == PROTOBUF else b"{}")
+    tool_results = {o.tool: o for o in await intake.stack.store.tool_results([key])}
+    found, failed = tool_results["look_up"], tool_results["fail"]
+    assert (found.status, found.tool_call_id, found.result) == (ToolStatus.OK, "c1", '{"n": 1}')
+    assert (failed.status, failed.tool_call_id, failed.error) == (ToolStatus.ERROR, None, "no such table")
+    assert {o.agent for o in tool_results.values()} == {"Übersetzer"}
+    assert {o.parent_span for o in tool_results.values()} == {
+        span.span_id.hex() for span in request.resource_spans[0].scope_spans[0].spans if not span.parent_span_id
+    }
+    assert found.started is not None
+    assert found.ended is not None
+    assert 1.7e9 < found.started <= found.ended
+
+
+async def test_an_export_sent_twice_is_recorded_once(intake: IntakeStack) -> None:
+    key = await intake.stack.lease()
+    body = exported(tools).SerializeToString()
+    for _ in range(2):
+        assert refused(await post(intake, body, key=key)) == (0, "")
+    assert len(await intake.stack.store.tool_results([key])) == 2
+    assert intake.intake.counters.tool_results == 2
+
+
+async def test_the_attempt_by_header_or_by_its_key_alone(intake: IntakeStack) -> None:
+    by_header, by_key, other = [await intake.stack.lease() for _ in range(3)]
+    body, header = exported(tools).SerializeToString(), "/".join(map(str, by_header))
+    assert refused(await post(intake, body, holder=by_header, x_agl_rollout=header))[0] == 0
+    assert refused(await post(intake, body, holder=by_key))[0] == 0
+    found = {key: len(await intake.stack.store.tool_results([key])) for key in (by_header, by_key, other)}
+    assert found == {by_header: 2, by_key: 2, other: 0}
+
+
+async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None:
+    key = await intake.stack.lease()
+    request = exported(tools)
+    request.resource_spans[0].scope_spans[0].spans[0].span_id = b"short"
+    count, why = refused(await post(intake, request.SerializeToString(), key=key))
+    assert (count, "id is not valid" in why) == (1, True)
+    assert len(await intake.stack.store.tool_results([key])) == 1
+    told = as_json(exported(tools))
+    told["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["spanId"] = "ab"
+    response = await post(intake, json.dumps(told).encode(), JSON, key)
+    assert response.json()["partialSuccess"]["rejectedSpans"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "change"),
+    [
+        (401, PROTOBUF, {"authorization": "Bearer wrong"}),
+        (401, JSON, {"authorization": ""}),
+        (404, PROTOBUF, {"x_agl_rollout": "gone/0", "holder": AttemptKey("gone", 0)}),
+        (401, PROTOBUF, {"x_agl_rollout": "gone/first", "holder": AttemptKey("gone", 0)}),
+        (401, JSON, {"holder": AttemptKey("gone", 0)}),
+        (400, PROTOBUF, {"x_agl_rollout": "gone/0", "key": AttemptKey("other", 0)}),
+        (404, JSON, {"key": AttemptKey("gone", 0)}),
+        (415, "text/plain", {}),
+        (415, PROTOBUF, {"content_encoding": "br"}),
+        (400, PROTOBUF, {"content_encoding": "gzip"}),
+        (400, PROTOBUF, {"body": b"\xff\xff"}),
+        (400, JSON, {"body": b"{"}),
+        (400, JSON, {"body": b"[]"}),
+        (400, JSON, {"body": b'{"resourceSpans": 1}'}),
+        (400, JSON, {"body": b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": 7}]}]}]}'}),
+        (400, JSON, {"body": b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]}'}),
+        (400, JSON, {"body": b'{"resourceSpans":' + b"[" * 100_000}),
+        (400, PROTOBUF, {"body": gzip.compress(b"x" * 1000)[:-9], "content_encoding": "gzip"}),
+        (413, PROTOBUF, {"body": gzip.compress(bytes(decoding.MAX_BYTES + 1)), "content_encoding": "gzip"}),
+        (413, PROTOBUF, {"body": bytes(decoding.MAX_BYTES + 1)}),
+    ],
+)
+async def test_refusals_are_status_messages_in_the_senders_encoding(
+    status: int, kind: str, change: dict[str, Any], intake: IntakeStack
+) -> None:
+    change = {"key": await intake.stack.lease(), **change} if status in (400, 413, 415) else dict(change)
+    body = change.pop("body", b"{}" if kind == JSON else b"")
+    response = await post(intake, body, kind, **change)
+    assert response.status_code == status
+    if kind == PROTOBUF:
+        told = Status.FromString(response.content)
+        code, message = told.code, told.message
+    else:
+        code, message = response.json()["code"], response.json()["message"]
+    assert code != 0
+    assert message
+
+
+async def test_an_attempt_has_room_for_so_many_spans(intake: IntakeStack) -> None:
+    key = await intake.stack.lease()
+
+    def many(tracer: Tracer) -> None:
+        for _ in range(5_001):
+            tracer.start_span("step").end()
+
+    assert refused(await post(intake, exported(many).SerializeToString(), key=key))[0] == 0
+    count, why = refused(await post(intake, exported(many).SerializeToString(), key=key))
+    assert (count, "10000 spans already" in why) == (5_001, True)
+    assert intake.intake.counters.rejected == 5_001
+
+
+async def test_a_store_that_fails_asks_for_the_export_again(
+    intake: IntakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await intake.stack.lease()
+    store, body = intake.stack.store, exported(tools).SerializeToString()
+
+    async def fail(*_: Any) -> None:
+        raise StoreError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put", fail)
+        response = await post(intake, body, key=key)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "the disk is full" in Status.FromString(response.content).message
+    assert refused(await post(intake, body, key=key))[0] == 0
+    assert len(await store.tool_results([key])) == 2
+
+
+NAMES = [
+    *("resourceSpans", "scopeSpans", "spans", "resource", "attributes", "key", "value", "traceId", "spanId", "events"),
+    *("parentSpanId", "stringValue", "intValue", "kvlistValue", "arrayValue", "values", "links", "status", "code"),
+    *("startTimeUnixNano", "name", "message", "scope", "unknown"),
+]
+JSON_VALUES: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(value=JSON_VALUES)
+@settings(max_examples=4 * settings.default.max_examples)
+def test_any_json_is_decoded_or_refused(value: Any) -> None:
+    read_all(decoding.decode_json, json.dumps(value).encode())
+
+
+@given(data=st.data())
+@settings(max_examples=4 * settings.default.max_examples)
+def test_any_damaged_protobuf_is_decoded_or_refused(data: st.DataObject) -> None:
+    body = bytearray(exported(tools).SerializeToString())
+    for _ in range(data.draw(st.integers(0, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    read_all(decoding.decode_protobuf, bytes(body[: data.draw(st.integers(0, len(body)))]))
+
+
+def read_all(decode: Any, body: bytes) -> None:
+    try:
+        request = decode(body)
+    except ApiError as error:
+        if error.status != 400:
+            raise
+        return
+    tree = SpanTree()
+    for resource in request.resource_spans:
+        decoding.attributes_of(resource.resource.attributes)
+        for span in decoding.spans_of(resource):
+            if span is not None:
+                tree.add(see(span))
+    json.dumps([each.model_dump(mode="json") for each in tree.tool_results()])
+    tree.calls()

@@ -1,0 +1,249 @@
+"""The lifecycle: its table, and the real queue held to it whatever happens in whatever order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Coroutine
+from typing import Any
+
+import pytest
+from clock import Clock
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from memory_store import MemoryStore
+from stack import Hooks, make_rollout
+
+from agl_core.errors import ServerError, StoreError
+from agl_core.server import Keys, RolloutQueue
+from agl_core.server.rollouts.lifecycle import ATTEMPT, ROLLOUT, AttemptState, moved, step
+from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
+from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
+
+ATTEMPTS = 3
+WAYS = {
+    ("queued", "running"), ("queued", "done"), ("running", "queued"), ("running", "done"),
+    ("open", "closing"), ("open", "withdrawn"), ("closing", "counted"), ("closing", "superseded"),
+}  # fmt: skip
+
+
+def test_there_is_no_other_way() -> None:
+    for table, states in ((ROLLOUT, RolloutState), (ATTEMPT, AttemptState)):
+        for now, to in itertools.product(states, repeat=2):
+            if (now, to) in WAYS:
+                assert step(table, "it", now, to) is to
+            else:
+                with pytest.raises(ServerError, match=f"rollout r7 is {now} and cannot become {to}"):
+                    step(table, "rollout r7", now, to)
+
+
+def test_a_rollout_that_moves_on_has_the_ending_of_its_new_state_only() -> None:
+    running = moved(make_rollout("a"), RolloutState.RUNNING)
+    done = moved(running, RolloutState.DONE, ending=Ending.FINISHED, counted=1)
+    assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 1)
+    with pytest.raises(ServerError):
+        moved(done, RolloutState.QUEUED)
+
+
+KEYS = Keys()
+
+
+class Lives(RuleBasedStateMachine):
+    """Rollouts in the real queue: leased, reported (also late and twice), lost, cancelled, over failing writes and
+    restarts.
+
+    What holds is looked up in the store after each step; the model keeps only what was asked and answered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.clock = Clock(self.loop)
+        self.store = MemoryStore()
+        self.created: list[str] = []
+        self.leased: list[tuple[str, AttemptKey]] = []
+        """With their workers."""
+        self.told_that_it_counts: set[AttemptKey] = set()
+        self.endings: dict[AttemptKey, Ending] = {}
+
+    @initialize()
+    def begin(self) -> None:
+        self.run(self.start_queue())
+
+    async def start_queue(self) -> None:
+        self.queue = RolloutQueue(
+            self.store, timeout=60, attempts=ATTEMPTS, hook=Hooks(), keys=KEYS, grace=10, heartbeat=5, lease=20
+        )
+        self.watching = asyncio.ensure_future(self.queue.watch())
+        await asyncio.sleep(0)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    async def if_it_can_be_written(self, awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except StoreError:
+            assert self.store.failing
+            return None
+
+    @rule(count=st.integers(1, 3), again=st.booleans())
+    def create(self, count: int, again: bool) -> None:
+        ids = [f"r{len(self.created) + number}" for number in range(count)]
+        rollouts = [make_rollout(id) for id in [*self.created[: 3 * again], *ids]]
+
+        async def add() -> None:
+            await self.queue.enqueue(rollouts)
+            self.created += ids
+
+        self.run(self.if_it_can_be_written(add()))
+
+    @rule(worker=st.sampled_from("uvw"), capacity=st.integers(1, 4))
+    def lease(self, worker: str, capacity: int) -> None:
+        reply = self.run(
+            self.if_it_can_be_written(self.queue.lease(LeaseRequest(worker=worker, capacity=capacity, wait=0)))
+        )
+        if reply:
+            self.leased += [(worker, AttemptKey(each.rollout, each.attempt)) for each in reply.leases]
+
+    @rule(worker=st.sampled_from("uvw"), data=st.data())
+    def beat(self, worker: str, data: st.DataObject) -> None:
+        mine = [key for who, key in self.leased if who == worker]
+        named = data.draw(st.lists(st.sampled_from(mine), unique=True)) if mine else []
+
+        async def send() -> None:
+            held = [HeldAttempt(**key._asdict(), secret=KEYS.of_lease(key)) for key in named]
+            request = HeartbeatRequest(worker=worker, attempts=held)
+            reply = self.queue.heartbeat(request)
+            assert all(
+                self.endings.get(AttemptKey(each.rollout, each.attempt)) in (Ending.LOST, Ending.CANCELLED)
+                for each in reply.lost
+            )
+
+        if not self.forgotten:
+            self.run(send())
+
+    forgotten = False
+    """Attempts that ended before a restart are unknown to the queue, which is said of them all as lost."""
+
+    @precondition(lambda self: self.leased)
+    @rule(
+        place=st.integers(0, 1000),
+        ending=st.sampled_from([Ending.FINISHED, Ending.CRASHED, Ending.TIMED_OUT, Ending.LOST, Ending.CANCELLED]),
+        calls=st.integers(0, 1),
+        twice=st.booleans(),
+    )
+    def report(self, place: int, ending: Ending, calls: int, twice: bool) -> None:
+        """Of any attempt that was ever leased: also one that was lost, superseded, or reported before."""
+        _, key = self.leased[place % len(self.leased)]
+        active = self.queue.attempt(key)
+        if active is not None and not active.closed:
+            active.completed_calls += calls
+
+        async def send() -> None:
+            request = CloseRequest(ending=ending, result="x")
+            replies: list[CloseReply] = await asyncio.gather(
+                *(self.queue.close_attempt(key, request) for _ in range(1 + twice))
+            )
+            assert len({reply.counted for reply in replies}) == 1
+            if replies[0].counted:
+                self.told_that_it_counts.add(key)
+
+        self.run(self.if_it_can_be_written(send()))
+
+    @precondition(lambda self: self.created)
+    @rule(place=st.integers(0, 1000))
+    def cancel(self, place: int) -> None:
+        self.run(self.if_it_can_be_written(self.queue.cancel([self.created[place % len(self.created)]])))
+
+    @rule()
+    def abandon(self) -> None:
+        self.run(self.if_it_can_be_written(self.queue.abandon()))
+
+    @rule(seconds=st.sampled_from([1, 10, 21, 71]))
+    def wait(self, seconds: int) -> None:
+        self.run(self.clock.advance(seconds))
+
+    @rule()
+    def break_or_mend_the_store(self) -> None:
+        self.store.failing = not self.store.failing
+
+    @rule()
+    def restart(self) -> None:
+        async def again() -> None:
+            self.watching.cancel()
+            await asyncio.wait([self.watching])
+            await self.start_queue()
+            await self.queue.restore("run")
+
+        self.run(again())
+        self.forgotten = True
+
+    @invariant()
+    def every_rollout_is_somewhere(self) -> None:
+        rollouts: list[Rollout] = self.run(self.store.rollouts())
+        assert {each.id for each in rollouts} == set(self.created)
+        if hasattr(self, "queue"):
+            left = sum(each.state is not RolloutState.DONE for each in rollouts)
+            assert self.queue.queued + self.queue.running == left
+
+    @invariant()
+    def every_rollout_ends_once_and_for_all(self) -> None:
+        ended: set[str] = set()
+        for record in self.store.written:
+            if isinstance(record, Rollout):
+                assert record.id not in ended, "written after its end"
+                if record.state is RolloutState.DONE:
+                    ended.add(record.id)
+
+    @invariant()
+    def at_most_one_attempt_counts(self) -> None:
+        for rollout in self.run(self.store.rollouts()):
+            attempts: list[Attempt] = self.run(self.store.attempts(rollout.id))
+            assert [each.attempt for each in attempts] == list(range(len(attempts)))
+            assert len(attempts) <= ATTEMPTS
+            running = [each for each in attempts if each.ending is None]
+            assert len(running) == (rollout.state is RolloutState.RUNNING)
+            assert running in ([], attempts[-1:])
+            for each in attempts:
+                if each.ending is not None:
+                    assert self.endings.setdefault(each.key, each.ending) is each.ending, "its ending was changed"
+                if each.key in self.told_that_it_counts:
+                    assert rollout.counted_attempt == each.attempt, "a superseded attempt was said to count"
+            if rollout.state is RolloutState.DONE and rollout.counted_attempt is not None:
+                assert rollout.counted_attempt == attempts[-1].attempt
+                assert rollout.ending is attempts[-1].ending
+            elif rollout.state is RolloutState.DONE:
+                assert rollout.ending in (Ending.CANCELLED, Ending.LOST)
+            else:
+                assert (rollout.counted_attempt, rollout.ending) == (None, None)
+
+    def teardown(self) -> None:
+        """Whatever happened, workers that do their work bring every rollout to its end."""
+        if not hasattr(self, "queue"):
+            self.loop.close()
+            return
+
+        async def finish() -> None:
+            self.store.failing = False
+            for _ in range(1 + ATTEMPTS):
+                await self.clock.advance(71)  # what nobody reports is lost
+                for each in (await self.queue.lease(LeaseRequest(worker="z", capacity=4096, wait=0))).leases:
+                    key = AttemptKey(each.rollout, each.attempt)
+                    await self.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+            assert sorted(each.id for each in await self.queue.done(self.created, 0)) == sorted(self.created)
+
+        try:
+            self.run(finish())
+        finally:
+            self.watching.cancel()
+            self.run(asyncio.wait([self.watching]))
+        self.every_rollout_is_somewhere()
+        self.every_rollout_ends_once_and_for_all()
+        self.at_most_one_attempt_counts()
+        self.loop.close()
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(stateful_step_count=30)

@@ -1,0 +1,140 @@
+"""Episodes in a file: every one comes back exactly, and a line that is none is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from any_records import drawn, json_objects, json_values, key_text, rewards, tokens, tool_results, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import agl_core
+from agl_core.errors import EpisodesError
+from agl_core.types import DropReason, Ending, Episode, FinishReason, Mode, Task, Transition, TransitionKey
+
+numbers = st.floats()
+transitions = st.builds(
+    Transition,
+    key=st.builds(TransitionKey, key_text, whole, key_text, whole),
+    agent=st.none() | key_text,
+    turn=whole,
+    agent_turn=whole,
+    policy=key_text,
+    version=st.none() | whole,
+    messages=st.lists(json_objects, max_size=2).map(tuple),
+    response=json_objects,
+    finish_reason=st.sampled_from(FinishReason),
+    temperature=numbers,
+    prompt_ids=st.none() | tokens,
+    response_ids=st.none() | tokens,
+    logprobs=st.none() | drawn(np.float32),
+    mask=st.none() | drawn(np.bool_),
+    parse_error=st.none() | key_text,
+    prefix_broken=st.booleans(),
+    tool_results=st.lists(tool_results, max_size=1).map(tuple),
+    rewards=st.lists(rewards, max_size=1).map(tuple),
+    parent_span=st.none() | key_text,
+    state=st.none() | json_objects,
+)
+episodes = st.builds(
+    Episode,
+    rollout=key_text,
+    attempt=whole,
+    group=key_text,
+    member=whole,
+    task=st.builds(Task, key_text, json_values, key_text, json_objects),
+    mode=st.sampled_from(Mode),
+    ending=st.sampled_from(Ending),
+    transitions=st.lists(transitions, max_size=2).map(tuple),
+    result=json_values,
+    rewards=st.lists(rewards, max_size=1).map(tuple),
+    terminal=st.none() | numbers,
+    dropped=st.none() | st.sampled_from(DropReason),
+    unjoined=st.lists(tool_results, max_size=1).map(tuple),
+    step=whole,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are of one type and equal to the last bit, NaN to NaN."""
+    if type(one) is not type(other):
+        return False
+    if is_dataclass(one):
+        return all(same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype == np.float32)
+    if isinstance(one, float):
+        return repr(one) == repr(other)
+    return bool(one == other)
+
+
+@settings(max_examples=40)
+@given(st.lists(episodes, max_size=2))
+def test_every_episode_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, given_: list[Episode]) -> None:
+    path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
+    agl_core.save_episodes(path, given_)
+
+    found = agl_core.load_episodes(path)
+
+    assert same(tuple(found), tuple(given_))
+    strict = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert [each["rollout"] for each in strict] == [each.rollout for each in given_]
+
+
+MINIMAL: dict[str, Any] = {
+    "rollout": "r",
+    "attempt": 0,
+    "group": "g",
+    "member": 0,
+    "task": {"id": "t", "input": "2 + 2"},
+    "mode": "train",
+    "ending": "finished",
+    "transitions": [],
+}
+
+
+def test_what_has_a_default_need_not_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    path.write_text(json.dumps(MINIMAL) + "\n\n")
+
+    [episode] = agl_core.load_episodes(path)
+
+    assert (episode.task.split, episode.result, episode.terminal, episode.step) == ("train", None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("[]", "it must be an object (Episode), not []"),
+        ("{", "Expecting property name"),
+        (json.dumps({**MINIMAL, "mode": "training"}), "mode must be one of train, eval-greedy, eval-sampled"),
+        (json.dumps({**MINIMAL, "terminal": True}), "terminal must be a number, not True"),
+        (json.dumps({**MINIMAL, "member": "0"}), "member must be an integer, not '0'"),
+        (json.dumps({**MINIMAL, "reward": 1.0}), "Episode has no field 'reward'"),
+        (json.dumps({**MINIMAL, "transitions": {}}), "transitions must be a list"),
+        (json.dumps({**MINIMAL, "transitions": [{"key": {}}]}), "transitions[0] lacks the field 'agent'"),
+        (json.dumps({**MINIMAL, "task": {"id": "t"}}), "task lacks the field 'input'"),
+        (json.dumps({**MINIMAL, "task": {"id": "t", "input": 1, "metadata": []}}), "task.metadata must be an object"),
+    ],
+)
+def test_a_line_that_is_no_episode_is_named(line: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    path.write_text(json.dumps(MINIMAL) + "\n" + line + "\n")
+
+    with pytest.raises(EpisodesError) as raised:
+        agl_core.load_episodes(path)
+
+    assert str(raised.value).startswith(f"Line 2 of {path} is no episode: ")
+    assert problem in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EpisodesError, match=r"nothing\.jsonl cannot be read: .*No such file"):
+        agl_core.load_episodes(tmp_path / "nothing.jsonl")

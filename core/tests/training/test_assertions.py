@@ -1,0 +1,59 @@
+"""A run that rests on what the agent's side alone asserts says so, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripted_training import episode, make_bench
+
+from agl_core.training.assertions import Assertions
+from agl_core.training.progress import Silent
+from agl_core.types import Episode, Reward, Source, ToolResult, ToolStatus
+
+
+def told(*sources: Source) -> Episode:
+    """An episode with a tool result of each of these sources."""
+    tool_results = tuple(ToolResult(s.value, "r", 0, "add", ToolStatus.OK, source=s) for s in sources)
+    plain = episode()
+    return replace(plain, transitions=(replace(plain.transitions[0], tool_results=tool_results),))
+
+
+def reported() -> Episode:
+    return replace(episode(), rewards=(Reward("r", 0, "own", 1.0, "agent"),))
+
+
+@pytest.mark.parametrize("source", [Source.ADAPTER, Source.SPAN, Source.COMMAND])
+def test_tool_results_that_count_and_that_only_the_agents_side_tells(source: Source) -> None:
+    resting = Assertions(of_tool_results=True)
+    assert list(resting.noticed([told(source, Source.CONVERSATION)])) == []
+    [line] = resting.noticed([told(source), told(source, source)])
+    assert f"({source} 3)" in line
+    assert "docs/security.md" in line
+    assert list(resting.noticed([told(source)])) == []
+
+
+def test_tool_results_that_do_not_count_and_steps_without_any() -> None:
+    assert list(Assertions().noticed([told(Source.SPAN), reported()])) == []
+    assert list(Assertions(of_tool_results=True, of_rewards=True).noticed([told()])) == []
+
+
+def test_a_reward_that_the_agent_alone_reports() -> None:
+    resting = Assertions(of_rewards=True)
+    [line] = resting.noticed([reported()])
+    assert "no rule in [rewards] has a weight" in line
+    assert list(resting.noticed([reported()])) == []
+
+
+async def test_training_says_it_once(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Said(Silent):
+        def say(self, text: str) -> None:
+            lines.append(text)
+
+    bench = make_bench(tmp_path, steps=3)
+    bench.collector.reports = True
+    await replace(bench.trainer, observer=Said(), assertions=Assertions(of_rewards=True)).train()
+    assert [line.partition(":")[0] for line in lines if "update" not in line] == ["caution"]

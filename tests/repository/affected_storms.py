@@ -1,0 +1,53 @@
+"""Prints the folders and files with storms (see the markers in pyproject.toml) that a change concerns.
+
+`git diff --name-only BASE | python tests/repository/affected_storms.py`: reads paths, prints what to give to pytest. A
+path that belongs to none of the areas below concerns all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings")
+"""What runs whole runs, or every part."""
+STORMS: Mapping[str, tuple[str, ...]] = {
+    "adapters/": ("adapters", "core/tests/cli", "tests/conformance", "tests/repository"),
+    "algorithms/": ("algorithms", *ACROSS),
+    "deploy/": ("deploy",),
+    "docs/": (),
+    "examples/": ("examples", "tests/end_to_end"),
+    "rewards/": ("rewards", "examples", "tests/repository", "tests/settings"),
+    "tests/benchmarks/": ("tests/benchmarks",),
+    "tests/conformance/": ("tests/conformance",),
+    "tests/end_to_end/": ("tests/end_to_end",),
+    "tests/faults/": ("tests/faults",),
+    "tests/faults_in_data/": (),
+    "tests/oracles/": (),
+    "tests/settings/": ("tests/settings",),
+}
+"""By the beginning of a changed path, where storms are that it concerns."""
+EVERYWHERE = ("adapters", "algorithms", "core/tests", "deploy", "examples", "rewards", "tests")
+
+
+def affected(paths: Iterable[str]) -> list[str]:
+    """The places for these changed paths.
+
+    >>> affected(["deploy/README.md", "tests/faults/test_kills.py"])
+    ['tests/faults']
+    >>> affected(["core/agl_core/errors.py"]) == list(EVERYWHERE)
+    True
+    """
+    found: set[str] = set()
+    for path in paths:
+        if path.endswith(".md"):
+            continue
+        areas = [places for beginning, places in STORMS.items() if path.startswith(beginning)]
+        if not areas:
+            return list(EVERYWHERE)
+        found.update(*areas)
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    print(" ".join(affected(line.strip() for line in sys.stdin if line.strip())))

@@ -1,0 +1,110 @@
+"""An agent that cannot be trained is found out at once, or soon, and the run says what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import scripted_parts
+from settings_bench import Bench
+
+from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
+from agl_core.training.progress import Silent
+from agl_core.training.run import new_run_dir, train
+
+
+class Said(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[str]]:
+    """What a training of this agent's code raises, and what was said before that."""
+    name = f"failing_{abs(hash(agent))}"
+    (bench.folder / f"{name}.py").write_text(agent)
+    loaded = bench.load({"agent.entry": f"{name}:solve", "train.steps": 4, "train.patience": 2, **given})
+    observer = Said()
+    with pytest.raises(AglError) as raised:
+        asyncio.run(train(loaded, new_run_dir(loaded), observer))
+    return raised.value, observer.lines
+
+
+def test_one_that_always_raises(benches: tuple[Bench, Bench]) -> None:
+    error, lines = refused(
+        benches[0],
+        "def look_up(city):\n    return {}[city]\n\nasync def solve(task):\n    return look_up('Ghent')\n",
+    )
+    assert isinstance(error, TrainingError)
+    assert "steps 1 to 2: all rollouts ended as crashed" in str(error)
+    [evaluated] = [line for line in lines if "step 0, evaluation" in line]
+    assert "2 of 2 rollouts ended as crashed" in evaluated
+    assert "KeyError: 'Ghent'" in evaluated
+    assert "in solve\n    return look_up('Ghent')" in evaluated
+    assert "in look_up\n    return {}[city]" in evaluated
+    assert sum("4 of 4 rollouts ended as crashed" in line for line in lines) == 2
+
+
+def test_one_that_never_calls_the_model(benches: tuple[Bench, Bench]) -> None:
+    error, lines = refused(benches[0], "async def solve(task):\n    return 1.0\n")
+    assert isinstance(error, TrainingError)
+    assert "all rollouts ended as no_call" in str(error)
+    assert "OPENAI_BASE_URL" in next(line for line in lines if "step 0, evaluation: 2 of 2" in line)
+
+
+@pytest.mark.parametrize(
+    ("agent", "told"),
+    [
+        ("import no_such_module_of_mine\n", r"(?s)no_such_module_of_mine'\).*line 1, in <module>\n    import no_such"),
+        ("raise SystemExit('usage: agent.py')\n", "SystemExit: usage: agent.py"),
+        ("def solve(task, tools):\n    return 1\n", r"missing a required argument: 'tools'.*\(task, tools\)"),
+        ("def solve():\n    return 1\n", "too many positional arguments"),
+    ],
+    ids=["an import", "an exit", "more parameters", "no parameter"],
+)
+def test_one_that_cannot_be_called_is_found_out_before_the_engine_starts(
+    benches: tuple[Bench, Bench], agent: str, told: str
+) -> None:
+    error, lines = refused(benches[0], agent)
+    assert isinstance(error, AgentError)
+    with pytest.raises(AgentError, match=told):
+        raise error
+    assert "starting the engine" not in lines
+
+
+def test_tasks_that_cannot_be_made_are_found_out_before_the_engine_starts(benches: tuple[Bench, Bench]) -> None:
+    plugin = benches[0].folder / "broken_tasks.py"
+    plugin.write_text(
+        "import agl_core\n"
+        "class Broken:\n"
+        "    size = 3\n"
+        "    def task(self, index):\n"
+        "        return [][index]\n"
+        "@agl_core.hookimpl\n"
+        "def register_task_sources(register):\n"
+        "    register('broken', lambda options, folder, seed: Broken())\n"
+    )
+    error, lines = refused(
+        benches[0],
+        "async def solve(task):\n    return 1.0\n",
+        **{"plugins": [scripted_parts.__file__, str(plugin)], "tasks.train": {"source": "broken"}},
+    )
+    assert isinstance(error, ConfigError)
+    assert "[tasks.train]: the first task cannot be made (IndexError" in str(error)
+    assert "starting the engine" not in lines
+
+
+def test_no_run_is_stopped_by_a_step_that_has_something(benches: tuple[Bench, Bench]) -> None:
+    """Rollouts that crash in part, and are dropped, leave the others to learn from."""
+    loaded = benches[0].load(
+        {
+            "tasks.train.path": "fragile.jsonl",
+            "train.group_size": 3,
+            "train.endings.crashed": "drop",
+            "train.patience": 1,
+        }
+    )
+    summary = asyncio.run(train(loaded, new_run_dir(loaded), Silent()))
+    assert summary.state.endings == {"crashed": 4, "finished": 8}

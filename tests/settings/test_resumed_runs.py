@@ -1,0 +1,260 @@
+"""A run goes on from the checkpoint that it is told, if that is whole, and says what has changed since."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scripted_agent
+import scripted_parts
+import tomli_w
+from scripted_parts import SEEN, WEIGHTS
+from settings_bench import Bench
+from typer.testing import CliRunner
+
+from agl_core.cli import app
+from agl_core.cli.reading import superseded
+from agl_core.config import load
+from agl_core.errors import CheckpointError, ConfigError, PluginError
+from agl_core.store.sqlite import SqliteStore
+from agl_core.training.progress import Silent
+from agl_core.training.report import Summary
+from agl_core.training.run import evaluate, new_run_dir, train
+from agl_core.training.serving import standalone_server
+from agl_core.types import Rollout, Run
+
+
+class Heard(Silent):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+async def trained(benches: tuple[Bench, Bench], **settings: Any) -> Path:
+    """A run of three steps, with a checkpoint after each."""
+    given = {"train.steps": 3, "train.checkpoint_every": 1, "train.keep_checkpoints": 3, "eval.tasks": 1, **settings}
+    loaded = benches[0].load(given)
+    run_dir = new_run_dir(loaded)
+    await train(loaded, run_dir, Heard())
+    return run_dir
+
+
+async def resumed(run_dir: Path, *overrides: str, heard: Heard | None = None) -> Summary:
+    return await train(load(run_dir / "config.toml", overrides), run_dir, heard or Heard(), resume=True)
+
+
+async def test_a_damaged_checkpoint_ends_a_resumption_before_the_engine_starts(benches: tuple[Bench, Bench]) -> None:
+    run_dir = await trained(benches)
+    (run_dir / SEEN).unlink()
+    damaged = run_dir / "checkpoints" / "step-000003" / WEIGHTS
+    damaged.write_text('{"default": 4}')
+
+    with pytest.raises(CheckpointError, match=f"{damaged} is damaged.*--resume {run_dir}/checkpoints/step-000002"):
+        await resumed(run_dir, "train.steps=4")
+
+    assert not (run_dir / SEEN).exists()
+
+
+async def test_a_checkpoint_of_an_earlier_agl_is_loaded_with_a_word(benches: tuple[Bench, Bench]) -> None:
+    run_dir, heard = await trained(benches), Heard()
+    (run_dir / "checkpoints" / "step-000003" / "SHA256SUMS").unlink()
+
+    summary = await resumed(run_dir, "train.steps=4", heard=heard)
+
+    assert summary.state.step == 4
+    assert [line for line in heard.said if "step-000003 has no digests of its files" in line]
+
+
+def agl(*arguments: str | Path) -> str:
+    """What a command prints; what it raises on purpose is raised."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+async def recorded(run_dir: Path) -> tuple[list[Run], list[Rollout]]:
+    async with SqliteStore(run_dir / "store.sqlite", read_only=True) as store:
+        return await store.runs(), await store.rollouts()
+
+
+def metrics(run_dir: Path) -> list[tuple[int, int]]:
+    """Step and restart of each training step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["restart"]) for line in lines if line["kind"] == "train"]
+
+
+async def test_a_checkpoint_that_is_named_is_gone_on_from_and_what_came_after_is_superseded(
+    benches: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = await trained(benches)
+    checkpoints = run_dir / "checkpoints"
+    later = [checkpoints / name for name in ("step-000002", "step-000003")]
+    (run_dir / SEEN).unlink()
+    heard = Heard()
+
+    loaded = load(run_dir / "config.toml", ["train.checkpoint_every=100"])
+    summary = await train(loaded, run_dir, heard, resume=True, checkpoint=checkpoints / "step-000001")
+
+    assert [line for line in heard.said if "superseded" in line] == [
+        f"removed {path}, which is superseded" for path in later
+    ]
+    assert (summary.state.step, summary.checkpoint) == (3, checkpoints / "step-000003")
+    assert [path.name for path in sorted(checkpoints.iterdir())] == ["step-000001", "step-000003"]
+    assert json.loads((run_dir / SEEN).read_text())["loaded"] == ["step-000001"]
+    assert metrics(run_dir) == [(1, 0), (2, 1), (3, 1)]
+    runs, rollouts = await recorded(run_dir)
+    assert [run.resumed_step for run in runs] == [None, 1]
+    gone = {(each.step, each.restart) for each in rollouts if superseded(each, runs)}
+    assert gone == {(2, 0), (3, 0)}
+
+
+async def test_the_command_takes_a_checkpoint_and_tells_which_there_are(
+    benches: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = await trained(benches)
+
+    with pytest.raises(CheckpointError, match=r"no checkpoint step-000009. It has: step-000001, step-000002, step-00"):
+        await asyncio.to_thread(agl, "train", "--resume", run_dir / "checkpoints" / "step-000009")
+    said = await asyncio.to_thread(agl, "train", "--dry-run", "--resume", run_dir / "checkpoints" / "step-000002")
+
+    assert "scripted" in said
+
+
+@pytest.fixture
+async def settled(benches: tuple[Bench, Bench]) -> Path:
+    """A run with a checkpoint, which an evaluation with another seed has looked at since."""
+    run_dir = await trained(benches)
+    await evaluate(load(run_dir / "config.toml", seed=5), run_dir, run_dir / "checkpoints" / "step-000003", Heard())
+    (run_dir / SEEN).unlink()
+    return run_dir
+
+
+async def test_what_changes_is_listed_and_holds_from_then_on(settled: Path) -> None:
+    heard, again = Heard(), Heard()
+
+    await resumed(settled, "train.steps=4", "policies.default.optimizer.learning_rate=0.5", heard=heard)
+    await resumed(settled, "train.steps=5", heard=again)
+
+    assert [line for line in heard.said if "changed" in line] == [
+        "changed since step-000003: policies.default.optimizer.learning_rate: 0.01 → 0.5",
+        "changed since step-000003: train.steps: 3 → 4",
+    ]
+    assert [line for line in again.said if "changed" in line] == ["changed since step-000004: train.steps: 4 → 5"]
+    stored = tomllib.loads((settled / "config.toml").read_text())
+    runs, _ = await recorded(settled)
+    for config in (stored, runs[-1].config):
+        assert config["policies"]["default"]["optimizer"]["learning_rate"] == 0.5
+        assert config["train"]["steps"] == 5
+    assert [run.config["train"]["steps"] for run in runs] == [3, 3, 4, 5]
+    [policy] = json.loads((settled / SEEN).read_text())["policies"].values()
+    assert policy["optimizer"]["learning_rate"] == 0.5
+
+
+REFUSED = {
+    "seed=9": "seed: 0 → 9",
+    "name=another": 'name: "run" → "another"',
+    "engine.name=scripted-too": 'engine.name: "scripted" → "scripted-too"',
+    "policies.default.model.dtype=bfloat16": 'policies.default.model.dtype: "auto" → "bfloat16"',
+    "policies.default.model.lora.rank=4": "policies.default.model.lora: not set → ",
+    "policies.default.model.path=WEIGHTS": "policies.default.model.path: ",
+    "policies.more.model.path=WEIGHTS": "policies.more: not set → ",
+}
+
+
+async def test_what_cannot_change_is_refused_before_anything_begins(
+    settled: Path, tmp_path: Path, benches: tuple[Bench, Bench]
+) -> None:
+    other = shutil.copytree(benches[0].weights, tmp_path / "other")
+    before = (settled / "config.toml").read_text()
+
+    for override, told in REFUSED.items():
+        with pytest.raises(ConfigError) as raised:
+            await resumed(settled, "train.steps=9", override.replace("WEIGHTS", str(other)))
+        assert f"cannot go on from {settled}/checkpoints/step-000003" in str(raised.value)
+        assert told in str(raised.value)
+        assert "train.steps" not in str(raised.value), "it can change"
+        assert "start a new run from the weights" in str(raised.value)
+
+    assert not (settled / SEEN).exists(), "the engine was started"
+    assert (settled / "config.toml").read_text() == before
+    runs, _ = await recorded(settled)
+    assert len(runs) == 2
+
+
+@pytest.fixture
+def project(tmp_path: Path, benches: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that a run needs, and nothing but relative paths in its configuration."""
+    folder = tmp_path / "project"
+    shutil.copytree(benches[0].folder, folder, ignore=shutil.ignore_patterns("runs"))
+    shutil.copytree(benches[0].weights, folder / "weights")
+    for module in (scripted_parts, scripted_agent):
+        shutil.copy(module.__file__, folder)
+    config = benches[0].written({"train.steps": 2, "train.checkpoint_every": 1, "eval.tasks": 1})
+    config |= {"runs": "runs", "plugins": ["scripted_parts.py"]}
+    config["policies"]["default"]["model"]["path"] = "weights"
+    (folder / "train.toml").write_text(tomli_w.dumps(config))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+async def test_a_project_is_moved_with_its_runs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(Path("train.toml"))
+    run_dir = new_run_dir(loaded).resolve()
+    await train(loaded, run_dir, Heard())
+    assert str(project) not in (run_dir / "config.toml").read_text()
+
+    moved = project.parent / "deep" / "moved"
+    moved.parent.mkdir()
+    shutil.move(project, moved)
+    monkeypatch.chdir(moved.parent)
+    heard = Heard()
+    summary = await resumed(moved / "runs" / "run", "train.steps=3", heard=heard)
+
+    assert summary.state.step == 3
+    assert [line for line in heard.said if "changed" in line] == ["changed since step-000002: train.steps: 2 → 3"]
+
+    elsewhere = shutil.move(moved / "weights", moved.parent / "weights")
+    heard = Heard()
+    await resumed(moved / "runs" / "run", f"policies.default.model.path={elsewhere}", heard=heard)
+    assert [line for line in heard.said if "changed" in line] == [
+        f'changed since step-000003: policies.default.model.path: "weights" → "{elsewhere}"'
+    ]
+
+
+async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(Path("train.toml"))
+    run_dir = new_run_dir(loaded).resolve()
+    await train(loaded, run_dir, Heard())
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "kept" / "deeper" / "other-name"
+    kept.parent.mkdir(parents=True)
+    shutil.move(run_dir, kept)
+
+    with pytest.raises((ConfigError, PluginError), match="`folder`"):
+        load(kept / "config.toml")
+    await resumed(kept, "train.steps=3", f"folder={project}")
+    runs, rollouts = await recorded(kept)
+    assert [(run.id, run.restart, run.resumed_step) for run in runs] == [("run", 0, None), ("run", 1, 2)]
+
+    async with standalone_server(load(kept / "config.toml", [f"folder={project}"]), kept) as server:
+        assert (server.run.name, server.run.restart) == ("run", 1)
+
+    shutil.rmtree(project)
+    trained_on = next(each.id for each in rollouts if each.mode.trains)
+    shown = await asyncio.to_thread(agl, "show", trained_on, "--run", kept)
+    assert f"rollout {trained_on}" in shown
+    assert trained_on in await asyncio.to_thread(agl, "rollouts", kept, "--limit=100")
+    tried = await asyncio.to_thread(agl, "reward", "try", kept / "config.toml")
+    assert "0 of 4 rollouts change" in tried
+    assert "caution: the plugin file" in tried

@@ -1,0 +1,30 @@
+"""Which configurations may rest on what the agent's side alone asserts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from settings_bench import Bench
+
+from agl_core.training.assertions import Assertions
+
+TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
+
+
+@pytest.mark.parametrize(
+    ("given", "of_tool_results", "of_rewards"),
+    [
+        ({}, False, False),
+        ({"credit.name": "air"}, True, False),
+        (TOOLS, True, False),
+        ({**TOOLS, "rewards.tool_results.weight": 0.0}, False, False),
+        ({"rewards": {}}, False, True),
+        ({"rewards.exact_match.weight": 0.0}, False, True),
+    ],
+)
+def test_what_it_may_rest_on(
+    benches: tuple[Bench, Bench], given: Mapping[str, Any], of_tool_results: bool, of_rewards: bool
+) -> None:
+    assert Assertions.in_run(benches[0].load(given)) == Assertions(of_tool_results, of_rewards)
