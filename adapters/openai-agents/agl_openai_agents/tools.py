@@ -8,7 +8,6 @@ problem; the agent, and the rest, go on.
 from __future__ import annotations
 
 import copy
-import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from agents.tool import default_tool_timeout_error_message
 from agents.tracing import get_current_trace
 
 from agl_core.capture import CapturedRollout, Recording, current_attempt, guarded, report_problem, tool_result_report
+from agl_core.capture.attach.methods import wrap_once
 from agl_core.capture.spans.spans import loads
 from agl_core.types import Identity, ToolStatus
 from agl_openai_agents import state
@@ -52,14 +52,11 @@ def keep_tool_results(rollout: CapturedRollout) -> None:
     _kept.set((*(each for each in _kept.get() if not each.is_finished), rollout))
 
 
-@functools.cache
 def watch_tools() -> None:
     """Wrap what the SDK runs tools with; calling it again changes nothing."""
     for module, name, wrap in _SEAMS:
         try:
-            found = import_module(module)
-            function = getattr(found, name)
-            setattr(found, name, functools.wraps(function)(wrap(function)))
+            wrap_once(import_module(module), name, wrap)
         except Exception as error:
             report_problem(f"Watching {module}.{name} of the OpenAI Agents SDK", error)
 

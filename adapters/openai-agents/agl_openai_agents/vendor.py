@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from agents.tracing.processors import default_processor
 
 from agl_core.capture import current_attempt
+from agl_core.capture.attach.methods import wrap_once
 
 
-@functools.cache
 def keep_rollouts_private() -> None:
     """Make the SDK's default processor pass over what happens in rollouts.
 
@@ -19,12 +18,11 @@ def keep_rollouts_private() -> None:
     a processor of the user's own is left alone.
     """
     processor: Any = default_processor()
-    processor.on_trace_start = _outside_rollouts(processor.on_trace_start)
-    processor.on_span_end = _outside_rollouts(processor.on_span_end)
+    wrap_once(processor, "on_trace_start", _outside_rollouts)
+    wrap_once(processor, "on_span_end", _outside_rollouts)
 
 
 def _outside_rollouts(event: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(event)
     def handle(ended: Any) -> None:
         if current_attempt() is None:
             event(ended)

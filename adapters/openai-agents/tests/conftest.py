@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 import threading
@@ -22,7 +23,7 @@ from agents.tracing.processor_interface import TracingExporter
 import agl_core
 import agl_openai_agents
 from agl_core.capture import ActiveAttempt, Recording, reports
-from agl_openai_agents import AglProcessor, tools, vendor
+from agl_openai_agents import AglProcessor, tools
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[3] / "core" / "tests" / "server"))
@@ -270,11 +271,9 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
     monkeypatch.setattr(openai_provider, "_http_client", None)
     for module, name, _ in tools._SEAMS:
         found = sys.modules[module]
-        monkeypatch.setattr(found, name, getattr(found, name))
+        monkeypatch.setattr(found, name, inspect.unwrap(getattr(found, name)))  # another test's may be attached
     yield exports
     processor._shutdown_event.set()
-    tools.watch_tools.cache_clear()
-    vendor.keep_rollouts_private.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,26 @@ class Watch:
         """The method came to its end, or raised. It is not called when the run was cancelled or left early."""
 
 
+def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace the function `name` of a module, class or object by `wrap` of it; a second time changes nothing.
+
+    >>> import types
+    >>> tools = types.SimpleNamespace(add=lambda a, b: a + b)
+    >>> for _ in range(2):
+    ...     wrap_once(tools, "add", lambda add: lambda *numbers: 10 * add(*numbers))
+    >>> tools.add(1, 2)
+    30
+    """
+    function = getattr(owner, name)
+    if not hasattr(function, _WRAPPED):
+        wrapped = functools.wraps(function)(wrap(function))
+        setattr(wrapped, _WRAPPED, True)
+        setattr(owner, name, wrapped)
+
+
+_WRAPPED = "_agl_wrapped"
+"""Marks what `wrap_once` made; whoever wraps that again with `functools.wraps` keeps the mark."""
+
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 Start: TypeAlias = Callable[[Any, Arguments], Watch | None]
 """Called with `self` and the arguments when the method is called; None: this run is not watched."""
