@@ -17,8 +17,8 @@ from scripted_parts import SEEN, WEIGHTS
 from settings_bench import Bench
 from typer.testing import CliRunner
 
+from agl_core.analysis.rollouts import superseded
 from agl_core.cli import app
-from agl_core.cli.reading import superseded
 from agl_core.config import load
 from agl_core.errors import CheckpointError, ConfigError, PluginError
 from agl_core.store.sqlite import SqliteStore

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from agl_core.config.load import ScoredConfig
+from agl_core.analysis.choosing import chosen_episodes, chosen_rollouts, run_of
+from agl_core.analysis.rollouts import reward_weights, terminal_reward
+from agl_core.analysis.runs import find_run, open_store
+from agl_core.config import ScoredConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import PolicyCredit, make_batches, score_all, score_groups
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
-from agl_core.training.recorded import recorded_episodes, reward_weights, scoring_rules
+from agl_core.training.collect import by_rollout, counted_attempts, recorded_episodes, scoring_rules
 from agl_core.types import (
-    AttemptKey,
     DropReason,
+    Ending,
     Episode,
+    Mode,
     Reward,
     Rollout,
     RolloutState,
+    ToolResult,
     TrainingRecord,
     Transition,
     TransitionKey,
@@ -28,96 +34,107 @@ from agl_core.types import (
 Value: TypeAlias = float | str | None
 """A reward or credited value; the reason where it was dropped instead; None where there is none."""
 
-_JUDGED = frozenset({DropReason.GROUP_TOO_SMALL, DropReason.NO_TRANSITION, DropReason.STALE})
-"""Reasons for which an episode is left out although rules judged it."""
+_SCORED = frozenset({DropReason.GROUP_TOO_SMALL, DropReason.NO_TRANSITION, DropReason.STALE})
+"""Reasons for which an episode is left out although rules scored it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Change:
     """What was recorded, and what the tried configuration makes of it."""
 
     before: Value
     after: Value
+    changed: bool = field(init=False)
+    """Whether they differ by more than rounding."""
 
-    @property
-    def changed(self) -> bool:
-        """Whether they differ by more than rounding."""
-        before, after = self.before, self.after
-        if isinstance(before, int | float) and isinstance(after, int | float):
-            both_nan = math.isnan(before) and math.isnan(after)
-            return not both_nan and not math.isclose(before, after, rel_tol=1e-9, abs_tol=1e-12)
-        return before != after
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changed", _differ(self.before, self.after))
 
 
-@dataclass(frozen=True, slots=True)
-class RewardChange:
+@dataclass(frozen=True)
+class RewardChange(Change):
     """One named reward, by its provenance."""
 
     name: str
     source: str
-    value: Change
 
 
 @dataclass(frozen=True, slots=True)
 class TransitionChange:
     """One transition's intermediate reward and credit."""
 
-    transition: Transition
-    rewards: tuple[RewardChange, ...]
+    turn: int
+    agent: str | None
+    call: str
+    choice: int
+    tool_results: Sequence[ToolResult]
+    rewards: Sequence[RewardChange]
     reward: Change
     """The sum of its intermediate rewards."""
     credit: Change
 
     @property
     def changed(self) -> bool:
-        return self.reward.changed or self.credit.changed or any(each.value.changed for each in self.rewards)
+        return self.reward.changed or self.credit.changed or any(each.changed for each in self.rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutChange:
-    """One rollout; without a use on record (its step ended before the update) its recorded credit is None.
+    """One rollout. Its recorded credit is None if its step ended before the update.
 
-    Credit is given to training rollouts alone: that of a capture or of an evaluation is None.
+    Only rollouts of training get credit: that of a capture or of an evaluation is None.
     """
 
-    episode: Episode
-    """As the tried configuration judges it."""
-    transitions: tuple[TransitionChange, ...]
-    components: tuple[RewardChange, ...]
-    """Of the terminal reward, each before its weight; also what the agent reported, which stays as recorded."""
+    rollout: str
+    task: str
+    mode: Mode
+    ending: Ending
+    changed: bool
     terminal: Change
     """R, or the reason why the episode is dropped."""
+    rewards: Sequence[RewardChange]
+    """The parts of the terminal reward, each before its weight; also what the agent reported, which stays."""
+    transitions: Sequence[TransitionChange]
     left_out: int
     """Transitions that were used in training and that the episode no longer has (an `episode_built` hook)."""
-
-    @property
-    def changed(self) -> bool:
-        values = (*(each.value for each in self.components), self.terminal)
-        return self.left_out > 0 or any(t.changed for t in self.transitions) or any(v.changed for v in values)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What would change."""
 
-    rollouts: tuple[RolloutChange, ...]
-    failures: tuple[str, ...]
-    """What reward rules raised, by rule and rollout; those rollouts would be dropped."""
-    incomplete: Mapping[str, int]
+    run: Path
+    """The folder, or the file of episodes."""
+    rollouts: Sequence[RolloutChange]
+    mean_reward: Change
+    """Over all tried rollouts; one that is dropped counts as 0, as in `reward/mean`."""
+    incomplete_groups: Mapping[str, int]
     """Groups with members that are not done, which credit does without: how many."""
-
-    def mean_reward(self) -> Change:
-        """Over all tried rollouts; one that is dropped counts as 0, as in `reward/mean`."""
-        changes = [each.terminal for each in self.rollouts]
-        return Change(_mean([c.before for c in changes]), _mean([c.after for c in changes]))
+    failures: Sequence[str]
+    """What reward rules raised, by rule and rollout; those rollouts would be dropped."""
 
 
-async def try_rewards(store: Store, loaded: ScoredConfig, rollouts: Sequence[Rollout]) -> Trial:
-    """Judge recorded rollouts as `loaded` says, and credit those of training, each with the members of its group.
+def try_rewards(
+    loaded: ScoredConfig, config: Path, run: Path | None, ids: Sequence[str] = (), step: int | None = None
+) -> Coroutine[Any, Any, Trial]:
+    """Score recorded rollouts as `loaded`, the configuration in the file `config`, says, and credit those of training.
 
-    Nothing is written. PluginError if a credit rule fails; ConfigError if the configuration lacks a policy that
-    training rollouts were sampled from.
+    `run` is a run, or a file of episodes; None: the newest run of the configuration. The rollouts are those whose ids
+    begin with one of `ids`, or those of a training step, by default the last complete one. Each is credited with the
+    members of its group. Nothing is written. ConfigError if there is nothing to try, or if the configuration lacks a
+    policy that training rollouts were sampled from; PluginError if a credit rule fails.
     """
+    if run is not None and run.is_file():
+        return _try_episodes(run, loaded, chosen_episodes(run, ids, step))
+    return _try_run(run_of(config, loaded) if run is None else find_run(run), loaded, ids, step)
+
+
+async def _try_run(folder: Path, loaded: ScoredConfig, ids: Sequence[str], step: int | None) -> Trial:
+    async with open_store(folder) as store:
+        return await _try_rollouts(folder, store, loaded, await chosen_rollouts(store, folder, ids, step))
+
+
+async def _try_rollouts(folder: Path, store: Store, loaded: ScoredConfig, rollouts: Sequence[Rollout]) -> Trial:
     groups: list[list[Rollout]] = []
     incomplete = {}
     for name, run in sorted({(r.group, r.run) for r in rollouts if r.mode.trains}):
@@ -128,35 +145,43 @@ async def try_rewards(store: Store, loaded: ScoredConfig, rollouts: Sequence[Rol
             incomplete[name] = len(members) - len(done)
     members_of_groups = [r for group in groups for r in group]
     everyone = [*members_of_groups, *(r for r in rollouts if not r.mode.trains)]
-    judged, failures = await _judged(loaded, await recorded_episodes(store, everyone, loaded.plugins.hook))
-    episodes = {episode.rollout: episode for episode in judged}
+    scored, failures = await _scored(loaded, await recorded_episodes(store, everyone, loaded.plugins.hook))
+    episodes = {episode.rollout: episode for episode in scored}
     in_training = episodes | {
         id: replace(episodes[id], dropped=DropReason.STALE)
         for id in await _stale(store, everyone)
         if episodes[id].dropped is None
     }
-    credits = credited(loaded, [[in_training[member.id] for member in group] for group in groups])
+    credits = _credited(loaded, [[in_training[member.id] for member in group] for group in groups])
     recorded = await _recorded(store, rollouts)
-    return Trial(tuple(_compared(episodes[r.id], credits, recorded[r.id]) for r in rollouts), failures, incomplete)
+    changes = [_compared(episodes[r.id], credits, recorded[r.id]) for r in rollouts]
+    return _trial(folder, changes, failures, incomplete)
 
 
-async def try_on_episodes(loaded: ScoredConfig, episodes: Sequence[Episode]) -> Trial:
+async def _try_episodes(file: Path, loaded: ScoredConfig, episodes: Sequence[Episode]) -> Trial:
     """The same for episodes that no store has (`agl_core.load_episodes`); those of one group are credited together."""
-    unjudged = [loaded.plugins.hook.episode_built(_without_rules(episode)) for episode in episodes]
-    judged, failures = await _judged(loaded, unjudged)
+    unscored = [loaded.plugins.hook.episode_built(_without_rules(episode)) for episode in episodes]
+    scored, failures = await _scored(loaded, unscored)
     groups: dict[str, list[Episode]] = {}
-    for episode in judged:
+    for episode in scored:
         if episode.mode.trains:
             groups.setdefault(episode.group, []).append(episode)
-    credits = credited(loaded, list(groups.values()))
-    changes = tuple(
+    credits = _credited(loaded, list(groups.values()))
+    changes = [
         _compared(after, credits, _Recorded([*before.rewards, *_of_calls(before)], _terminal(before)))
-        for before, after in zip(episodes, judged, strict=True)
-    )
-    return Trial(changes, failures, {})
+        for before, after in zip(episodes, scored, strict=True)
+    ]
+    return _trial(file, changes, failures, {})
 
 
-def credited(loaded: ScoredConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
+def _trial(
+    run: Path, changes: Sequence[RolloutChange], failures: Sequence[str], incomplete: Mapping[str, int]
+) -> Trial:
+    mean = Change(_mean([c.terminal.before for c in changes]), _mean([c.terminal.after for c in changes]))
+    return Trial(run, changes, mean, incomplete, failures)
+
+
+def _credited(loaded: ScoredConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
     """What each transition is credited with by the configured rules, as training records it; else why not."""
     train = loaded.config.train
     unknown = {t.policy for group in groups for e in group for t in e.transitions} - loaded.policies.keys()
@@ -177,7 +202,7 @@ def credited(loaded: ScoredConfig, groups: Sequence[Sequence[Episode]]) -> dict[
     return found
 
 
-async def _judged(loaded: ScoredConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], tuple[str, ...]]:
+async def _scored(loaded: ScoredConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], tuple[str, ...]]:
     """The episodes with their rewards, and what rules raised."""
     rules, endings = scoring_rules(loaded), loaded.config.train.endings
     scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
@@ -193,8 +218,8 @@ async def _judged(loaded: ScoredConfig, episodes: Sequence[Episode]) -> tuple[li
 
 async def _stale(store: Store, rollouts: Sequence[Rollout]) -> set[str]:
     """Those that training left out for their age, which no other reward would change."""
-    keys = [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
-    return {record.rollout for record in await store.training_records(keys) if record.dropped == DropReason.STALE}
+    records = await store.training_records(counted_attempts(rollouts))
+    return {record.rollout for record in records if record.dropped == DropReason.STALE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,28 +233,28 @@ class _Recorded:
 
 
 async def _recorded(store: Store, rollouts: Sequence[Rollout]) -> dict[str, _Recorded]:
-    keys = [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
-    rewards, training_records = await store.rewards(keys), await store.training_records(keys)
+    keys = counted_attempts(rollouts)
+    rewards, records = by_rollout(await store.rewards(keys)), by_rollout(await store.training_records(keys))
     weights = {(run.id, run.restart): reward_weights(run) for run in await store.runs()}
-    found = {}
-    for rollout in rollouts:
-        mine = [each for each in training_records if each.rollout == rollout.id]
-        its_rewards = [each for each in rewards if each.rollout == rollout.id]
-        weight = weights.get((rollout.run, rollout.restart), {})
-        used = {record.key: _credit(record) for record in mine}
-        found[rollout.id] = _Recorded(its_rewards, _recorded_terminal(its_rewards, mine, weight), used)
-    return found
+    return {
+        r.id: _Recorded(
+            its_rewards := rewards.get(r.id, []),
+            _recorded_terminal(its_rewards, uses := records.get(r.id, []), weights.get((r.run, r.restart), {})),
+            {record.key: _credit(record) for record in uses},
+        )
+        for r in rollouts
+    }
 
 
 def _recorded_terminal(
     rewards: Sequence[Reward], training_records: Sequence[TrainingRecord], weights: Mapping[str, float]
 ) -> Value:
     """By the weights that the run had, by source."""
-    reasons = {record.dropped for record in training_records if record.credit is None} - _JUDGED
+    reasons = {record.dropped for record in training_records if record.credit is None} - _SCORED
     if reasons:
         return f"dropped: {min(str(reason) for reason in reasons)}"
-    given = [r for r in rewards if r.call is None and r.source != AGENT_SOURCE]
-    return math.fsum(weights.get(r.source, 1.0) * r.value for r in given) if given or training_records else None
+    value = terminal_reward([r for r in rewards if r.call is None], weights).value
+    return 0.0 if value is None and training_records else value
 
 
 def _terminal(episode: Episode) -> Value:
@@ -251,16 +276,23 @@ def _without_rules(episode: Episode) -> Episode:
 
 
 def _compared(episode: Episode, credits: Mapping[TransitionKey, Value], recorded: _Recorded) -> RolloutChange:
-    transitions = tuple(_compared_transition(t, credits, recorded) for t in episode.transitions)
     before, after = recorded.terminal, _terminal(episode)
+    terminal = Change(after if before is None and isinstance(after, str) else before, after)
+    of_rollout = ([r for r in rewards if r.call is None] for rewards in (recorded.rewards, episode.rewards))
+    rewards = _by_provenance(*of_rollout)
+    transitions = [_compared_transition(t, credits, recorded) for t in episode.transitions]
+    left_out = len(recorded.credit.keys() - {t.key for t in episode.transitions})
     return RolloutChange(
-        episode=episode,
+        rollout=episode.rollout,
+        task=episode.task.id,
+        mode=episode.mode,
+        ending=episode.ending,
+        changed=left_out > 0
+        or any([terminal.changed, *(r.changed for r in rewards), *(t.changed for t in transitions)]),
+        terminal=terminal,
+        rewards=rewards,
         transitions=transitions,
-        components=_by_provenance(
-            [r for r in recorded.rewards if r.call is None], [r for r in episode.rewards if r.call is None]
-        ),
-        terminal=Change(after if before is None and isinstance(after, str) else before, after),
-        left_out=len(recorded.credit.keys() - {t.key for t in episode.transitions}),
+        left_out=left_out,
     )
 
 
@@ -270,18 +302,29 @@ def _compared_transition(
     key = transition.key
     mine = [r for r in recorded.rewards if (r.call, r.choice) == (key.call, key.choice) and r.source != AGENT_SOURCE]
     return TransitionChange(
-        transition=transition,
+        turn=transition.turn,
+        agent=transition.agent,
+        call=key.call,
+        choice=key.choice,
+        tool_results=transition.tool_results,
         rewards=_by_provenance(mine, transition.rewards),
         reward=Change(sum(r.value for r in mine), transition.reward),
         credit=Change(recorded.credit.get(key), credits.get(key)),
     )
 
 
-def _by_provenance(before: Sequence[Reward], after: Sequence[Reward]) -> tuple[RewardChange, ...]:
+def _by_provenance(before: Sequence[Reward], after: Sequence[Reward]) -> list[RewardChange]:
     """Each name and source once, in their order."""
     was = {(r.name, r.source): r.value for r in before}
     would_be = {(r.name, r.source): r.value for r in after}
-    return tuple(RewardChange(*each, Change(was.get(each), would_be.get(each))) for each in {**was, **would_be})
+    return [RewardChange(was.get(each), would_be.get(each), *each) for each in {**was, **would_be}]
+
+
+def _differ(before: Value, after: Value) -> bool:
+    if isinstance(before, int | float) and isinstance(after, int | float):
+        both_nan = math.isnan(before) and math.isnan(after)
+        return not both_nan and not math.isclose(before, after, rel_tol=1e-9, abs_tol=1e-12)
+    return before != after
 
 
 def _credit(record: TrainingRecord) -> Value:

@@ -16,8 +16,8 @@ from agl_core.cli.rollouts import rollouts
 from agl_core.cli.run import run
 from agl_core.cli.runs import runs
 from agl_core.cli.serve import serve
+from agl_core.cli.shared.text import HarmlessFormatter, harmless
 from agl_core.cli.show import show
-from agl_core.cli.text import HarmlessFormatter, harmless
 from agl_core.cli.train import train
 from agl_core.cli.worker import work
 from agl_core.errors import AglError

@@ -17,22 +17,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.cli.as_json import AsJson, print_json
-from agl_core.cli.run import KeyOption, ModelOption
-from agl_core.cli.text import harmless
+from agl_core.cli.shared.options import AsJson, KeyVariable, Model
+from agl_core.cli.shared.text import harmless, print_json
 from agl_core.errors import AglError
 
 if TYPE_CHECKING:
-    from agl_core.cli.upstreams import Probe
+    from agl_core.cli.shared.upstreams import Probe
     from agl_core.config.load import LoadedConfig
     from agl_core.protocols import Adapter
 
-ConfigArgument = Annotated[
-    Path | None, typer.Argument(help="A run's configuration (TOML): check all that it needs.", show_default=False)
-]
+ConfigArgument = Annotated[Path | None, typer.Argument(help="A run's configuration (TOML): check all that it needs.")]
 UpstreamOption = Annotated[
     str | None,
-    typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server.", show_default=False),
+    typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server."),
 ]
 
 SERVER_MODULES = ("httptools", "starlette", "uvicorn")
@@ -59,8 +56,8 @@ class Finding:
 def doctor(
     config: ConfigArgument = None,
     upstream: UpstreamOption = None,
-    upstream_key_env: KeyOption = None,
-    model: ModelOption = None,
+    upstream_key_env: KeyVariable = None,
+    model: Model = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this environment, and a configuration with its engine, or a model server.
@@ -174,7 +171,7 @@ def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
 
 
 def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
-    from agl_core.cli.upstreams import open_upstream
+    from agl_core.cli.shared.upstreams import open_upstream
     from agl_core.training.session import engine_context
 
     async def start() -> list[tuple[str, Probe]]:
@@ -194,7 +191,7 @@ def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
 
 
 def _server(url: str, key_env: str | None, model: str | None) -> Iterator[Finding]:
-    from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
+    from agl_core.cli.shared.upstreams import chosen_key, chosen_url, open_upstream
 
     upstream, probe = open_upstream(chosen_url(url), chosen_key(key_env), model)
     yield Finding("model server", f"{upstream.urls[0]} answers, with {', '.join(sorted(upstream.models.values())[:5])}")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agl_core.cli.as_json import AsJson, print_json
+from agl_core.cli.shared.options import AsJson
+from agl_core.cli.shared.text import print_json
 from agl_core.plugins import Kind, Plugins
 
 if TYPE_CHECKING:
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 
     from agl_core.plugins import BrokenPlugin, Component
 
-Files = Annotated[
-    list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.", show_default=False)
-]
-OfKind = Annotated[Kind | None, typer.Option(help="Only components of this kind.", show_default=False)]
+Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.")]
+OfKind = Annotated[Kind | None, typer.Option(help="Only components of this kind.")]
 
 
 def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = False) -> None:
@@ -28,7 +27,7 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
 
     Installed plugins that cannot be used are listed as broken, with the error.
     """
-    from agl_core.cli.screen import Screen
+    from agl_core.cli.shared.screen import Screen
 
     plugins = Plugins.load(files or ())
     kinds = Kind if kind is None else [kind]

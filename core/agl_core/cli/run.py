@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import time
 import uuid
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agl_core.cli.shared.options import KeyVariable, Model
 from agl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,10 +28,10 @@ if TYPE_CHECKING:
     from agl_core.types import Attempt, Call
     from agl_core.wire.workers import CloseRequest, Lease
 
-Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.", show_default=False)]
+Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.")]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", help="Use the engine, policies and store of this configuration.", show_default=False),
+    typer.Option("--config", help="Use the engine, policies and store of this configuration."),
 ]
 UpstreamOption = Annotated[
     str | None,
@@ -37,31 +39,11 @@ UpstreamOption = Annotated[
         "--upstream",
         metavar="URL",
         help="An OpenAI-compatible server; by default what OPENAI_BASE_URL says.",
-        show_default=False,
     ),
 ]
-KeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--upstream-key-env",
-        metavar="NAME",
-        help="The environment variable with the upstream's API key; by default OPENAI_API_KEY.",
-        show_default=False,
-    ),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="The upstream's model that answers, whatever the agent asks for; by default its only one, or the one "
-        "that the agent asks for.",
-        show_default=False,
-    ),
-]
-NameOption = Annotated[
-    str | None, typer.Option("--name", help="The run's folder below ./runs; by default 'capture'.", show_default=False)
-]
+NameOption = Annotated[str | None, typer.Option("--name", help="The run's folder below ./runs; by default 'capture'.")]
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LONGEST = 30 * 86_400.0
 """Seconds that an attempt may take: a command ends when it ends."""
 
@@ -72,7 +54,7 @@ class _Setting:
 
     folder: Path
     store: Store
-    told: Mapping[str, Any]
+    described: Mapping[str, Any]
     """What is stored as the run's configuration."""
     hook: RunHooks
     upstream: Upstream | None = None
@@ -87,8 +69,8 @@ def run(
     command: Command,
     config: ConfigOption = None,
     upstream: UpstreamOption = None,
-    upstream_key_env: KeyOption = None,
-    model: ModelOption = None,
+    upstream_key_env: KeyVariable = None,
+    model: Model = None,
     name: NameOption = None,
 ) -> None:
     """Run a command, and record what its agent does as one rollout: agl run -- python my_agent.py
@@ -117,8 +99,8 @@ def run(
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
 ) -> _Setting:
-    from agl_core.cli.captures import new_capture, open_capture
-    from agl_core.cli.upstreams import chosen_key, chosen_url, open_upstream
+    from agl_core.analysis.runs import open_store
+    from agl_core.cli.shared.upstreams import chosen_key, chosen_url, open_upstream
     from agl_core.plugins import Plugins
 
     plugins = Plugins.load()
@@ -127,18 +109,32 @@ def _forwarding(
     _say(f"forwarding to {address}")
     if not probe.returns_ids:
         _say(
-            f"note: exact token ids are not recorded, for {probe.missing}. The episode is text: it can be looked at "
-            f"and judged, not trained on. Servers like vLLM return ids (return_token_ids)."
+            f"note: exact token ids are not recorded, for {probe.missing}. The episode is text: it can be read "
+            f"and scored, not trained on. Servers like vLLM return ids (return_token_ids)."
         )
     for doubt in probe.doubts:
         _say(f"note: the token ids of this server do not go together: {doubt}")
-    told = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
-    folder = new_capture(name or "capture", told)
-    return _Setting(folder, open_capture(folder, read_only=False), told, plugins.hook, upstream=upstream)
+    described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
+    folder = new_capture(name or "capture", described)
+    return _Setting(folder, open_store(folder, read_only=False), described, plugins.hook, upstream=upstream)
+
+
+def new_capture(name: str, described: Mapping[str, Any]) -> Path:
+    """Make `runs/NAME`, or `runs/NAME-2` and so on if it is taken; `described` is what is recorded there."""
+    import tomli_w
+
+    from agl_core import private
+    from agl_core.config import CONFIG_FILE
+    from agl_core.training.run import first_free
+
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
+    configuration = tomli_w.dumps({"config_version": 1, "capture": dict(described)})
+    return first_free(Path("runs") / name, lambda folder: private.write(folder / CONFIG_FILE, configuration))
 
 
 def _configured(config: Path, name: str | None) -> _Setting:
-    from agl_core.config.load import load
+    from agl_core.config import load
     from agl_core.training.run import new_run_dir
     from agl_core.training.session import engine_context
 
@@ -191,7 +187,7 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
             member=0,
         )
         begun()
-        await store.put(Run(run_id, 0, time.time(), setting.told))
+        await store.put(Run(run_id, 0, time.time(), setting.described))
         await server.queue.enqueue([rollout])
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.cli.train import Set
+from agl_core.cli.shared.options import Set
 
 if TYPE_CHECKING:
-    from agl_core.cli.screen import Screen
+    from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import ServerConfig
 
-Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.", show_default=False)]
-Host = Annotated[str | None, typer.Option(help="The address to listen on, instead of server.host.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
+Host = Annotated[str | None, typer.Option(help="The address to listen on, instead of server.host.")]
 Port = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="The port to listen on, instead of server.port.", show_default=False),
+    typer.Option(min=0, max=65535, help="The port to listen on, instead of server.port."),
 ]
 
 
@@ -44,7 +44,7 @@ def serve(
     AGL_OPERATOR_KEY here, the first for the workers and the second for the trainer. What crosses the network is not
     encrypted. Ctrl-C or SIGTERM stops it; workers and trainer wait for the next one.
     """
-    from agl_core.cli.screen import Screen
+    from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import CONFIG_FILE, load_for_server, store_config
     from agl_core.server.http.event_loop import run
     from agl_core.training.run import make_run_dir, removed_unless_begun

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agl_core.cli.as_json import AsJson, print_json
-from agl_core.cli.reading import read_run, superseded
-from agl_core.cli.text import number, printable, said_by
-from agl_core.types import Attempt, Episode, Reward, Rollout, TrainingRecord, Transition
+from agl_core.cli.shared.options import AsJson, RunOption
+from agl_core.cli.shared.text import number, print_json, printable, said_by
+from agl_core.types import Reward, TrainingRecord
 
 if TYPE_CHECKING:
-    from agl_core.cli.screen import Screen
-    from agl_core.store.interface import Store
-    from agl_core.training.recorded import GroupCredit
+    from agl_core.analysis.rollouts import AttemptReport, RolloutReport, TerminalReward, Turn
+    from agl_core.cli.shared.screen import Screen
 
-RunOption = Annotated[
-    Path | None, typer.Option("--run", help="The run's folder; the newest below ./runs by default.", show_default=False)
-]
 Id = Annotated[str, typer.Argument(help="The rollout's id, or its beginning.")]
 Width = Annotated[int, typer.Option(min=40, help="Characters of each text that are shown.")]
-
 
 PRUNED = "Its calls were pruned (agl runs prune): their texts and tokens are gone, all else is as it was recorded."
 
@@ -33,139 +27,82 @@ PRUNED = "Its calls were pruned (agl runs prune): their texts and tokens are gon
 def show(rollout: Id, run: RunOption = None, width: Width = 300, as_json: AsJson = False) -> None:
     """Show a rollout turn by turn: who spoke, what was asked, what the tools did, and what training made of it.
 
-    Of each call: its rewards with the rule that gave them, what the credit rule made of them, its advantage, and how
-    much it weighed in the loss. Below the turns: what the rollouts of its group were credited with, which it was
-    compared with.
+    Each call has its rewards with the rule that gave them, its credit, its advantage, and its weight in the loss. Below
+    the turns is the credit of the whole group, which the rollout was compared with.
     """
-    from agl_core.cli.screen import Screen
-    from agl_core.learning import build_episode
-    from agl_core.training.recorded import group_credit, reward_weights
+    from agl_core.analysis.rollouts import read_rollout
+    from agl_core.analysis.runs import find_run, open_store
+    from agl_core.cli.shared.screen import Screen
 
-    async def read(
-        store: Store,
-    ) -> tuple[Rollout, list[tuple[Attempt, Episode, list[TrainingRecord], bool]], list[GroupCredit]]:
-        found = await store.rollout(rollout)
-        shown = []
-        for attempt in await store.attempts(found.id):
-            keys = [attempt.key]
-            calls = await store.calls(keys)
-            episode = build_episode(found, attempt, calls, await store.tool_results(keys), await store.rewards(keys))
-            shown.append((attempt, episode, await store.training_records(keys), any(call.pruned for call in calls)))
-        return found, shown, await group_credit(store, found)
+    async def read() -> RolloutReport:
+        async with open_store(find_run(run)) as store:
+            return await read_rollout(store, rollout)
 
-    (found, attempts, groups), runs = read_run(run, read)
+    report = asyncio.run(read())
     if as_json:
-        print_json(_described(found, attempts, groups, is_superseded=superseded(found, runs)))
+        print_json(report)
         return
-    weights = next((reward_weights(r) for r in runs if (r.id, r.restart) == (found.run, found.restart)), {})
-    screen = Screen()
-    _line(screen, f"rollout {found.id}  {found.mode.value}  {found.state.value}", "bold")
-    if superseded(found, runs):
-        _line(screen, "superseded: a later restart went on from an earlier checkpoint", "yellow")
-    _line(screen, f"task {found.task.id}: {printable(json.dumps(found.task.input, ensure_ascii=False), width)}")
-    for attempt, episode, training_records, pruned in attempts:
+    screen, found = Screen(), report.rollout
+    screen.print(f"rollout {found.id}  {found.mode.value}  {found.state.value}", style="bold")
+    if report.superseded:
+        screen.print("superseded: a later restart went on from an earlier checkpoint", style="yellow")
+    screen.print(f"task {found.task.id}: {printable(json.dumps(found.task.input, ensure_ascii=False), width)}")
+    for each in report.attempts:
+        attempt = each.attempt
         counts = attempt.attempt == found.counted_attempt
         ending = attempt.ending.value if attempt.ending else "running"
-        _line(screen, f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", "bold")
+        screen.print(
+            f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", style="bold"
+        )
         if attempt.error:
-            _line(screen, f"  {printable(attempt.error, width)}", "red")
-        if pruned:
-            _line(screen, f"  {PRUNED}", "yellow")
-        _print_episode(screen, episode, training_records, weights, width)
+            screen.print(f"  {printable(attempt.error, width)}", style="red")
+        if each.pruned:
+            screen.print(f"  {PRUNED}", style="yellow")
+        _print_attempt(screen, each, report.weights, width)
         if counts:
-            _print_group(screen, found, groups)
+            _print_groups(screen, report)
 
 
-def _described(
-    rollout: Rollout,
-    attempts: Sequence[tuple[Attempt, Episode, list[TrainingRecord], bool]],
-    groups: Sequence[GroupCredit],
-    *,
-    is_superseded: bool,
-) -> dict[str, Any]:
-    """The same for programs, whole."""
-    return {
-        "rollout": rollout,
-        "superseded": is_superseded,
-        "attempts": [
-            {"attempt": attempt, "episode": episode, "training_records": training_records, "pruned": pruned}
-            for attempt, episode, training_records, pruned in attempts
-        ],
-        "groups": [
-            {
-                "step": group.step,
-                "policy": group.policy,
-                "mean": group.mean,
-                "std": group.std,
-                "credit": group.by_rollout,
-            }
-            for group in groups
-        ],
-    }
-
-
-def _line(screen: Screen, text: str, style: str | None = None) -> None:
-    screen.print(text, style=style, soft_wrap=True)
-
-
-def _print_group(screen: Screen, rollout: Rollout, groups: Sequence[GroupCredit]) -> None:
-    several = len({group.policy for group in groups}) > 1
-    for group in groups:
-        if rollout.id not in group.by_rollout:
+def _print_groups(screen: Screen, report: RolloutReport) -> None:
+    several = len({group.policy for group in report.groups}) > 1
+    for group in report.groups:
+        if report.rollout.id not in group.credit:
             continue
-        values = "  ".join("/".join(dict.fromkeys(number(v, 4) for v in each)) for each in group.by_rollout.values())
+        values = "  ".join("/".join(dict.fromkeys(number(v, 4) for v in each)) for each in group.credit.values())
         of = f" of policy {group.policy}" if several else ""
-        mean, std = number(group.mean, 4), number(group.std, 4)
-        _line(
-            screen,
-            f"  group {printable(rollout.group, 80)}, step {group.step}: mean credit{of} {mean}, standard deviation "
-            f"{std}, over {len(group.by_rollout)} rollouts: {printable(values, 300)}",
-            "magenta",
+        screen.print(
+            f"  group {printable(report.rollout.group, 80)}, step {group.step}: mean credit{of} "
+            f"{number(group.mean, 4)}, standard deviation {number(group.std, 4)}, over {len(group.credit)} rollouts: "
+            f"{printable(values, 300)}",
+            style="magenta",
         )
 
 
-def _print_episode(
-    screen: Screen,
-    episode: Episode,
-    training_records: Sequence[TrainingRecord],
-    weights: Mapping[str, float],
-    width: int,
-) -> None:
-    by_call: dict[tuple[str | None, int], list[Reward]] = {}
-    for reward in episode.rewards:
-        by_call.setdefault((reward.call, reward.choice), []).append(reward)
-    for transition in episode.transitions:
-        key = (transition.key.call, transition.key.choice)
-        its_uses = [record for record in training_records if record.key == transition.key]
-        _print_transition(screen, transition, by_call.pop(key, ()), its_uses, width)
+def _print_attempt(screen: Screen, attempt: AttemptReport, weights: Mapping[str, float], width: int) -> None:
+    episode = attempt.episode
+    for turn in attempt.turns:
+        _print_turn(screen, turn, width)
     for tool_result in episode.unjoined:
         tool = f"{printable(tool_result.tool, 60)} {tool_result.status.value} ({said_by(tool_result)})"
-        _line(screen, f"  tool result of no recorded call: {tool}", "yellow")
-    _line(screen, f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
-    for reward in episode.rewards:
-        if reward.call is not None and (reward.call, reward.choice) in by_call:
-            _line(screen, f"  reward {_describe_reward(reward)[:-1]}, which does not count)", "yellow")
-    terminal = [reward for reward in episode.rewards if reward.call is None]
-    _line(screen, f"  terminal reward: {_describe_terminal(terminal, weights)}", "bold")
+        screen.print(f"  tool result of no recorded call: {tool}", style="yellow")
+    screen.print(f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
+    for reward in attempt.uncounted_rewards:
+        screen.print(f"  reward {_describe_reward(reward)[:-1]}, which does not count)", style="yellow")
+    screen.print(f"  terminal reward: {_describe_terminal(attempt.terminal(weights))}", style="bold")
 
 
-def _print_transition(
-    screen: Screen,
-    transition: Transition,
-    rewards: Sequence[Reward],
-    training_records: Sequence[TrainingRecord],
-    width: int,
-) -> None:
+def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
+    transition = turn.transition
     version = "" if transition.version is None else f" v{transition.version}"
     agent = printable(transition.agent or "unnamed agent", 60)
-    _line(screen, f"\n  turn {transition.turn}  {agent}  ({printable(transition.policy, 60)}{version})", "cyan")
+    screen.print(f"\n  turn {transition.turn}  {agent}  ({printable(transition.policy, 60)}{version})", style="cyan")
     for message in transition.messages[-1:]:
         text = printable(_text(message), width, tail=True)
-        _line(screen, f"    {printable(str(message.get('role')), 40)}: {text}", "dim")
-    _line(screen, f"    → {printable(_text(transition.response), width)}  [{transition.finish_reason.value}]")
+        screen.print(f"    {printable(str(message.get('role')), 40)}: {text}", style="dim")
+    screen.print(f"    → {printable(_text(transition.response), width)}  [{transition.finish_reason.value}]")
     if transition.state is not None:
         state = printable(json.dumps(transition.state, ensure_ascii=False), width)
-        _line(screen, f"    state {state}", "dim")
+        screen.print(f"    state {state}", style="dim")
     ids = (
         "no token ids"
         if not transition.has_ids
@@ -173,41 +110,36 @@ def _print_transition(
     )
     logprob = "" if transition.logprobs is None else f", log-probability {float(transition.logprobs.sum()):.3f}"
     broken = ", prefix broken" if transition.prefix_broken else ""
-    _line(screen, f"    {ids}{logprob}{broken}", "dim")
+    screen.print(f"    {ids}{logprob}{broken}", style="dim")
     if transition.parse_error:
-        _line(screen, f"    tool call did not parse: {printable(transition.parse_error, width)}", "yellow")
+        screen.print(f"    tool call did not parse: {printable(transition.parse_error, width)}", style="yellow")
     for tool_result in transition.tool_results:
         said = tool_result.error or json.dumps(tool_result.result, ensure_ascii=False)
         arguments = json.dumps(tool_result.arguments, ensure_ascii=False)
-        _line(
-            screen,
+        screen.print(
             f"    tool {printable(tool_result.tool, 60)}({printable(arguments, 80)}): {tool_result.status.value}  "
             f"{printable(said, width)}  ({said_by(tool_result)})",
-            "green" if tool_result.status.value == "ok" else "red",
+            style="green" if tool_result.status.value == "ok" else "red",
         )
-    for reward in rewards:
-        _line(screen, f"    reward {_describe_reward(reward)}")
-    for record in training_records:
-        _line(screen, f"    {_describe_use(record)}", "magenta")
+    for reward in turn.rewards:
+        screen.print(f"    reward {_describe_reward(reward)}")
+    for record in turn.training_records:
+        screen.print(f"    {_describe_use(record)}", style="magenta")
 
 
-def _describe_terminal(rewards: Sequence[Reward], weights: Mapping[str, float]) -> str:
-    """The sum, and what it is made of; what the agent reported is told, and counts by the rule that takes it up.
+def _describe_terminal(terminal: TerminalReward) -> str:
+    """The sum, and what it is made of; also what the agent reported.
 
-    >>> _describe_terminal([Reward("r", 0, "right", 1.0, "right"), Reward("r", 0, "brief", 0.5, "brief")], {"brief": 0})
+    >>> from agl_core.analysis.rollouts import terminal_reward
+    >>> given = [Reward("r", 0, "right", 1.0, "right"), Reward("r", 0, "brief", 0.5, "brief")]
+    >>> _describe_terminal(terminal_reward(given, {"brief": 0}))
     '1 = right 1 (by right) + 0 · brief 0.5 (by brief)'
     """
-    from agl_core.learning.rewards import AGENT_SOURCE
-
-    parts = [reward for reward in rewards if reward.source != AGENT_SOURCE]
-    told = [f"the agent reported {_describe_reward(reward)}" for reward in rewards if reward.source == AGENT_SOURCE]
-    weight = {reward.source: weights.get(reward.source, 1.0) for reward in parts}
-    total = math.fsum(weight[reward.source] * reward.value for reward in parts)
     terms = " + ".join(
-        (f"{number(weight[each.source])} · " if weight[each.source] != 1 else "") + _describe_reward(each)
-        for each in parts
+        (f"{number(weight)} · " if weight != 1 else "") + _describe_reward(reward) for weight, reward in terminal.parts
     )
-    return "; ".join([f"{number(total)} = {terms}" if parts else "none", *told])
+    total = "none" if terminal.value is None else f"{number(terminal.value)} = {terms}"
+    return "; ".join([total, *(f"the agent reported {_describe_reward(reward)}" for reward in terminal.reported)])
 
 
 def _describe_reward(reward: Reward) -> str:

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agl_core.cli.shared.options import Seed, ServerUrl, Set
+from agl_core.cli.shared.text import score
 from agl_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from agl_core.cli.shared.screen import Screen
     from agl_core.client import ServerAddress
-    from agl_core.config.load import LoadedConfig
+    from agl_core.config import LoadedConfig
+    from agl_core.training.report import Summary
 
-Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).", show_default=False)]
-Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.", show_default=False)]
-Set = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, e.g. train.steps=20. Repeatable.")
-]
+Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).")]
 Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN[/checkpoints/STEP]",
         help="A run's folder: go on from its last checkpoint, or from the one named, as its next restart.",
-        show_default=False,
     ),
 ]
-ServerUrl = Annotated[
-    str | None,
-    typer.Option("--server", metavar="URL", help="Where `agl serve` listens, instead of here.", show_default=False),
-]
-EngineName = Annotated[
-    str | None, typer.Option("--engine", metavar="NAME", help="Overrides engine.name.", show_default=False)
-]
+EngineName = Annotated[str | None, typer.Option("--engine", metavar="NAME", help="Overrides engine.name.")]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Start nothing; show what the engine would start, and what that would take."),
@@ -62,13 +54,10 @@ def train(
     CONFIG --server URL`); here are the engine, the checkpoints and the metrics. On another machine than the server's,
     set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
     """
-    from agl_core.cli.observer import ConsoleObserver
-    from agl_core.cli.screen import Screen
-    from agl_core.cli.tables import print_summary
-    from agl_core.config.check import check
-    from agl_core.config.load import CONFIG_FILE, load
+    from agl_core.cli.shared.screen import ConsoleObserver, Screen
+    from agl_core.config import CONFIG_FILE, check, load
     from agl_core.server.http.event_loop import run
-    from agl_core.training.run import folder_of_served, new_run_dir
+    from agl_core.training.run import run_dir_of
     from agl_core.training.run import train as run_training
 
     checkpoint = None
@@ -86,8 +75,7 @@ def train(
         print(described_engine(loaded), end="")
         return
     remote = None if server is None else reached(loaded, file.parent if resume else None, server)
-    fresh = new_run_dir if remote is None else functools.partial(folder_of_served, remote=remote)
-    run_dir = fresh(loaded) if resume is None else file.parent
+    run_dir = run_dir_of(loaded, remote) if resume is None else file.parent
     console = Screen()
     console.print(f"run folder: {run_dir}")
     observer = ConsoleObserver(console, loaded.config.train.steps)
@@ -139,6 +127,7 @@ def reached(loaded: LoadedConfig, folder: Path | None, url: str) -> ServerAddres
 
 def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
     """A run's folder, and its checkpoint if `target` is one: RUN/checkpoints/STEP."""
+    from agl_core.analysis.runs import find_run
     from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 
     if target.parent.name != CHECKPOINTS:
@@ -147,13 +136,44 @@ def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
     return folder, Checkpoints(folder / CHECKPOINTS, keep=1).named(target.name)
 
 
-def find_run(folder: Path) -> Path:
-    """A run's folder, given as such or by its name below `runs`."""
-    from agl_core.config.load import CONFIG_FILE
+def print_summary(console: Screen, summary: Summary) -> None:
+    """Reward before and after, what it cost, where everything is, and what to do next."""
+    from rich.table import Table
 
-    for candidate in (folder, Path("runs") / folder):
-        if (candidate / CONFIG_FILE).is_file():
-            return candidate
-    runs = sorted(p.parent.name for p in Path("runs").glob(f"*/{CONFIG_FILE}"))
-    known = f"Runs here: {', '.join(runs)}." if runs else "There are no runs below ./runs."
-    raise ConfigError(f"{folder} is no run's folder (it has no {CONFIG_FILE}). {known}")
+    state = summary.state
+    stopped = " (stopped early)" if summary.stopped_by else ""
+    rewards = Table(title=f"reward{stopped}", title_justify="left")
+    for column in ("held-out set", "sampling", "before", "after"):
+        rewards.add_column(column, justify="right" if column in ("before", "after") else "left")
+    for name in summary.sets:
+        found = summary.rewards(name)
+        for mode in ("greedy", "sampled"):
+            rewards.add_row(name, mode, score(found["before"][mode]), score(found["after"][mode]))
+    if summary.sets:
+        console.print(rewards)
+    facts = Table(show_header=False, box=None)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(state.dropped.items())) or "none"
+    for name, value in {
+        "steps": str(state.step),
+        "time": f"{state.seconds:.0f} s",
+        "memory": f"{state.peak_rss_bytes / 2**20:.0f} MiB at most",
+        "rollouts": ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none",
+        "LLM calls": f"{state.llm_calls}",
+        "transitions": f"{state.kept} trained on; dropped: {dropped}",
+        "checkpoint": str(summary.checkpoint or "none"),
+        "model": ", ".join(map(str, summary.models)) or "none",
+        "store": f"that of {summary.server}" if summary.server else str(summary.run_dir / "store.sqlite"),
+        "summary": str(summary.run_dir / "summary.json"),
+    }.items():
+        facts.add_row(name, value)
+    if summary.abandoned:
+        facts.add_row("abandoned", f"{summary.abandoned} agents did not end when their time was up")
+    for problem, count in summary.problems.items():
+        facts.add_row("adapter", f"{problem} ({count} times)")
+    console.print(facts, soft_wrap=True)
+    following = f"agl rollouts {summary.run_dir} --limit 5"
+    if summary.stopped_by:
+        following = f"agl train --resume {summary.run_dir}" + (f" --server {summary.server}" if summary.server else "")
+    elif summary.server:
+        following = f"agl rollouts {summary.run_dir.name} --limit 5, on the machine of the server"
+    console.print(f"next: {following}")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.cli.train import Set
+from agl_core.cli.shared.options import Set
 from agl_core.types import Ending
 
 if TYPE_CHECKING:
-    from agl_core.cli.screen import Screen
+    from agl_core.cli.shared.screen import Screen
     from agl_core.client import ServerAddress
     from agl_core.config.models import AgentSection, RunConfig, WorkerSection
     from agl_core.worker import Worker
@@ -27,30 +27,26 @@ Target = Annotated[
     Path | None,
     typer.Argument(
         help="The run's configuration (TOML), or its folder; not needed with --server and --entry or --command.",
-        show_default=False,
     ),
 ]
 ServerUrl = Annotated[
     str | None,
-    typer.Option("--server", metavar="URL", help="Where `agl train` or `agl serve` listens.", show_default=False),
+    typer.Option("--server", metavar="URL", help="Where `agl train` or `agl serve` listens."),
 ]
 Entry = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="The agent, instead of the file's agent.entry.", show_default=False),
+    typer.Option(metavar="MODULE:FUNCTION", help="The agent, instead of the file's agent.entry."),
 ]
 Command = Annotated[
     str | None,
     typer.Option(
         metavar="'PROGRAM …'",
         help="A program that is run for each rollout (agent.command), instead of the file's agent.",
-        show_default=False,
     ),
 ]
 Concurrency = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="Rollouts run at the same time; by default workers.concurrency of the file.", show_default=False
-    ),
+    typer.Option(min=1, help="Rollouts run at the same time; by default workers.concurrency of the file."),
 ]
 Drain = Annotated[float, typer.Option(min=0, help="Seconds that rollouts get to end after SIGTERM or Ctrl-C.")]
 
@@ -79,7 +75,7 @@ def work(
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back at once.
     """
-    from agl_core.cli.screen import Screen
+    from agl_core.cli.shared.screen import Screen
 
     plan = _planned(target, server, entry, command, set_)
     console = Screen(stderr=True)

@@ -1,4 +1,7 @@
-"""Rollouts go into the queue; episodes with rewards come out, in the order of the plan."""
+"""Rollouts go into the queue; episodes with rewards come out, in the order of the plan.
+
+What makes scored episodes of recorded rollouts serves analysis too.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,32 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
-from agl_core.errors import PluginError
-from agl_core.learning import ScoringRule, score_all, score_groups
+from agl_core.config import ScoredConfig
+from agl_core.errors import PluginError, StoreRefusedError
+from agl_core.learning import ScoringRule, build_episode, score_all, score_groups
+from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import Store
 from agl_core.training.progress import Phase
-from agl_core.training.recorded import recorded_episodes
-from agl_core.training.serving import Queue
-from agl_core.types import DropReason, Ending, Episode, Json, Reward, Rollout
+from agl_core.types import (
+    AttemptKey,
+    Call,
+    DropReason,
+    Ending,
+    Episode,
+    Json,
+    Reward,
+    Rollout,
+    ToolResult,
+    TrainingRecord,
+)
+
+if TYPE_CHECKING:
+    from agl_core.training.serving import Queue  # It imports the server, which analysis does without.
+
+Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord)
 
 logger = logging.getLogger(__name__)
 
@@ -144,5 +164,76 @@ def reward_note(episodes: Iterable[Episode]) -> str:
 
 def _given(episode: Episode) -> list[Reward]:
     """The rewards of rules (those that the agent reported are already stored)."""
-    terminal = [r for r in episode.rewards if r.source != "agent"]
+    terminal = [r for r in episode.rewards if r.source != AGENT_SOURCE]
     return terminal + [r for t in episode.transitions for r in t.rewards]
+
+
+async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
+    """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
+
+    It has the recorded rewards that the agent reported; rules compute theirs again. A rollout without a counted attempt
+    (it was cancelled, or its worker was lost) is an episode dropped for its ending. StoreRefusedError if calls of a
+    rollout were pruned.
+    """
+    keys = counted_attempts(rollouts)
+    recorded = await store.calls(keys)
+    pruned = next((call.rollout for call in recorded if call.pruned), None)
+    if pruned is not None:
+        raise StoreRefusedError(
+            f"The calls of rollout {pruned} were pruned (`agl runs prune`): their texts and tokens are gone, so "
+            f"nothing is left to score. Choose a later step."
+        )
+    calls = by_rollout(recorded)
+    tool_results = by_rollout(await store.tool_results(keys))
+    rewards = by_rollout([r for r in await store.rewards(keys) if r.source == AGENT_SOURCE])
+    episodes = []
+    for rollout in rollouts:
+        attempts = [a for a in await store.attempts(rollout.id) if a.attempt == rollout.counted_attempt]
+        if not attempts:
+            episodes.append(_lost(rollout))
+            continue
+        episode = build_episode(
+            rollout,
+            attempts[0],
+            calls.get(rollout.id, ()),
+            tool_results.get(rollout.id, ()),
+            rewards.get(rollout.id, ()),
+        )
+        episodes.append(hook.episode_built(episode))
+    return episodes
+
+
+def scoring_rules(loaded: ScoredConfig) -> list[ScoringRule]:
+    """The reward rules of a run; if there are none, the reward is what the agent itself reported."""
+    rules = [
+        ScoringRule(name, chosen.build(), loaded.config.rewards[name].weight) for name, chosen in loaded.rewards.items()
+    ]
+    return rules or [ScoringRule("reported", reported)]
+
+
+def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
+    """The attempt of each rollout that counts; none of a rollout that has no such attempt."""
+    return [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
+
+
+def by_rollout(records: Sequence[Recorded]) -> dict[str, list[Recorded]]:
+    """Records grouped by their rollout, in their order."""
+    grouped: dict[str, list[Recorded]] = {}
+    for record in records:
+        grouped.setdefault(record.rollout, []).append(record)
+    return grouped
+
+
+def _lost(rollout: Rollout) -> Episode:
+    return Episode(
+        rollout=rollout.id,
+        attempt=0,
+        group=rollout.group,
+        member=rollout.member,
+        task=rollout.task,
+        mode=rollout.mode,
+        ending=rollout.ending or Ending.CANCELLED,
+        transitions=(),
+        dropped=DropReason.ENDING,
+        step=rollout.step,
+    )

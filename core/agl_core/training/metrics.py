@@ -21,6 +21,9 @@ from agl_core.types import Episode, FinishReason
 
 logger = logging.getLogger(__name__)
 
+METRICS_FILE = "metrics.jsonl"
+"""In a run's folder."""
+
 
 def mean(values: Iterable[float]) -> float:
     """The mean, NaN of nothing."""

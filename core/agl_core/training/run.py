@@ -22,7 +22,7 @@ from agl_core.store.interface import Store
 from agl_core.training.assertions import Assertions
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
 from agl_core.training.loop import Trainer, uninterrupted
-from agl_core.training.metrics import MetricsLog, has_trained
+from agl_core.training.metrics import METRICS_FILE, MetricsLog, has_trained
 from agl_core.training.progress import Observer
 from agl_core.training.report import Summary
 from agl_core.training.resuming import changes, check_changes
@@ -30,13 +30,16 @@ from agl_core.training.serving import TrainingServer, local_server
 from agl_core.training.session import Session, open_session
 from agl_core.wire.trainers import FinishRequest, VersionsRequest
 
-METRICS_FILE = "metrics.jsonl"
-
 
 def new_run_dir(loaded: LoadedConfig) -> Path:
     """`runs/NAME`, or `runs/NAME-2` and so on if it is taken; holds the configuration as resolved."""
     base = loaded.config.runs / loaded.config.name
     return first_free(base, partial(store_config, loaded.config))
+
+
+def run_dir_of(loaded: LoadedConfig, remote: ServerAddress | None) -> Path:
+    """The folder of a new run: on this machine alone, or of what a remote server serves."""
+    return new_run_dir(loaded) if remote is None else folder_of_served(loaded, remote)
 
 
 def first_free(base: Path, write: Callable[[Path], None]) -> Path:

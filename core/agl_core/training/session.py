@@ -19,10 +19,9 @@ from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames
 from agl_core.protocols import Engine, EngineContext, PolicySpec, TaskSource
 from agl_core.training.checkpoints import verify
-from agl_core.training.collect import Collector
+from agl_core.training.collect import Collector, scoring_rules
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.progress import Observer
-from agl_core.training.recorded import scoring_rules
 from agl_core.training.serving import RunControl, TrainingServer, check_reachable, recorded_name, registration
 from agl_core.wire.trainers import BeginRequest, FinishRequest
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables

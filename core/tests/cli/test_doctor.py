@@ -11,7 +11,7 @@ import pytest
 from run_stack import Bench, bench
 from scripted_upstream import Raw
 
-from agl_core.cli.upstreams import examine
+from agl_core.cli.shared.upstreams import examine
 
 
 @pytest.fixture

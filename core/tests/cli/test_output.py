@@ -97,8 +97,7 @@ def test_on_a_terminal_a_rollout_has_one_line_and_its_id_is_whole(run: Any) -> N
 
 
 OBSERVED = """
-from agl_core.cli.observer import ConsoleObserver
-from agl_core.cli.screen import Screen
+from agl_core.cli.shared.screen import ConsoleObserver, Screen
 
 observer = ConsoleObserver(Screen(), 40)
 observer.say("a path that is not broken: " + "/somewhere" * 10)

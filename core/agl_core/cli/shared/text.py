@@ -1,8 +1,12 @@
-"""Stored text on a terminal: shown, never obeyed."""
+"""What commands print: text that agents wrote is shown, and never obeyed by the terminal."""
 
 from __future__ import annotations
 
+import json
 import logging
+from typing import Any
+
+import typer
 
 from agl_core.types import Source, ToolResult
 
@@ -53,6 +57,18 @@ def number(value: float, digits: int = 6) -> str:
     ('0', '0.666667', '1e-07')
     """
     return "0" if abs(value) < _NOISE else f"{value:.{digits}g}"
+
+
+def score(value: float | None) -> str:
+    """A mean reward; a dash where there is none."""
+    return "–" if value is None else f"{value:.3f}"
+
+
+def print_json(value: Any) -> None:
+    """Print what analysis found as JSON. It is ASCII, so that a terminal obeys nothing of it."""
+    from agl_core.analysis.plain import plain
+
+    typer.echo(json.dumps(plain(value), indent=2))
 
 
 class HarmlessFormatter(logging.Formatter):

@@ -1,15 +1,41 @@
-"""Shows a run's progress: a line each step, and on a terminal a bar of what is under way."""
+"""The screen: plain text on it, and the progress of a run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from agl_core.cli.screen import Screen
+from agl_core.cli.shared.text import harmless
 from agl_core.training.progress import Phase, Silent, numbered
+
+_UNLIMITED = 1 << 16
+
+
+class Screen(Console):
+    """A console on which every string is text, also in tables: no markup, and nothing that a terminal would obey.
+
+    The terminal wraps lines. In a pipe or a file nothing is wrapped or cropped, unless COLUMNS says how wide it is.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = _UNLIMITED
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if all(isinstance(each, str) for each in objects):
+            options.setdefault("soft_wrap", True)
+        super().print(*objects, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(harmless(text), **options)
 
 
 @dataclass

@@ -1,0 +1,99 @@
+"""Which recorded rollouts another configuration is tried on."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from agl_core.analysis.rollouts import superseded
+from agl_core.capture import load_episodes
+from agl_core.config import CONFIG_FILE, ScoredConfig
+from agl_core.errors import ConfigError, nearest
+from agl_core.store.interface import Store
+from agl_core.types import Ending, Episode, Rollout, RolloutState
+from agl_core.wire.keys import SERVER_FILE
+
+
+def chosen_episodes(file: Path, ids: Sequence[str], step: int | None) -> list[Episode]:
+    """The episodes of a file to try."""
+    every = load_episodes(file)
+    for each in ids:
+        if not any(episode.rollout.startswith(each) for episode in every):
+            raise ConfigError(f"{file} has no episode '{each}'. {_close(each, [e.rollout for e in every])}")
+    chosen = [e for e in every if (not ids or e.rollout.startswith(tuple(ids))) and step in (None, e.step)]
+    if not chosen:
+        raise ConfigError(f"{file} has no episode" + ("." if step is None else f" of step {step}."))
+    return chosen
+
+
+def run_of(file: Path, loaded: ScoredConfig) -> Path:
+    """The run that has this file as its configuration, else the newest of the configuration's name."""
+    runs, name = loaded.config.runs, loaded.config.name
+    if file.name == CONFIG_FILE and any((file.parent / made).exists() for made in ("store.sqlite", SERVER_FILE)):
+        return file.parent
+    of_name = re.compile(re.escape(name) + r"(-\d+)?")
+    folders = [path.parent for path in runs.glob(f"*/{CONFIG_FILE}")]
+    found = [folder for folder in folders if of_name.fullmatch(folder.name)]
+    if not found:
+        raise ConfigError(
+            f"There is no run '{name}' below {runs}. {nearest(name, (folder.name for folder in folders))} "
+            f"Name a run's folder with --run, or train first: agl train {file}."
+        )
+    return max(found, key=lambda folder: (folder / CONFIG_FILE).stat().st_mtime)
+
+
+async def chosen_rollouts(store: Store, folder: Path, ids: Sequence[str], step: int | None) -> list[Rollout]:
+    """The rollouts to try."""
+    recorded = await store.rollouts()
+    if ids:
+        found = {r.id: r for r in [await _rollout(store, folder, recorded, each) for each in ids]}
+        return list(found.values())
+    every = [r for r in recorded if r.mode.trains]
+    if step is None and recorded and not every:
+        return [r for r in recorded if r.state is RolloutState.DONE and r.counted_attempt is not None]
+    runs = await store.runs()
+    by_step: dict[int, list[Rollout]] = {}
+    for rollout in every:
+        if not superseded(rollout, runs):
+            by_step.setdefault(rollout.step, []).append(rollout)
+    if step is not None:
+        if step not in by_step:
+            steps = f"{min(by_step)} to {max(by_step)}" if by_step else "none"
+            raise ConfigError(f"{folder} has no training rollouts of step {step}. Its training steps: {steps}.")
+        chosen = by_step[step]
+        if not _complete(chosen):
+            raise ConfigError(
+                f"Step {step} of {folder} did not come to its end. Wait for it, choose an earlier step, or name "
+                f"rollouts that are done: agl rollouts {folder} --step {step}."
+            )
+        return chosen
+    complete = [number for number, of_step in by_step.items() if _complete(of_step)]
+    if not complete:
+        raise ConfigError(f"{folder} has no training step that came to its end. See agl rollouts {folder}.")
+    return by_step[max(complete)]
+
+
+def _complete(rollouts: Sequence[Rollout]) -> bool:
+    return all(r.state is RolloutState.DONE and r.ending is not Ending.CANCELLED for r in rollouts)
+
+
+async def _rollout(store: Store, folder: Path, recorded: Sequence[Rollout], prefix: str) -> Rollout:
+    """A rollout that the user names; ConfigError says why it cannot be tried."""
+    if not any(r.id.startswith(prefix) for r in recorded):
+        raise ConfigError(
+            f"{folder} has no rollout '{prefix}'. {_close(prefix, [r.id for r in recorded])}See agl rollouts {folder}."
+        )
+    found = await store.rollout(prefix)
+    if found.state is not RolloutState.DONE:
+        raise ConfigError(f"{found.id} is not done, it is {found.state.value}. Try it when it is, or name another.")
+    if found.counted_attempt is None:
+        ending = found.ending.value if found.ending else "stopped"
+        raise ConfigError(f"{found.id} never finished (it was {ending}), so there is nothing to score. Name another.")
+    return found
+
+
+def _close(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(near)}? " if near else ""

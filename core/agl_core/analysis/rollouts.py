@@ -1,0 +1,187 @@
+"""The rollouts of a run, and one of them turn by turn: what was recorded, and what training made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agl_core.learning import build_episode
+from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.store.interface import Store
+from agl_core.training.collect import by_rollout, counted_attempts
+from agl_core.types import Attempt, Ending, Episode, Mode, Reward, Rollout, Run, TrainingRecord, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEntry:
+    """One rollout of a list."""
+
+    rollout: Rollout
+    superseded: bool
+    rewards: Sequence[Reward]
+    """Those of the attempt that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutList:
+    """Rollouts, the newest last."""
+
+    entries: Sequence[RolloutEntry]
+    pruned: bool
+    """Whether the calls of the oldest step among these were pruned."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCredit:
+    """The credit that one step gave the transitions of a group, of one policy."""
+
+    step: int
+    policy: str
+    credit: Mapping[str, Sequence[float]]
+    """The credit of the transitions that reached the algorithm, by rollout."""
+    mean: float
+    """The mean over rollouts, each of which counts once: 1/G · Σ_i 1/T_i · Σ_t v_it."""
+    std: float
+    """The unbiased deviation over rollouts: √(1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − mean)²); 0 for one rollout."""
+
+    @classmethod
+    def of(cls, step: int, policy: str, credit: Mapping[str, Sequence[float]]) -> GroupCredit:
+        """The credit of a group, with its mean and deviation."""
+        mean = math.fsum(math.fsum(values) / len(values) for values in credit.values()) / len(credit)
+        squares = [math.fsum((v - mean) ** 2 for v in values) / len(values) for values in credit.values()]
+        return cls(step, policy, credit, mean, math.sqrt(math.fsum(squares) / max(len(squares) - 1, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One transition with its rewards, and what each step that used it made of it."""
+
+    transition: Transition
+    rewards: Sequence[Reward]
+    training_records: Sequence[TrainingRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalReward:
+    """The terminal reward of an attempt, and where it comes from."""
+
+    value: float | None
+    """The weighted sum of its parts; None without one."""
+    parts: Sequence[tuple[float, Reward]]
+    """What rules gave, each with its weight."""
+    reported: Sequence[Reward]
+    """What the agent reported, which counts by the rule that takes it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptReport:
+    """One attempt at a rollout."""
+
+    attempt: Attempt
+    episode: Episode
+    training_records: Sequence[TrainingRecord]
+    pruned: bool
+    """Whether its calls lost their texts and tokens (`agl runs prune`)."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The transitions in their order."""
+        return [
+            Turn(
+                transition,
+                [r for r in self.episode.rewards if (r.call, r.choice) == (transition.key.call, transition.key.choice)],
+                [record for record in self.training_records if record.key == transition.key],
+            )
+            for transition in self.episode.transitions
+        ]
+
+    @property
+    def uncounted_rewards(self) -> list[Reward]:
+        """The rewards of calls that are no transition of the episode."""
+        known = {(t.key.call, t.key.choice) for t in self.episode.transitions}
+        return [r for r in self.episode.rewards if r.call is not None and (r.call, r.choice) not in known]
+
+    def terminal(self, weights: Mapping[str, float]) -> TerminalReward:
+        """The terminal reward by the weights of the run's rules."""
+        return terminal_reward([r for r in self.episode.rewards if r.call is None], weights)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
+    """Everything that is recorded of one rollout."""
+
+    rollout: Rollout
+    superseded: bool
+    attempts: Sequence[AttemptReport]
+    groups: Sequence[GroupCredit]
+    """What the rollout was compared with, for each step and policy."""
+    weights: Mapping[str, float]
+    """The weights of the run's reward rules in the terminal reward, by name."""
+
+
+async def list_rollouts(
+    store: Store, *, step: int | None = None, mode: Mode | None = None, ending: Ending | None = None, limit: int
+) -> RolloutList:
+    """The newest rollouts that match."""
+    found = await store.rollouts(step=step, mode=mode)
+    newest = [r for r in found if ending is None or r.ending is ending][-limit:]
+    rewards, runs = by_rollout(await store.rewards(counted_attempts(newest))), await store.runs()
+    entries = [RolloutEntry(r, superseded(r, runs), rewards.get(r.id, [])) for r in newest]
+    oldest = sorted((r for r in newest if r.counted_attempt is not None), key=lambda rollout: rollout.step)[:1]
+    return RolloutList(entries, any(call.pruned for call in await store.calls(counted_attempts(oldest))))
+
+
+async def read_rollout(store: Store, prefix: str) -> RolloutReport:
+    """The rollout whose id starts with `prefix`. StoreError if there is none, or more than one."""
+    rollout, runs = await store.rollout(prefix), await store.runs()
+    attempts = []
+    for attempt in await store.attempts(rollout.id):
+        keys = [attempt.key]
+        calls = await store.calls(keys)
+        episode = build_episode(rollout, attempt, calls, await store.tool_results(keys), await store.rewards(keys))
+        records = await store.training_records(keys)
+        attempts.append(AttemptReport(attempt, episode, records, any(call.pruned for call in calls)))
+    weights = next((reward_weights(r) for r in runs if (r.id, r.restart) == (rollout.run, rollout.restart)), {})
+    return RolloutReport(rollout, superseded(rollout, runs), attempts, await group_credit(store, rollout), weights)
+
+
+def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
+    """Whether a later restart resumed from before this rollout's step."""
+    return any(
+        r.id == rollout.run
+        and r.restart > rollout.restart
+        and r.resumed_step is not None
+        and rollout.mode.trains
+        and rollout.step > r.resumed_step
+        for r in runs
+    )
+
+
+def reward_weights(run: Run) -> dict[str, float]:
+    """The weights of a run's reward rules in the terminal reward, by name."""
+    return {name: float(section["weight"]) for name, section in run.config.get("rewards", {}).items()}
+
+
+def terminal_reward(rewards: Sequence[Reward], weights: Mapping[str, float]) -> TerminalReward:
+    """The terminal reward of these components; a rule that `weights` does not name has the weight 1."""
+    parts = [(weights.get(reward.source, 1.0), reward) for reward in rewards if reward.source != AGENT_SOURCE]
+    value = math.fsum(weight * reward.value for weight, reward in parts) if parts else None
+    return TerminalReward(value, parts, [reward for reward in rewards if reward.source == AGENT_SOURCE])
+
+
+async def group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:
+    """For each step that trained on the rollout's group: the credit of all its members' transitions."""
+    members = await store.rollouts(run=rollout.run, group=rollout.group, mode=rollout.mode)
+    keys = counted_attempts([r for r in members if r.restart == rollout.restart])
+    policies = {call.id: call.policy for call in await store.calls(keys)}
+    found: dict[tuple[int, str], dict[str, list[float]]] = {}
+    for record in await store.training_records(keys):
+        if record.credit is not None and record.advantage is not None:
+            of_step = found.setdefault((record.step, policies.get(record.call, "")), {})
+            of_step.setdefault(record.rollout, []).append(record.credit)
+    order = {r.id: r.member for r in members}
+    return [
+        GroupCredit.of(step, policy, dict(sorted(values.items(), key=lambda item: order[item[0]])))
+        for (step, policy), values in sorted(found.items())
+    ]

@@ -1,0 +1,199 @@
+"""The runs in a folder: finding one, opening its store, listing them, and making them smaller."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import orjson
+
+from agl_core.config import CONFIG_FILE
+from agl_core.config.load import load_store
+from agl_core.errors import ConfigError, StoreError
+from agl_core.store.files import is_written
+from agl_core.store.interface import Store
+from agl_core.store.sqlite import SqliteStore
+from agl_core.training.checkpoints import HEADLINE_SET, Checkpoints
+from agl_core.training.metrics import METRICS_FILE
+from agl_core.wire.keys import SERVER_FILE
+
+RUNS = Path("runs")
+"""Where commands look for runs."""
+_REWARD = "/reward/mean"
+
+RunStatus: TypeAlias = Literal["running", "finished", "stopped", "capture"]
+"""running: a process of this machine writes its store; finished: all steps made; stopped: can be resumed; capture: by
+`agl run`."""
+
+
+@runtime_checkable
+class ShrinkingStore(Protocol):
+    """A store that can be made smaller."""
+
+    async def prune(self, up_to: int) -> int:
+        """Remove texts and tokens from the calls of the steps up to `up_to`; returns the number of calls."""
+
+    async def vacuum(self) -> None:
+        """Free unused space."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """One run, read from its folder."""
+
+    folder: Path
+    state: RunStatus
+    steps: int
+    """The number of steps made."""
+    of_steps: int | None
+    """The number of steps to make; None for a capture."""
+    size: int
+    """Bytes of all its files."""
+    reward_before: float | None
+    """The reward of the first evaluation, on the headline set."""
+    reward_after: float | None
+    """The reward of the last evaluation; None if there was only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was removed from a run."""
+
+    folder: Path
+    calls: int
+    """The number of calls that lost their texts and tokens."""
+    up_to_step: int
+    checkpoints: Sequence[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Vacuumed:
+    """The size of a run in bytes."""
+
+    folder: Path
+    before: int
+    after: int
+
+
+def find_run(folder: Path | None) -> Path:
+    """A run's folder, named as such or by its name below ./runs; None: the newest one. ConfigError if there is none."""
+    files = sorted(RUNS.glob(f"*/{CONFIG_FILE}"), key=lambda path: (path.stat().st_mtime, path))
+    if folder is None:
+        if not files:
+            raise ConfigError("There are no runs below ./runs. Name a run's folder, or train first: agl train CONFIG.")
+        return files[-1].parent
+    for candidate in (folder, RUNS / folder):
+        if (candidate / CONFIG_FILE).is_file():
+            return candidate
+    names = ", ".join(sorted(file.parent.name for file in files))
+    known = f"Runs here: {names}." if names else "There are no runs below ./runs."
+    raise ConfigError(f"{folder} is not a run's folder (it has no {CONFIG_FILE}). {known}")
+
+
+def open_store(folder: Path, *, read_only: bool = True) -> Store:
+    """The store of a run or of a capture, to be opened with `async with`."""
+    if "capture" in _toml(folder / CONFIG_FILE):
+        return SqliteStore(folder / "store.sqlite", read_only=read_only)
+    store: Store = load_store(folder / CONFIG_FILE).build(folder, read_only)
+    return store
+
+
+def list_runs(runs: Path) -> list[RunEntry]:
+    """The runs below a folder, the oldest first."""
+    files = sorted(runs.glob(f"*/{CONFIG_FILE}"), key=lambda file: (file.stat().st_mtime, file))
+    return [_entry(file.parent) for file in files]
+
+
+async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> Pruned:
+    """Keep only the calls of the last steps complete, the last checkpoints, and the best one.
+
+    `keep_checkpoints` is None for the run's `train.keep_checkpoints`. The calls of a run that a server elsewhere
+    recorded are left alone. StoreError if another process writes the store.
+    """
+    calls, up_to = 0, 0
+    if _has_store(folder):
+        async with open_store(folder, read_only=False) as store:
+            last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
+            calls, up_to = await _shrinking(store, folder).prune(last - keep_steps), max(last - keep_steps, 0)
+    if keep_checkpoints is None:
+        keep_checkpoints = int(_toml(folder / CONFIG_FILE).get("train", {}).get("keep_checkpoints", 2))
+    return Pruned(folder, calls, up_to, Checkpoints(folder / "checkpoints", keep_checkpoints).prune())
+
+
+async def vacuum(folder: Path) -> Vacuumed:
+    """Free the unused space of a run's store. StoreError if another process writes it, or it is not in the folder."""
+    if not _has_store(folder):
+        raise StoreError(f"The store of {folder} is with the server that recorded the run. Vacuum it there.")
+    before = _size(folder)
+    async with open_store(folder, read_only=False) as store:
+        await _shrinking(store, folder).vacuum()
+    return Vacuumed(folder, before, _size(folder))
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+def _has_store(folder: Path) -> bool:
+    """Whether a run was recorded in its own folder, and not by a server elsewhere."""
+    return any((folder / name).exists() for name in ("store.sqlite", SERVER_FILE))
+
+
+def _shrinking(store: Store, folder: Path) -> ShrinkingStore:
+    if not isinstance(store, ShrinkingStore):
+        raise StoreError(f"The store of {folder} is a {type(store).__name__}, which cannot be made smaller.")
+    return store
+
+
+def _entry(folder: Path) -> RunEntry:
+    config, lines = _toml(folder / CONFIG_FILE), _lines(folder / METRICS_FILE)
+    steps = max((int(line["step"]) for line in lines if line["kind"] == "train"), default=0)
+    planned = None if "capture" in config else int(config.get("train", {}).get("steps", 0))
+    rewards = [value for line in lines if line["kind"] == "eval" and (value := _headline(line)) is not None]
+    state: RunStatus = "stopped"
+    if is_written(folder / "store.sqlite"):
+        state = "running"
+    elif planned is None:
+        state = "capture"
+    elif planned and steps >= planned:
+        state = "finished"
+    return RunEntry(
+        folder=folder,
+        state=state,
+        steps=steps,
+        of_steps=planned,
+        size=_size(folder),
+        reward_before=rewards[0] if rewards else None,
+        reward_after=rewards[-1] if len(rewards) > 1 else None,
+    )
+
+
+def _headline(line: Mapping[str, Any]) -> float | None:
+    """The reward of the set `eval`, else of the first one; in the first mode."""
+    rewards = {key: float(value) for key, value in line.items() if key.endswith(_REWARD)}
+    of_set = [value for key, value in rewards.items() if key.startswith(f"{HEADLINE_SET}/")]
+    return next(iter(of_set or rewards.values()), None)
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file; the last one may be incomplete."""
+    found = []
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        try:
+            read = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(read, dict) and {"step", "kind"} <= read.keys():
+            found.append(read)
+    return found
