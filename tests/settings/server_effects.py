@@ -15,7 +15,7 @@ from settings_bench import Bench, Effect, Given
 from stack import make_rollout
 
 from agl_core.server import LightningServer
-from agl_core.training.progress import Silent
+from agl_core.training.report import Silent
 from agl_core.training.run import new_run_dir
 from agl_core.training.serving import local_server
 from agl_core.training.session import open_session

@@ -13,8 +13,7 @@ import tomli_w
 from scripted_parts import SEEN
 
 from agl_core.config import LoadedConfig, load
-from agl_core.training.progress import Silent
-from agl_core.training.report import Summary
+from agl_core.training.report import Silent, Summary
 from agl_core.training.run import new_run_dir, train
 from agl_core.types import Attempt
 

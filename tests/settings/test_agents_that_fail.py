@@ -9,7 +9,7 @@ import scripted_parts
 from settings_bench import Bench
 
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
-from agl_core.training.progress import Silent
+from agl_core.training.report import Silent
 from agl_core.training.run import new_run_dir, train
 
 

@@ -22,8 +22,7 @@ from agl_core.cli import app
 from agl_core.config import load
 from agl_core.errors import CheckpointError, ConfigError, PluginError
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.progress import Silent
-from agl_core.training.report import Summary
+from agl_core.training.report import Silent, Summary
 from agl_core.training.run import evaluate, new_run_dir, train
 from agl_core.training.serving import standalone_server
 from agl_core.types import Rollout, Run

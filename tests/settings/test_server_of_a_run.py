@@ -14,7 +14,7 @@ import pytest
 from settings_bench import Bench
 
 from agl_core.errors import ConfigError, ServerError
-from agl_core.training.progress import Silent
+from agl_core.training.report import Silent
 from agl_core.training.run import new_run_dir, train
 from agl_core.training.serving import local_server, standalone_server
 from agl_core.training.session import open_session

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from settings_bench import Bench
 
-from agl_core.training.assertions import Assertions
+from agl_core.training.cautions import Assertions
 
 TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
 

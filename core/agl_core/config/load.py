@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tomli_w
 
 from agl_core import private
-from agl_core.config.hub import HUB_NAME
-from agl_core.config.models import ModelSection, PolicySection, RunConfig
-from agl_core.config.overrides import apply_overrides
+from agl_core.config.models import HUB_NAME, ModelSection, PolicySection, RunConfig
 from agl_core.config.problems import Report
-from agl_core.config.resolve import Chosen, PolicyPlan, Resolver, below
+from agl_core.config.resolve import Chosen, PolicyPlan, below, resolve, resolve_store
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
 
 CONFIG_FILE = "config.toml"
 """The configuration of a run as resolved, in the run's folder."""
+
+Key: TypeAlias = tuple[str, ...]
+"""A dotted key, as its parts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,48 +63,30 @@ class LoadedConfig(ScoredConfig):
 def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> LoadedConfig:
     """Read a run's configuration.
 
-    `overrides` are `KEY=VALUE` texts with dotted keys; `seed` replaces the file's. ConfigError tells everything
+    `overrides` are `KEY=VALUE` texts with dotted keys; `seed` replaces the file's. ConfigError lists everything
     that is wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported.
 
         loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
         tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
     """
-    config, report = _validated(path, overrides, seed)
-    folder = _existing_folder(config, report)
+    config, folder, report = _validated(path, overrides, seed)
+    _check_folder(folder, report)
     weights = _all_weights(config.policies, folder, report)
     plugins = Plugins.load(config.plugin_files)
-    parts = _resolved(config, Resolver(plugins, folder, report), report)
-    assert parts.store is not None
-    assert parts.engine is not None
-    assert parts.buffer is not None
-    return LoadedConfig(
-        config=parts.config,
-        folder=folder,
-        plugins=plugins,
-        store=parts.store,
-        policies=parts.policies,
-        weights=weights,
-        engine=parts.engine,
-        buffer=parts.buffer,
-        tasks=parts.tasks,
-        rewards=parts.rewards,
-        trackers=parts.trackers,
-    )
+    config, chosen = resolve(config, plugins, folder, report)
+    return LoadedConfig(config=config, folder=folder, plugins=plugins, weights=weights, **_only(LoadedConfig, chosen))
 
 
 def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
     """Read a run's configuration as far as a server needs it.
 
     Of the plugins that it names only the store has to be installed, and the weights need not be there. Settings of
-    what is not installed are left out of `config`, for any of them may be a secret. ConfigError tells what is wrong.
+    what is not installed are left out of `config`, for any of them may be a secret. ConfigError says what is wrong.
     """
-    config, report = _validated(path, overrides)
-    folder = config.folder
-    assert folder is not None
+    config, folder, report = _validated(path, overrides)
     plugins = Plugins.load(config.plugin_files)
-    parts = _resolved(config, Resolver(plugins, folder, report, required=(Kind.STORE,)), report)
-    assert parts.store is not None
-    return ServerConfig(parts.config, folder, plugins, parts.store)
+    config, chosen = resolve(config, plugins, folder, report, (Kind.STORE,))
+    return ServerConfig(config=config, folder=folder, plugins=plugins, **_only(ServerConfig, chosen))
 
 
 def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
@@ -111,18 +94,15 @@ def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
 
     Engine, tasks, trackers and weights need not be there, nor plugin files unless they bring what is chosen.
     """
-    config, report = _validated(path, overrides)
-    folder = config.folder
-    assert folder is not None
+    config, folder, report = _validated(path, overrides)
+    missing = ", ".join(str(file) for file in config.plugin_files if not file.is_file())
     plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
     required = (Kind.STORE, Kind.REWARD, Kind.CREDIT, Kind.ALGORITHM)
     try:
-        parts = _resolved(config, Resolver(plugins, folder, report, required=required), report)
+        config, chosen = resolve(config, plugins, folder, report, required)
     except ConfigError as error:
-        missing = ", ".join(str(file) for file in config.plugin_files if not file.is_file())
         raise ConfigError(f"{error}\n  Plugin files that are not there: {missing}.") if missing else error from None
-    assert parts.store is not None
-    return ScoredConfig(parts.config, folder, plugins, parts.store, parts.policies, parts.rewards)
+    return ScoredConfig(config=config, folder=folder, plugins=plugins, **_only(ScoredConfig, chosen))
 
 
 def load_store(path: Path) -> Chosen:
@@ -130,30 +110,31 @@ def load_store(path: Path) -> Chosen:
 
     Plugin files are imported only if no installed plugin brings the store.
     """
-    config, report = _validated(path, ())
-    folder = config.folder
-    assert folder is not None
+    config, folder, report = _validated(path, ())
     plugins = Plugins.load()
     if config.store.name not in plugins.components(Kind.STORE):
         plugins = Plugins.load(config.plugin_files)
-    _, store = Resolver(plugins, folder, report, required=(Kind.STORE,)).choice(Kind.STORE, ("store",), config.store)
-    report.raise_if_any()
-    assert store is not None
-    return store
+    return resolve_store(config, plugins, folder, report)
+
+
+def _only(model: type[ServerConfig], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What such a configuration has of what was chosen."""
+    return {each.name: chosen[each.name] for each in fields(model) if each.name in chosen}
 
 
 def load_for_workers(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's configuration as far as those who run its agent need it, with `folder` absolute.
 
     The plugins that it names are not looked for, nor are the weights: where agents run there need be no engine, no
-    algorithm and no reward. ConfigError tells what is wrong apart from these.
+    algorithm and no reward. ConfigError says what is wrong apart from these.
     """
-    config, report = _validated(path, overrides)
-    _existing_folder(config, report)
+    config, folder, report = _validated(path, overrides)
+    _check_folder(folder, report)
     return config
 
 
-def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RunConfig, Report]:
+def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RunConfig, Path, Report]:
+    """The configuration with its `folder` absolute, that folder, and where to report what else is wrong."""
     data = _read(path)
     report = Report(path, apply_overrides(data, overrides))
     if seed is not None:
@@ -162,20 +143,18 @@ def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) ->
     report.raise_if_any()
     assert config is not None
     folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
-    return config.model_copy(update={"folder": folder}), report
+    return config.model_copy(update={"folder": folder}), folder, report
 
 
-def _existing_folder(config: RunConfig, report: Report) -> Path:
-    """Where the agent is; ConfigError if that is no folder."""
-    assert config.folder is not None
-    if not config.folder.is_dir():
+def _check_folder(folder: Path, report: Report) -> None:
+    """ConfigError if the agent's folder is not there."""
+    if not folder.is_dir():
         report.add(
             ("folder",),
-            f"there is no folder {config.folder}. If the run was moved away from the agent that it trains, say where "
-            f"that is: --set folder=PATH.",
+            f"there is no folder {folder}. If the run was moved away from the agent that it trains, say where that is: "
+            f"--set folder=PATH.",
         )
         report.raise_if_any()
-    return config.folder
 
 
 def store_config(config: RunConfig, run_dir: Path) -> None:
@@ -225,42 +204,59 @@ def _weights(model: ModelSection, folder: Path) -> str | None:
     return model.path if HUB_NAME.fullmatch(model.path) and not local.exists() else None
 
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """What a configuration chose, as far as it is installed."""
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Key]:
+    """Change `data` in place by `KEY=VALUE` texts; returns the keys that were set.
 
-    config: RunConfig
-    policies: Mapping[str, PolicyPlan]
-    engine: Chosen | None
-    store: Chosen | None
-    buffer: Chosen | None
-    tasks: Mapping[str, Chosen]
-    rewards: Mapping[str, Chosen]
-    trackers: Mapping[str, Chosen]
+    A key is dotted, a value is a TOML value; what is no TOML value is taken as a plain string. Names in a key need no
+    quotes, but where they have a dot.
+
+    >>> data = {"train": {"steps": 100}}
+    >>> sorted(apply_overrides(data, ["train.steps=5", "model.path=Qwen/Qwen2.5-0.5B"]))
+    [('model', 'path'), ('train', 'steps')]
+    >>> data
+    {'train': {'steps': 5}, 'model': {'path': 'Qwen/Qwen2.5-0.5B'}}
+    """
+    return {_apply(data, override) for override in overrides}
 
 
-def _resolved(config: RunConfig, resolver: Resolver, report: Report) -> _Parts:
-    algorithm_section, algorithm = resolver.choice(Kind.ALGORITHM, ("algorithm",), config.algorithm)
-    credit_section, credit = resolver.choice(Kind.CREDIT, ("credit",), config.credit)
-    policy_sections, policies = resolver.policies(config.policies, algorithm, credit)
-    engine_section, engine = resolver.choice(Kind.ENGINE, ("engine",), config.engine)
-    store_section, store = resolver.choice(Kind.STORE, ("store",), config.store)
-    buffer_section, buffer = resolver.choice(Kind.BUFFER, ("buffer",), config.buffer)
-    task_sections, tasks = resolver.tasks(config.tasks)
-    reward_sections, rewards = resolver.rewards(config.rewards)
-    tracker_sections, trackers = resolver.trackers(config.trackers)
-    report.raise_if_any()
-    resolved = config.model_copy(
-        update={
-            "algorithm": algorithm_section,
-            "credit": credit_section,
-            "policies": policy_sections,
-            "engine": engine_section,
-            "store": store_section,
-            "buffer": buffer_section,
-            "tasks": task_sections,
-            "rewards": reward_sections,
-            "trackers": tracker_sections,
-        }
-    )
-    return _Parts(resolved, policies, engine, store, buffer, tasks, rewards, trackers)
+def _apply(data: dict[str, Any], override: str) -> Key:
+    written, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override}: must be KEY=VALUE, for instance --set train.steps=20.")
+    key = _parse_key(written, override)
+    table = data
+    for depth, part in enumerate(key[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: '{'.'.join(key[:depth])}' is a value, not a table with keys.")
+    table[key[-1]] = _parse_value(value.strip(), override)
+    return key
+
+
+def _parse_key(written: str, override: str) -> Key:
+    try:
+        parsed: Any = tomllib.loads(f"{written} = 0")
+    except tomllib.TOMLDecodeError:
+        names = written.strip().split(".")
+        if all(names) and not set(written.strip()) & set("\"' \t\n[]{}#"):
+            return tuple(names)  # Of names that TOML wants in quotes, which a shell would take away: reinforce++.
+        raise ConfigError(f"--set {override}: '{written}' is not a dotted key, for instance train.steps.") from None
+    parts: list[str] = []
+    while isinstance(parsed, dict):
+        if len(parsed) != 1:
+            raise ConfigError(f"--set {override}: sets more than one key; write one --set for each.")
+        [(part, parsed)] = parsed.items()
+        parts.append(part)
+    return tuple(parts)
+
+
+def _parse_value(value: str, override: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError as error:
+        if value[:1] in ("[", "{", '"', "'"):
+            raise ConfigError(f"--set {override}: the value is not valid TOML ({error}).") from None
+        return value
+    if parsed.keys() != {"value"}:
+        raise ConfigError(f"--set {override}: sets more than one key; write one --set for each.")
+    return parsed["value"]

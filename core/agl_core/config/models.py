@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from agl_core.config.agents import is_among
 from agl_core.types import Ending, Mode
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""A model's name on the Hugging Face hub, as a whole match."""
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+def is_among(agent: str | None, patterns: Sequence[str]) -> bool:
+    """Whether an agent has one of these names; `*`, `?` and `[…]` in them are wildcards, upper case counts.
+
+    A call whose agent is unknown has the empty name, so that `*` is everybody.
+
+    >>> is_among("editor-2", ["writer", "editor*"]), is_among("critic", ["writer"]), is_among(None, ["*"])
+    (True, False, True)
+    """
+    return any(fnmatchcase(agent or "", pattern) for pattern in patterns)
 
 
 class Section(BaseModel):
@@ -23,6 +39,11 @@ class OpenSection(BaseModel):
     """A table whose further keys are a plugin's settings, which the plugin checks."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The plugin's settings, as written in the file."""
+        return dict(self.model_extra or {})
 
 
 class PluginChoice(OpenSection):
@@ -83,11 +104,6 @@ class TaskSection(OpenSection):
     """One set of tasks: the plugin that makes them, and its settings."""
 
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The source's settings."""
-        return dict(self.model_extra or {})
 
 
 class LoraSection(Section):
@@ -310,11 +326,6 @@ class RewardSection(OpenSection):
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
     weight: float = Field(1.0, description="Its share in the terminal reward.")
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The rule's settings."""
-        return dict(self.model_extra or {})
-
 
 class RunConfig(Section):
     """A whole run."""
@@ -372,11 +383,27 @@ class RunConfig(Section):
             raise ValueError("needs the table [tasks.train]")
         return value
 
+    @field_validator("rewards")
+    @classmethod
+    def _is_not_the_agent(cls, value: dict[str, RewardSection]) -> dict[str, RewardSection]:
+        if "agent" in value:
+            raise ValueError(
+                "a table cannot be called 'agent', the source of what the agent itself reports: choose another name, "
+                "and name the rule by `rule`"
+            )
+        return value
+
     @field_validator("policies")
     @classmethod
     def _has_policy(cls, value: dict[str, PolicySection]) -> dict[str, PolicySection]:
         if not value:
             raise ValueError("needs a policy, for instance [policies.default]")
+        for name in value:
+            if not _FOLDER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot be a policy's name, for its checkpoint is in a folder of this name: use letters, "
+                    f"digits, '.', '_' and '-', and begin with a letter, a digit or '_'"
+                )
         return value
 
     @field_validator("policies")

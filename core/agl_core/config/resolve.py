@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
-from agl_core.config.models import PluginChoice, PolicySection, RewardSection, TaskSection
+from agl_core.config.models import PluginChoice, PolicySection, RewardSection, RunConfig, TaskSection
 from agl_core.config.problems import Place, Report
 from agl_core.plugins import Component, Kind, Plugins
 from agl_core.registering import Capability
 from agl_core.types import CreditKind
+
+Named = TypeVar("Named", TaskSection, RewardSection)
 
 _TENSORBOARD = "tensorboard"
 """The tracker that a run has without asking."""
@@ -69,17 +71,45 @@ def label(component: Component) -> str:
     return f"{component.kind} '{component.name}' ({component.origin})"
 
 
-class Resolver:
+def resolve(
+    config: RunConfig, plugins: Plugins, folder: Path, report: Report, required: Collection[Kind] = tuple(Kind)
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration with every setting filled in, and what it chose, by the name of the table.
+
+    ConfigError with what the report has by then. What is not installed is missing; for the kinds that are `required`
+    that is an error.
+    """
+    find = _Resolver(plugins, folder, report, required)
+    parts: dict[str, tuple[Any, Any]] = {
+        kind.value: find.choice(kind, (kind.value,), getattr(config, kind.value))
+        for kind in (Kind.ALGORITHM, Kind.CREDIT, Kind.ENGINE, Kind.STORE, Kind.BUFFER)
+    }
+    parts["policies"] = find.policies(config.policies, parts["algorithm"][1], parts["credit"][1])
+    parts["tasks"] = find.sections(Kind.TASK_SOURCE, "tasks", config.tasks, "source")
+    parts["rewards"] = find.sections(Kind.REWARD, "rewards", config.rewards, "rule")
+    parts["trackers"] = find.trackers(config.trackers)
+    report.raise_if_any()
+    resolved = config.model_copy(update={name: section for name, (section, _) in parts.items()})
+    return resolved, {name: chosen for name, (_, chosen) in parts.items()}
+
+
+def resolve_store(config: RunConfig, plugins: Plugins, folder: Path, report: Report) -> Chosen:
+    """What the configuration chose as its store."""
+    _, store = _Resolver(plugins, folder, report, (Kind.STORE,)).choice(Kind.STORE, ("store",), config.store)
+    report.raise_if_any()
+    assert store is not None
+    return store
+
+
+class _Resolver:
     """Looks up and validates, section by section; what is wrong goes to the report.
 
     Each method returns the section with the settings as validated (defaults filled in), so that the resolved
-    configuration says everything, and what it chose. Parts that are wrong are missing from both, and so are
-    the settings of plugins that are not installed; only for the kinds that are `required` that is wrong.
+    configuration says everything, and what it chose. Parts that are wrong are missing from both, and so are settings
+    of plugins that are not installed.
     """
 
-    def __init__(
-        self, plugins: Plugins, folder: Path, report: Report, *, required: Collection[Kind] = tuple(Kind)
-    ) -> None:
+    def __init__(self, plugins: Plugins, folder: Path, report: Report, required: Collection[Kind]) -> None:
         self._plugins, self._folder, self._report, self._required = plugins, folder, report, required
 
     def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
@@ -118,36 +148,22 @@ class Resolver:
         """A policy's own choice, else the run's; the kinds are called as the tables are."""
         return (None, of_run) if section is None else self.choice(kind, (*place, kind.value), section)
 
-    def tasks(self, sections: Mapping[str, TaskSection]) -> tuple[dict[str, TaskSection], dict[str, Chosen]]:
-        """The sets of tasks."""
+    def sections(
+        self, kind: Kind, table: str, sections: Mapping[str, Named], named_by: str
+    ) -> tuple[dict[str, Named], dict[str, Chosen]]:
+        """Tables of which each names its plugin by one of its keys, else by its own name."""
         resolved, found = {}, {}
         for name, section in sections.items():
-            place: Place = ("tasks", name)
-            resolved[name] = TaskSection(source=section.source)
+            model = type(section)
+            own = {key: getattr(section, key) for key in model.model_fields}
+            written = own[named_by]
+            place = named_by if written else None
             chosen = self._chosen(
-                Kind.TASK_SOURCE, section.source, section.settings, place, named_by="source", reserved=TaskSection
+                kind, written or name, section.settings, (table, name), named_by=place, reserved=model
             )
+            resolved[name] = model(**own, **(chosen.settings if chosen else {}))
             if chosen:
                 found[name] = chosen
-                resolved[name] = TaskSection(source=section.source, **chosen.settings)
-        return resolved, found
-
-    def rewards(self, sections: Mapping[str, RewardSection]) -> tuple[dict[str, RewardSection], dict[str, Chosen]]:
-        """The reward rules."""
-        resolved, found = {}, {}
-        for name, section in sections.items():
-            resolved[name] = RewardSection(rule=section.rule, weight=section.weight)
-            chosen = self._chosen(
-                Kind.REWARD,
-                section.rule or name,
-                section.settings,
-                ("rewards", name),
-                named_by="rule" if section.rule else None,
-                reserved=RewardSection,
-            )
-            if chosen:
-                found[name] = chosen
-                resolved[name] = RewardSection(rule=section.rule, weight=section.weight, **chosen.settings)
         return resolved, found
 
     def trackers(

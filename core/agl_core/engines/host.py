@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic
 
 from agl_core import private
-from agl_core.config.hub import check_models
+from agl_core.engines.hub import check_models
 from agl_core.engines.wire import START, Action, Answer, Command, Options, Ready, encode_settings
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream

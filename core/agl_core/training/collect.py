@@ -17,7 +17,7 @@ from agl_core.learning import ScoringRule, build_episode, score_all, score_group
 from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import Store
-from agl_core.training.progress import Phase
+from agl_core.training.report import Phase
 from agl_core.types import (
     AttemptKey,
     Call,

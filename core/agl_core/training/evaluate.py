@@ -10,11 +10,11 @@ from typing import Any
 from agl_core.config.models import EvalSection
 from agl_core.protocols import TaskSource
 from agl_core.store.interface import Store
+from agl_core.training.cautions import common_failure, describe_failures
 from agl_core.training.collect import Collector
-from agl_core.training.lessons import common_failure, told_failure
 from agl_core.training.metrics import episode_metrics
 from agl_core.training.plan import plan_groups
-from agl_core.training.progress import Observer
+from agl_core.training.report import Observer
 from agl_core.types import Episode, Mode
 
 
@@ -69,7 +69,7 @@ class Evaluator:
                         "seconds": time.monotonic() - started,
                     }
                 )
-        if (step == 0 or common_failure(episodes)) and (failure := await told_failure(self.store, episodes)):
+        if (step == 0 or common_failure(episodes)) and (failure := await describe_failures(self.store, episodes)):
             self.observer.say(f"step {step}, evaluation: {failure}")
         return entries, metrics, sum(len({t.key.call for t in e.transitions}) for e in episodes)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from agl_core.errors import PluginError
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup
 from agl_core.training.collect import Collected, Collector, Judged, reward_note, tell_of_failed_rules
-from agl_core.training.progress import Phase
+from agl_core.training.report import Phase
 from agl_core.types import Episode, Rollout
 
 

@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
-from agl_core.config import PolicyPlan, RunConfig
+from agl_core.config import LoadedConfig
 from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource, UpdateResult
-from agl_core.run_hooks import RunHooks
-from agl_core.store.interface import Store
-from agl_core.training.assertions import Assertions
+from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
+from agl_core.training.cautions import (
+    Assertions,
+    Patience,
+    common_failure,
+    describe_failures,
+    missing_lessons,
+    why_nothing,
+)
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.collect import Collector
-from agl_core.training.evaluate import Evaluator
 from agl_core.training.experience import Drawn, Experience
-from agl_core.training.lessons import Patience, common_failure, missing_lessons, told_failure, why_nothing
 from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, staleness_metrics, update_metrics
 from agl_core.training.plan import plan_train_group
-from agl_core.training.progress import Observer, Phase, evaluation_line, step_line
+from agl_core.training.report import Observer, Phase, evaluation_line, step_line
+from agl_core.training.session import Session
 from agl_core.types import Rollout, TrainingRecord
 
 Result = TypeVar("Result")
@@ -51,41 +54,31 @@ def _part(phase: Phase, number: int, count: int) -> Progress:
 class Trainer:
     """One run's training; all parts are passed in, started."""
 
-    config: RunConfig
-    policies: Mapping[str, PolicyPlan]
-    """How each policy learns."""
-    run: str
-    restart: int
-    tasks: TaskSource
-    engine: Engine
-    store: Store
-    collector: Collector
+    loaded: LoadedConfig
+    session: Session
     buffer: Buffer
-    evaluator: Evaluator
     checkpoints: Checkpoints
     log: MetricsLog
     observer: Observer
-    hook: RunHooks
-    versions: dict[str, int]
-    """The version being served of each policy."""
-    publish: Callable[[dict[str, int]], Awaitable[None]]
-    """Tells the gateway of new versions."""
     assertions: Assertions = field(default_factory=Assertions)
-    """Cautions about what the agent's side alone asserts."""
+    """Cautions about what only the agent's side asserts."""
     state: RunState = field(default_factory=RunState)
     saved_step: int = 0
     """The step of the latest checkpoint."""
+    _hook_failures: int = field(default=0, init=False)
+    """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _credit: Mapping[str, PolicyCredit] = field(init=False)
     _experience: Experience = field(init=False)
     _patience: Patience = field(init=False)
 
     def __post_init__(self) -> None:
-        self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.policies.items()}
-        self._patience = Patience(self.config.train.patience)
-        settings, per_step = self.config.asynchronous, self.config.train.groups_per_step
+        self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.loaded.policies.items()}
+        config = self.loaded.config
+        self._patience = Patience(config.train.patience)
+        settings, per_step = config.asynchronous, config.train.groups_per_step
         self._experience = Experience(
-            self.collector,
+            self.session.collector,
             self.buffer,
             self._plan,
             per_update=per_step,
@@ -96,10 +89,10 @@ class Trainer:
 
     async def train(self) -> None:
         """Train from where `state` is to the last step. TrainingError if the steps have nothing to train on."""
-        settings = self.config.train
+        settings = self.loaded.config.train
         last = settings.steps
         self._resumed = time.monotonic() - self.state.seconds
-        every = self.config.eval.every
+        every = self.loaded.config.eval.every
         if every and not self.state.evaluations:
             await self._evaluate()
         try:
@@ -117,34 +110,34 @@ class Trainer:
             await self._experience.cancel()
 
     def _plan(self, position: int) -> list[Rollout]:
-        settings = self.config.train
+        settings = self.loaded.config.train
         return plan_train_group(
-            self.tasks,
+            self.session.tasks["train"],
             position,
             groups_per_step=settings.groups_per_step,
             size=settings.group_size,
-            seed=self.config.seed,
-            run=self.run,
-            restart=self.restart,
+            seed=self.loaded.config.seed,
+            run=self.session.run,
+            restart=self.session.restart,
         )
 
     @property
     def _min_group_size(self) -> int:
-        settings = self.config.train
+        settings = self.loaded.config.train
         return min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
 
     def _draw_context(self, step: int) -> DrawContext:
-        staleness = self.config.asynchronous.max_staleness
-        return DrawContext(step, self.config.seed, self.versions, staleness, self._min_group_size)
+        staleness = self.loaded.config.asynchronous.max_staleness
+        return DrawContext(step, self.loaded.config.seed, self.session.versions, staleness, self._min_group_size)
 
     async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record. Once the weights move, the training records have to be stored."""
-        ages = staleness_metrics(drawn.episodes, self.versions)
+        ages = staleness_metrics(drawn.episodes, self.session.versions)
         prepared = make_batches(
-            without_stale(drawn.groups, self.versions, self.config.asynchronous.max_staleness),
+            without_stale(drawn.groups, self.session.versions, self.loaded.config.asynchronous.max_staleness),
             self._credit,
             weights=drawn.weights,
-            agents=self.config.train.agents,
+            agents=self.loaded.config.train.agents,
             min_group_size=self._min_group_size,
             step=step,
         )
@@ -152,19 +145,21 @@ class Trainer:
         results = await self._update(step, prepared)
         updated = time.monotonic()
         training_records = await self._record(step, prepared, results, drawn.rollouts)
-        for missing in missing_lessons(drawn.episodes, training_records, self.config.train.agents):
+        for missing in missing_lessons(drawn.episodes, training_records, self.loaded.config.train.agents):
             self.observer.say(f"step {step}: {missing}")
         for caution in self.assertions.noticed(drawn.new):
             self.observer.say(caution)
         if common_failure(drawn.new):
-            self.observer.say(f"step {step}: {await told_failure(self.store, drawn.new)}")
+            self.observer.say(f"step {step}: {await describe_failures(self.session.control.store, drawn.new)}")
         drops = Counter(record.dropped for record in training_records if record.dropped)
         found = episode_metrics(drawn.new)
-        stats = await self.engine.stats()
+        stats = await self.session.engine.stats()
         metrics = {
             **found,
             **ages,
-            **update_metrics({name: each.metrics for name, each in results.items()}, several=len(self.policies) > 1),
+            **update_metrics(
+                {name: each.metrics for name, each in results.items()}, several=len(self.loaded.policies) > 1
+            ),
             **{f"tokens/{key}": value - tokens[key] for key, value in (await self._tokens()).items()},
             **drop_metrics(record.dropped for record in training_records),
             **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
@@ -174,6 +169,7 @@ class Trainer:
             "groups/carried_over": float(drawn.carried_over),
             "buffer/replayed": float(drawn.replayed),
             "buffer/size": float(drawn.buffered),
+            "hooks/failed": float(self._new_hook_failures()),
             "seconds/rollouts": rolled_out - started,
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
@@ -186,7 +182,7 @@ class Trainer:
         state.kept += len(training_records) - drops.total()
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
-        self.observer.say(step_line(step, self.config.train.steps, metrics))
+        self.observer.say(step_line(step, self.loaded.config.train.steps, metrics))
         state.count_endings(drawn.new)
         self._count_memory(stats)
         self._patience.check(step, why_nothing(drawn.new, training_records, prepared.episodes_dropped))
@@ -195,19 +191,19 @@ class Trainer:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
         results: dict[str, UpdateResult] = {}
         with self.observer.phase("update", step) as phase:
-            training = [policy for policy in self.policies if policy in prepared.batches]
+            training = [policy for policy in self.loaded.policies if policy in prepared.batches]
             for number, policy in enumerate(training):
-                algorithm = self.policies[policy].algorithm
-                result = results[policy] = await self.engine.update(
+                algorithm = self.loaded.policies[policy].algorithm
+                result = results[policy] = await self.session.engine.update(
                     policy,
                     prepared.batches[policy],
                     algorithm.component.name,
                     to_jsonable_python(algorithm.options.model_dump()),
                     _part(phase, number, len(training)),
                 )
-                self.versions[policy] = result.version
-                await self.publish(dict(self.versions))
-                self.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
+                self.session.versions[policy] = result.version
+                await self.session.publish()
+                self.loaded.plugins.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
         return results
 
     async def _record(
@@ -231,29 +227,34 @@ class Trainer:
         ]
         training_records += prepared.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
-        await self.store.put(*training_records, *moved)
+        await self.session.control.store.put(*training_records, *moved)
         return training_records
+
+    def _new_hook_failures(self) -> int:
+        """How often lifecycle hooks failed since this was last asked."""
+        before, self._hook_failures = self._hook_failures, self.loaded.plugins.hook.failures.total()
+        return self._hook_failures - before
 
     async def _tokens(self) -> dict[str, float]:
         """The engine's counters of tokens prefilled, reused and decoded, since it started."""
-        stats = await self.engine.stats()
+        stats = await self.session.engine.stats()
         return {key.removeprefix("tokens_"): value for key, value in stats.items() if key.startswith("tokens_")}
 
     async def _evaluate(self) -> None:
         step = self.state.step
-        entries, metrics, calls = await self.evaluator.evaluate(step)
+        entries, metrics, calls = await self.session.evaluator.evaluate(step)
         self.state.evaluations += entries
         self.state.llm_calls += calls
-        self._count_memory(await self.engine.stats())
+        self._count_memory(await self.session.engine.stats())
         if entries:
             self.log.write(step, "eval", metrics)
-            self.observer.say(evaluation_line(step, self.config.train.steps, entries))
+            self.observer.say(evaluation_line(step, self.loaded.config.train.steps, entries))
 
     async def checkpoint(self) -> Path:
         """Save everything that resuming needs."""
         self.count_time()
         part = self.checkpoints.begin(self.state.step)
-        await self.engine.save(part)
+        await self.session.engine.save(part)
         self.saved_step = self.state.step
         return await asyncio.to_thread(self.checkpoints.commit, part, self.state)
 

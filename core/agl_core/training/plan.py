@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 from agl_core.protocols import TaskSource
-from agl_core.types import Mode, Rollout, Task
+from agl_core.types import Mode, Rollout
 
 _SHORT = {Mode.EVAL_GREEDY: "-greedy", Mode.EVAL_SAMPLED: "-sampled"}
 
@@ -29,16 +30,9 @@ def plan_train_group(
 ) -> list[Rollout]:
     """The group at a position (0, 1, …) of training, made for the step that trains on it if none is late."""
     step, number = divmod(position, groups_per_step)
-    return _group(
-        source.task(train_index(source, position, seed)),
-        f"s{step + 1}-g{number}",
-        run=run,
-        restart=restart,
-        step=step + 1,
-        mode=Mode.TRAIN,
-        position=position,
-        size=size,
-    )
+    task = source.task(train_index(source, position, seed))
+    name = f"s{step + 1}-g{number}"
+    return _group(Rollout("", run, restart, name, task, Mode.TRAIN, step + 1, 0, position=position), size)
 
 
 def plan_groups(
@@ -53,36 +47,14 @@ def plan_groups(
     position: int,
 ) -> list[list[Rollout]]:
     """Evaluation's rollouts, one for each task: groups of one, the first of them at `position` of the evaluation."""
+    name = f"s{step}-{split}{_SHORT[mode]}"
     return [
-        _group(
-            source.task(index),
-            f"s{step}-{split}{_SHORT[mode]}-g{number}",
-            run=run,
-            restart=restart,
-            step=step,
-            mode=mode,
-            position=position + number,
-            size=1,
-        )
-        for number, index in enumerate(indices)
+        _group(Rollout("", run, restart, f"{name}-g{n}", source.task(index), mode, step, 0, position=position + n), 1)
+        for n, index in enumerate(indices)
     ]
 
 
-def _group(
-    task: Task, name: str, *, run: str, restart: int, step: int, mode: Mode, position: int, size: int
-) -> list[Rollout]:
-    group = f"{name}-r{restart}" if restart else name
-    return [
-        Rollout(
-            id=f"{group}-m{member}",
-            run=run,
-            restart=restart,
-            group=group,
-            task=task,
-            mode=mode,
-            step=step,
-            member=member,
-            position=position,
-        )
-        for member in range(size)
-    ]
+def _group(first: Rollout, size: int) -> list[Rollout]:
+    """A group of rollouts that differ in id and member alone."""
+    name = f"{first.group}-r{first.restart}" if first.restart else first.group
+    return [replace(first, id=f"{name}-m{member}", group=name, member=member) for member in range(size)]

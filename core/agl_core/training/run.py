@@ -19,16 +19,14 @@ from agl_core.config.resolve import Chosen
 from agl_core.errors import AglError, CheckpointError, ConfigError, PluginError, StoreError, last_frames
 from agl_core.protocols import Tracker
 from agl_core.store.interface import Store
-from agl_core.training.assertions import Assertions
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
+from agl_core.training.cautions import Assertions
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, changes, check_changes, read_state
 from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, MetricsLog, has_trained
-from agl_core.training.progress import Observer
-from agl_core.training.report import Summary
-from agl_core.training.resuming import changes, check_changes
+from agl_core.training.report import Observer, Summary
 from agl_core.training.serving import TrainingServer, local_server
-from agl_core.training.session import Session, open_session
-from agl_core.wire.trainers import FinishRequest, VersionsRequest
+from agl_core.training.session import open_session
+from agl_core.wire.trainers import FinishRequest
 
 
 def new_run_dir(loaded: LoadedConfig) -> Path:
@@ -126,31 +124,19 @@ async def train(
     one in this process. ConfigError if a change does not fit the checkpoint; StoreError if the run's store is empty.
     The folder of a new run is removed if the run cannot be started.
     """
-    with removed_unless_begun(run_dir if is_new(run_dir) and not resume else None) as begun:
-        return await _train(loaded, run_dir, observer, resume, checkpoint, remote, begun)
-
-
-async def _train(
-    loaded: LoadedConfig,
-    run_dir: Path,
-    observer: Observer,
-    resume: bool,
-    checkpoint: Path | None,
-    remote: ServerAddress | None,
-    begun: Callable[[], None],
-) -> Summary:
     config = loaded.config
     checkpoints = Checkpoints(
         run_dir / CHECKPOINTS, config.train.keep_checkpoints, keep_best=config.train.keep_best_checkpoint
     )
-    weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)
-    state = read_state(weights) if weights else RunState()
-    if weights and state.config:
-        _tell_changes(loaded, state, weights, observer)
-    state.config = config.model_dump(mode="json")
-    for caution in cautions(loaded):
-        observer.say(caution)
     async with AsyncExitStack() as stack:
+        begun = stack.enter_context(removed_unless_begun(run_dir if is_new(run_dir) and not resume else None))
+        weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)
+        state = read_state(weights) if weights else RunState()
+        if weights and state.config:
+            _tell_changes(loaded, state, weights, observer)
+        state.config = config.model_dump(mode="json")
+        for caution in cautions(loaded):
+            observer.say(caution)
         trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
         log = MetricsLog(run_dir / METRICS_FILE, trackers)
         stack.callback(log.close)
@@ -170,7 +156,10 @@ async def _train(
             store_config(config, run_dir)
             for superseded in checkpoints.forget_after(state.step):
                 observer.say(f"removed {superseded}, which is superseded")
-        trainer = _trainer(loaded, run_dir, session, checkpoints, log, observer, state)
+        trainer = Trainer(
+            *(loaded, session, loaded.buffer.build(), checkpoints, log, observer, Assertions.in_run(loaded), state),
+            saved_step=state.step,
+        )
         stopped_by = await _until_done(trainer, observer)
         await session.control.finish(FinishRequest(restart=session.restart, over=stopped_by is None))
         worker = session.worker and session.worker.worker
@@ -250,41 +239,6 @@ async def _check_recorded(store: Store, name: str, run_dir: Path, step: int) -> 
             f"lost, or is elsewhere. Restore a backup of the store, name the server that has it (--server URL), or "
             f"start a new run."
         )
-
-
-def _trainer(
-    loaded: LoadedConfig,
-    run_dir: Path,
-    session: Session,
-    checkpoints: Checkpoints,
-    log: MetricsLog,
-    observer: Observer,
-    state: RunState,
-) -> Trainer:
-    async def publish(versions: dict[str, int]) -> None:
-        await session.control.publish(VersionsRequest(restart=session.restart, versions=versions))
-
-    return Trainer(
-        config=loaded.config,
-        policies=loaded.policies,
-        run=session.run,
-        restart=session.restart,
-        tasks=session.tasks["train"],
-        engine=session.engine,
-        store=session.control.store,
-        collector=session.collector,
-        buffer=loaded.buffer.build(),
-        evaluator=session.evaluator,
-        checkpoints=checkpoints,
-        log=log,
-        observer=observer,
-        hook=loaded.plugins.hook,
-        versions=session.versions,
-        publish=publish,
-        assertions=Assertions.in_run(loaded),
-        state=state,
-        saved_step=state.step,
-    )
 
 
 async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | None:

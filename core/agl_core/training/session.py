@@ -21,9 +21,9 @@ from agl_core.protocols import Engine, EngineContext, PolicySpec, TaskSource
 from agl_core.training.checkpoints import verify
 from agl_core.training.collect import Collector, scoring_rules
 from agl_core.training.evaluate import Evaluator
-from agl_core.training.progress import Observer
+from agl_core.training.report import Observer
 from agl_core.training.serving import RunControl, TrainingServer, check_reachable, recorded_name, registration
-from agl_core.wire.trainers import BeginRequest, FinishRequest
+from agl_core.wire.trainers import BeginRequest, FinishRequest, VersionsRequest
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
 
@@ -38,12 +38,16 @@ class Session:
     restart: int
     engine: Engine
     versions: dict[str, int]
-    """The version being served of each policy, at the start."""
+    """The version being served of each policy."""
     worker: WorkerThread | None
     """None: the rollouts are left to workers elsewhere."""
     collector: Collector
     evaluator: Evaluator
     tasks: Mapping[str, TaskSource]
+
+    async def publish(self) -> None:
+        """Tell the gateway which versions are served."""
+        await self.control.publish(VersionsRequest(restart=self.restart, versions=dict(self.versions)))
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_core.config import CONFIG_FILE, LoadedConfig, load, store_config
-from agl_core.config.overrides import apply_overrides
+from agl_core.config.load import apply_overrides
 from agl_core.errors import ConfigError, PluginError
 from agl_core.types import Ending
 
@@ -373,3 +373,21 @@ def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(
 def test_an_empty_async_table_is_enough_to_go_on_without_waiting(minimal: dict[str, Any], loaded: Load) -> None:
     assert loaded(minimal).config.asynchronous.max_staleness == 0
     assert loaded(minimal, "async={}").config.asynchronous.max_staleness == 4
+
+
+@pytest.mark.parametrize("name", ["../writer", "a/b", "", "..", "my writer"])
+def test_a_policy_has_a_name_that_a_folder_can_have(minimal: dict[str, Any], loaded: Load, name: str) -> None:
+    minimal["policies"] = {name: {"model": {"path": "weights"}}}
+
+    with pytest.raises(ConfigError, match="cannot be a policy's name") as raised:
+        loaded(minimal)
+    assert "use letters, digits, '.', '_' and '-'" in str(raised.value)
+
+
+def test_a_reward_table_is_not_called_as_the_source_of_what_agents_report(
+    minimal: dict[str, Any], loaded: Load
+) -> None:
+    change(minimal, "rewards.agent", {"rule": "filing"})
+
+    with pytest.raises(ConfigError, match=r"a table cannot be called 'agent'.*choose another name"):
+        loaded(minimal)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 from memory_store import MemoryStore
@@ -20,7 +21,8 @@ from agl_core.registering import NoOptions
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Judged
 from agl_core.training.loop import Trainer
-from agl_core.training.progress import Silent
+from agl_core.training.metrics import MetricsLog
+from agl_core.training.report import Silent
 from agl_core.types import (
     Batch,
     CreditKind,
@@ -219,7 +221,12 @@ class Bench:
 
 
 def make_bench(
-    folder: Path, state: RunState | None = None, restart: int = 0, buffer: Buffer | None = None, **settings: Any
+    folder: Path,
+    state: RunState | None = None,
+    restart: int = 0,
+    buffer: Buffer | None = None,
+    plugins: Plugins | None = None,
+    **settings: Any,
 ) -> Bench:
     """`settings` are those of [train], but for `max_staleness`, `in_flight` and `eval_every`."""
     asynchronous = {key: settings.pop(key) for key in ("max_staleness", "in_flight") if key in settings}
@@ -244,23 +251,29 @@ def make_bench(
     versions = {"default": engine.version}
     collector = ScriptedCollector(versions)
 
-    async def publish(versions: dict[str, int]) -> None: ...
+    async def publish() -> None: ...
 
-    parts: dict[str, Any] = {"engine": engine, "collector": collector, "evaluator": NoEvaluation(), "log": log}
-    trainer = Trainer(
-        config=config,
-        policies={"default": PolicyPlan(algorithm, credit)},
+    loaded: Any = SimpleNamespace(
+        config=config, policies={"default": PolicyPlan(algorithm, credit)}, plugins=plugins or Plugins()
+    )
+    session: Any = SimpleNamespace(
+        control=SimpleNamespace(store=store),
         run="run",
         restart=restart,
-        tasks=Numbers(),
-        store=store,
-        buffer=Fifo() if buffer is None else buffer,
-        checkpoints=Checkpoints(folder, keep=100),
-        observer=Silent(),
-        hook=Plugins().hook,
+        engine=engine,
         versions=versions,
+        collector=collector,
+        evaluator=NoEvaluation(),
+        tasks={"train": Numbers()},
         publish=publish,
+    )
+    trainer = Trainer(
+        loaded,
+        session,
+        Fifo() if buffer is None else buffer,
+        Checkpoints(folder, keep=100),
+        cast(MetricsLog, log),
+        Silent(),
         state=replace(state) if state else RunState(),
-        **parts,
     )
     return Bench(trainer, collector, engine, store, log)

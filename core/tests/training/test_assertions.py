@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from scripted_training import episode, make_bench
 
-from agl_core.training.assertions import Assertions
-from agl_core.training.progress import Silent
+from agl_core.training.cautions import Assertions
+from agl_core.training.report import Silent
 from agl_core.types import Episode, Reward, Source, ToolResult, ToolStatus
 
 

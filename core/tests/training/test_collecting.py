@@ -16,7 +16,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.training import collect
 from agl_core.training.collect import Collector
-from agl_core.training.progress import Silent
+from agl_core.training.report import Silent
 from agl_core.types import Attempt, AttemptKey, Ending, Episode, Rollout, RolloutState
 
 

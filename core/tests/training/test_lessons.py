@@ -12,7 +12,7 @@ import pytest
 from scripted_training import Bench, make_bench
 
 from agl_core.errors import TrainingError
-from agl_core.training.progress import Silent
+from agl_core.training.report import Silent
 from agl_core.types import Attempt, DropReason, Ending, Rollout
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from scripted_training import Bench, CountingEngine, make_bench
@@ -32,11 +32,11 @@ def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         told.append("evaluate")
         return [{"step": step, "set": "eval", "mode": "greedy", "reward": 0.5, "seconds": 0.0}], {}, 1
 
-    async def publish(versions: dict[str, int]) -> None:
-        told.append(f"publish {versions['default']}")
+    async def publish() -> None:
+        told.append(f"publish {bench.trainer.session.versions['default']}")
 
-    monkeypatch.setattr(bench.trainer.evaluator, "evaluate", evaluate)
-    monkeypatch.setattr(bench.trainer, "publish", publish)
+    monkeypatch.setattr(bench.trainer.session.evaluator, "evaluate", evaluate)
+    monkeypatch.setattr(bench.trainer.session, "publish", publish)
     noted(bench.collector, "enqueue", "roll out")
     noted(bench.engine, "update", "update")
     noted(bench.engine, "save", "checkpoint")
@@ -89,7 +89,8 @@ class HeldEngine(CountingEngine):
 async def test_weights_that_have_begun_to_move_are_recorded_before_an_interruption_ends_the_run(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
     engine = HeldEngine()
-    bench.trainer.engine = bench.engine = engine
+    bench.engine = engine
+    cast(Any, bench.trainer.session).engine = engine
     training = asyncio.create_task(bench.trainer.train())
     await engine.begun.wait()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from scripted_training import episode, make_bench
 
+from agl_core.hooks import hookimpl
+from agl_core.plugins import Plugins
 from agl_core.training.metrics import drop_metrics, episode_metrics, staleness_metrics
 from agl_core.types import (
     DropReason,
@@ -91,3 +93,26 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     state = bench.trainer.state
     assert (state.kept, state.llm_calls) == (line["transitions/kept"], 6)
     assert (state.endings, state.train_rewards) == ({"finished": 3, "crashed": 1}, [line["reward/mean"]])
+
+
+class FailingHook:
+    """Raises in the first two updates."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @hookimpl
+    def policy_updated(self) -> None:
+        self.asked += 1
+        if self.asked <= 2:
+            raise RuntimeError("no disk")
+
+
+async def test_failures_of_lifecycle_hooks_are_counted_by_step(tmp_path: Path) -> None:
+    plugins = Plugins()
+    plugins.register(FailingHook(), "a_plugin.py")
+    bench = make_bench(tmp_path, plugins=plugins)
+
+    await bench.trainer.train()
+
+    assert bench.metric("hooks/failed") == [1.0, 1.0, 0.0, 0.0]

@@ -11,8 +11,7 @@ import pytest
 from scripted_training import make_bench
 
 from agl_core.config.models import EvalSection
-from agl_core.training.evaluate import Evaluator
-from agl_core.training.progress import Silent
+from agl_core.training.report import Silent
 
 
 class Lines(Silent):
@@ -31,10 +30,10 @@ class ScriptedEvaluation:
 
 async def lines_of_a_run(folder: Path, every: int) -> list[str]:
     trainer = make_bench(folder, steps=4).trainer
-    config = trainer.config.model_copy(update={"eval": EvalSection(every=every)})
-    observer = Lines()
-    evaluator = cast(Evaluator, ScriptedEvaluation())
-    await replace(trainer, config=config, evaluator=evaluator, observer=observer).train()
+    loaded, session, observer = cast(Any, trainer.loaded), cast(Any, trainer.session), Lines()
+    loaded.config = loaded.config.model_copy(update={"eval": EvalSection(every=every)})
+    session.evaluator = ScriptedEvaluation()
+    await replace(trainer, observer=observer).train()
     return observer.lines
 
 

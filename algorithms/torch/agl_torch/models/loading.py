@@ -13,8 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from agl_core.config.hub import HUB_NAME
-from agl_core.config.models import LoraSection
+from agl_core.config.models import HUB_NAME, LoraSection
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.models.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from agl_core.cli.shared.text import harmless
-from agl_core.training.progress import Phase, Silent, numbered
+from agl_core.training.report import Phase, Silent, numbered
 
 _UNLIMITED = 1 << 16
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.config.hub import check_models
+from agl_core.engines.hub import check_models
 from agl_core.errors import EngineError
 
 MODEL = "nobody/no-such-model"

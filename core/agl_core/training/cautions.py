@@ -1,4 +1,7 @@
-"""Why a step had nothing to learn from, in words, and when training stops because of it."""
+"""What a step's rollouts show that its user should know, and when training stops because of it.
+
+That a run rests on what only the agent's side asserts (docs/security.md), and why a step had nothing to learn from.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agl_core.config import LoadedConfig
 from agl_core.errors import TrainingError
 from agl_core.learning import was_rewarded
+from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.registering import Capability
 from agl_core.store.interface import Store
 from agl_core.types import DropReason, Ending, Episode, TrainingRecord
 
+_WHY = "Whatever the agent starts can say the same: see docs/security.md."
 _REMEDIES: Mapping[Ending | DropReason, str] = {
     Ending.CRASHED: "Mend what the agent raises.",
     Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
@@ -28,14 +35,47 @@ _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 
 
+@dataclass
+class Assertions:
+    """Cautions that the run rests on what only the agent's side asserts: one for tool results, one for rewards."""
+
+    of_tool_results: bool = False
+    """A rule of the run computes rewards or credit from tool results; false once the caution was given."""
+    of_rewards: bool = False
+    """No reward rule of the run has a weight, so the reward is what the agent reports; false once the caution was
+    given."""
+
+    @classmethod
+    def in_run(cls, loaded: LoadedConfig) -> Assertions:
+        """The cautions that a run with this configuration may need."""
+        rules = [chosen for name, chosen in loaded.rewards.items() if loaded.config.rewards[name].weight]
+        counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
+        return cls(any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting), not rules)
+
+    def noticed(self, episodes: Sequence[Episode]) -> Iterator[str]:
+        """The cautions for the episodes of a step."""
+        tool_results = [each for e in episodes for t in e.transitions for each in t.tool_results]
+        if self.of_tool_results and tool_results and all(each.source.is_asserted for each in tool_results):
+            self.of_tool_results = False
+            counts = Counter(each.source.value for each in tool_results).most_common()
+            sources = ", ".join(f"{source} {count}" for source, count in counts)
+            yield (
+                f"caution: tool results count in the reward, and only the agent's side says what they were ({sources})."
+                f" {_WHY}"
+            )
+        if self.of_rewards and any(reward.source == AGENT_SOURCE for e in episodes for reward in e.rewards):
+            self.of_rewards = False
+            yield f"caution: the reward is what the agent reports: no rule in [rewards] has a weight. {_WHY}"
+
+
 def missing_lessons(
     episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], agents: Sequence[str]
 ) -> Iterator[str]:
     """Messages about a step in which no rule rewarded anything, or none of the chosen agents made a call."""
-    judged = [episode for episode in episodes if episode.dropped is None]
-    if judged and not any(map(was_rewarded, judged)):
+    scored = [episode for episode in episodes if episode.dropped is None]
+    if scored and not any(map(was_rewarded, scored)):
         yield (
-            f"no reward: no rule in [rewards] had anything to say of {len(judged)} rollouts, and no agent reported a "
+            f"no reward: no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a "
             f"reward, so that all count as 0. Name a rule in [rewards], or have the agent return a number or call "
             f"agl_core.reward."
         )
@@ -54,7 +94,7 @@ def common_failure(episodes: Sequence[Episode]) -> Ending | None:
     return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
 
 
-async def told_failure(store: Store, episodes: Sequence[Episode]) -> str | None:
+async def describe_failures(store: Store, episodes: Sequence[Episode]) -> str | None:
     """The most common failure of these rollouts: how many ended so, the first error, and what to check."""
     failed = [episode for episode in episodes if episode.ending is not Ending.FINISHED]
     if not failed:

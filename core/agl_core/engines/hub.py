@@ -7,16 +7,14 @@ start. This asks once.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
 
+from agl_core.config.models import HUB_NAME
 from agl_core.errors import EngineError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-"""A model's name on the hub, as a whole match."""
 _PATIENCE = httpx.Timeout(3.0)
 _YES = frozenset({"1", "ON", "YES", "TRUE"})
 
