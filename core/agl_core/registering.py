@@ -60,6 +60,9 @@ class Register(Protocol[Context, Made]):
     `options` is a pydantic model of the settings, which the builder gets. `needs` is what the component needs of the
     rest of the run, fixed or computed from the settings; `provides` is what it offers. `doc` is by default the first
     line of the builder's docstring.
+
+    `takes` is for algorithms alone: which credited values it takes, by default either. `kind` is for credit rules
+    alone, and required there: what the values are, or both if they can be read as either.
     """
 
     @overload
@@ -70,6 +73,8 @@ class Register(Protocol[Context, Made]):
         *,
         needs: Iterable[Capability] = (),
         provides: Iterable[Capability] = (),
+        takes: CreditKind | None = None,
+        kind: CreditKind | Collection[CreditKind] = (),
         doc: str | None = None,
     ) -> None: ...
 
@@ -82,66 +87,14 @@ class Register(Protocol[Context, Made]):
         options: type[Options],
         needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
         provides: Iterable[Capability] = (),
-        doc: str | None = None,
-    ) -> None: ...
-
-
-class RegisterAlgorithm(Protocol):
-    """As `Register`, for algorithms: `takes` says which credited values it takes, by default either."""
-
-    @overload
-    def __call__(
-        self,
-        name: str,
-        build: Callable[[NoOptions], Algorithm],
-        *,
-        needs: Iterable[Capability] = (),
-        takes: CreditKind | None = None,
-        doc: str | None = None,
-    ) -> None: ...
-
-    @overload
-    def __call__(
-        self,
-        name: str,
-        build: Callable[[Options], Algorithm],
-        *,
-        options: type[Options],
-        needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
         takes: CreditKind | Callable[[Options], CreditKind] | None = None,
+        kind: CreditKind | Collection[CreditKind] = (),
         doc: str | None = None,
     ) -> None: ...
 
 
-class RegisterCreditRule(Protocol):
-    """As `Register`, for credit rules: `kind` says what the values are, or both if they can be read as either."""
-
-    @overload
-    def __call__(
-        self,
-        name: str,
-        build: Callable[[NoOptions], CreditRule],
-        *,
-        kind: CreditKind | Collection[CreditKind],
-        needs: Iterable[Capability] = (),
-        provides: Iterable[Capability] = (),
-        doc: str | None = None,
-    ) -> None: ...
-
-    @overload
-    def __call__(
-        self,
-        name: str,
-        build: Callable[[Options], CreditRule],
-        *,
-        options: type[Options],
-        kind: CreditKind | Collection[CreditKind],
-        needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
-        provides: Iterable[Capability] = (),
-        doc: str | None = None,
-    ) -> None: ...
-
-
+RegisterAlgorithm: TypeAlias = Register[[], Algorithm]
+RegisterCreditRule: TypeAlias = Register[[], CreditRule]
 RegisterAdapter: TypeAlias = Register[[], Adapter]
 RegisterEngine: TypeAlias = Register[[EngineContext], Engine]
 RegisterReward: TypeAlias = Register[[], RewardRule | GroupRewardRule]

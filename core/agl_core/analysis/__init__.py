@@ -1,1 +1,1 @@
-"""What reads a finished or running run: typed records of what was found, which commands and others show."""
+"""What reads a finished or running run: typed records that commands print and others can show."""

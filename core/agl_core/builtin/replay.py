@@ -15,7 +15,7 @@ here an update gets every new group as "fifo" gives them, with weight 1, and the
 
 k groups of one update are drawn together and are k different ones: k · P(i) is the probability that group i is among
 them. Where that would be more than 1 it is 1, and the others share the rest. So with β = 1 the weighted sum over what
-was drawn is, but for the constant max w, an unbiased estimate of the sum over all N (Horvitz and Thompson, 1952).
+was drawn is, up to the constant max w, an unbiased estimate of the sum over all N (Horvitz and Thompson, 1952).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class PrioritisedOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ratio: float = Field(
-        1.0, gt=0, le=100, description="Groups replayed in an update for each new one, as far as there are so many."
+        1.0, gt=0, le=100, description="Groups replayed in an update for each new one, if there are enough."
     )
     capacity: int = Field(256, ge=1, description="Groups kept to be replayed; those that came first leave first.")
     alpha: float = Field(
-        0.6, ge=0, le=1, description="How much the priority counts in what is drawn; 0: all groups alike."
+        0.6, ge=0, le=1, description="How much the priority counts in what is drawn; 0: every group counts the same."
     )
     beta: float = Field(
         1.0, ge=0, le=1, description="How much of that the weight in the loss corrects; 0: nothing, 1: all of it."
@@ -115,12 +115,12 @@ def prioritised(options: PrioritisedOptions) -> Prioritised:
 
 
 def prioritised_needs(options: PrioritisedOptions) -> set[Capability]:
-    """Old experience, corrected; and several rollouts of each task, unless all groups are drawn alike."""
+    """Old experience, corrected; and several rollouts of each task, unless the priority does not count."""
     return {Capability.REPLAY, Capability.GROUPS} if options.alpha > 0 else {Capability.REPLAY}
 
 
 def spread(group: Sequence[Episode]) -> float:
-    """p of the module's formulas: the mean absolute deviation of the returns; 0 of what is not finite."""
+    """p of the module's formulas: the mean absolute deviation of the returns; 0 if that is not finite."""
     returns = [episode_return(episode) for episode in group]
     middle = mean(returns)  # Exact: equal returns must not differ in the last bit.
     deviation = mean(abs(each - middle) for each in returns)
@@ -158,5 +158,5 @@ def systematic_sample(chances: NDArray[np.float64], random: np.random.Generator)
 
 
 def _without_dropped(group: Sequence[Episode]) -> list[Episode]:
-    """A group as it is replayed: what is dropped was recorded the first time."""
+    """A group as it is replayed, without dropped episodes: those were recorded the first time."""
     return [episode for episode in group if episode.dropped is None and episode.transitions]

@@ -36,7 +36,7 @@ class JsonlTasks:
     """
 
     def __init__(self, options: JsonlOptions, folder: Path) -> None:
-        """Read the whole file, so that a bad line is told before anything runs. ConfigError names the line."""
+        """Read the whole file, so that a bad line is an error before anything runs. ConfigError names the line."""
         path = folder / options.path.expanduser()
         self._tasks = list(_read(path, options))
         if not self._tasks:

@@ -73,24 +73,25 @@ def main() -> None:
         for broken in plugins.broken:
             typer.secho(f"Warning: {harmless(str(broken))}", fg=typer.colors.YELLOW, err=True)
         app()
-    except AglError as error:
-        if "--debug" in sys.argv:
+    except (AglError, ModuleNotFoundError, OSError) as error:
+        message = _message(error)
+        if message is None or "--debug" in sys.argv:
             raise
-        typer.secho(f"Error: {harmless(str(error))}", fg=typer.colors.RED, err=True)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in SERVER_MODULES or "--debug" in sys.argv:
-            raise
-        needed = f"This needs the server's packages, of which {missing} is not installed"
-        typer.secho(f"Error: {needed}: pip install 'agl-core[server]'", fg=typer.colors.RED, err=True)
-        sys.exit(2)
-    except OSError as error:
-        if error.filename is None or "--debug" in sys.argv:
-            raise
-        said = f"{error.filename} cannot be read, made or written ({error.strerror})"
-        remedy = "Check that it is there, its permissions and the disk. --debug shows where it was wanted."
-        typer.secho(f"Error: {harmless(f'{said}. {remedy}')}", fg=typer.colors.RED, err=True)
+        typer.secho(f"Error: {harmless(message)}", fg=typer.colors.RED, err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _message(error: Exception) -> str | None:
+    """What an error says to the user; None for one that agl does not expect."""
+    if isinstance(error, AglError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in SERVER_MODULES:
+        return f"This needs the server's packages, and {missing} is not installed: pip install 'agl-core[server]'"
+    if isinstance(error, OSError) and error.filename is not None:
+        return (
+            f"{error.filename} cannot be read, made or written ({error.strerror}). Check that it is there, its "
+            f"permissions and the disk. --debug shows what needed it."
+        )
+    return None

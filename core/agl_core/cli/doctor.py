@@ -32,6 +32,8 @@ UpstreamOption = Annotated[
     typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server."),
 ]
 
+FRAMEWORKS = {"langchain-core": "langchain_core", "autogen-agentchat": "autogen_agentchat", "openai-agents": "agents"}
+"""Agent frameworks that are worth a note if no adapter for them is installed: distribution and module."""
 SERVER_MODULES = ("httptools", "starlette", "uvicorn")
 """What agl-core imports of its extra `server`."""
 
@@ -60,9 +62,9 @@ def doctor(
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this environment, and a configuration with its engine, or a model server.
+    """Check this environment, and if named a configuration with its engine, or a model server.
 
-    Each line that is wrong says what to do. The exit status is 1 if something needed is broken.
+    Each problem comes with what to do. The exit status is 1 if something that is needed is broken.
     """
     found = []
     for finding in _findings(config, upstream, upstream_key_env, model):
@@ -133,6 +135,11 @@ def _attaching() -> Iterator[Finding]:
         failed = attachment.failed.get(framework)
         remedy = f"install a version of {framework.split('.')[0]} that the adapter's package asks for" if failed else ""
         yield Finding(framework, failed or "agl attaches to it", remedy)
+    attached = {each.framework for each in adapters}
+    for distribution, module in FRAMEWORKS.items():
+        if module not in attached and distribution in installed.get(module, ()):
+            remedy = "if an agent uses it, install an adapter for it (README, Where everything is)"
+            yield Finding(module, "is installed, and no adapter for it", remedy, is_needed=False)
 
 
 def _configured(config: Path) -> Iterator[Finding]:
@@ -206,7 +213,7 @@ def _ids(what: str, probe: Probe, *, is_needed: bool) -> Iterator[Finding]:
         yield Finding(what, doubt, remedy)
     if not probe.returns_ids:
         remedy = (
-            "what it answers can be recorded and judged, but not trained on; a server like vLLM returns ids when asked "
+            "its replies can be recorded and scored, but not trained on; a server like vLLM returns ids when asked "
             "(return_token_ids)"
         )
         yield Finding(what, probe.missing, remedy, is_needed=is_needed)

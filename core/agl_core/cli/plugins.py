@@ -23,7 +23,7 @@ OfKind = Annotated[Kind | None, typer.Option(help="Only components of this kind.
 
 
 def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = False) -> None:
-    """List every installed component: its kind and name, where it comes from, its settings, what it needs.
+    """List every installed component with its origin, its settings, and what it needs.
 
     Installed plugins that cannot be used are listed as broken, with the error.
     """
@@ -69,7 +69,7 @@ def describe(component: Component) -> dict[str, Any]:
 
 
 def _described_broken(plugin: BrokenPlugin) -> dict[str, Any]:
-    """In the form of a component, of which nothing is known."""
+    """A broken plugin in the form of a component."""
     nothing: dict[str, Any] = {"settings": [], "needs": [], "provides": []}
     return {"kind": "broken", "name": plugin.name, "origin": plugin.origin, "doc": plugin.error, **nothing}
 

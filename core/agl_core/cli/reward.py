@@ -101,7 +101,7 @@ def _print_trial(console: Screen, trial: Trial, in_full: bool) -> None:
 
 
 def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> None:
-    """A table of what there is and would be; one line for an unchanged rollout, unless `in_full`."""
+    """A table of the values before and after; one line for an unchanged rollout, unless `in_full`."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

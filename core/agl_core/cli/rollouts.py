@@ -20,7 +20,7 @@ RunArgument = Annotated[Path | None, typer.Argument(help="The run's folder; by d
 Step = Annotated[int | None, typer.Option(help="Only of this step.")]
 ModeOption = Annotated[Mode | None, typer.Option(help="Only of this mode.")]
 EndingOption = Annotated[Ending | None, typer.Option(help="Only those that ended like this.")]
-Limit = Annotated[int, typer.Option(min=1, help="The newest so many.")]
+Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
 
 
 def rollouts(

@@ -75,8 +75,8 @@ def run(
 ) -> None:
     """Run a command, and record what its agent does as one rollout: agl run -- python my_agent.py
 
-    Its LLM clients are sent to agl by the environment, and in all its Python processes the installed adapters attach
-    themselves. Replies are sampled as the agent asks (a recording is no training). The exit status is the command's.
+    The environment leads its LLM clients to agl, and the installed adapters attach themselves in all its Python
+    processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
     from agl_core.training.run import removed_unless_begun
     from agl_core.wire.keys import take_keys

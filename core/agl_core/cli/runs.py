@@ -13,12 +13,10 @@ from agl_core.cli.shared.text import print_json, score
 
 Folder = Annotated[Path, typer.Argument(help="Where the runs are.")]
 Runs = Annotated[list[Path], typer.Argument(help="Runs: folders, or names below ./runs.")]
-KeepSteps = Annotated[int, typer.Option(min=0, help="Keep the calls of the last so many steps whole.")]
+KeepSteps = Annotated[int, typer.Option(min=0, help="The number of last steps whose calls are kept complete.")]
 KeepCheckpoints = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="Keep the last so many checkpoints, and the best one; by default the run's train.keep_checkpoints."
-    ),
+    typer.Option(min=1, help="The number of last checkpoints to keep; by default the run's train.keep_checkpoints."),
 ]
 
 runs = typer.Typer(help="List runs, and make them smaller.", no_args_is_help=True)
@@ -51,8 +49,8 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
     """Remove old checkpoints, and the texts and tokens of the calls of old steps.
 
     The last checkpoints are kept, and the best one. Metrics, rewards, tool results and what training made of each call
-    stay, and the run can be read and resumed as before. A run that is being trained or served is refused. The store's
-    file gets smaller by agl runs vacuum.
+    stay, and the run can be read and resumed as before. A run that is being trained or served is refused. To make
+    the store's file smaller, run agl runs vacuum afterwards.
     """
     from agl_core.analysis import runs
     from agl_core.cli.shared.screen import Screen

@@ -34,11 +34,11 @@ def serve(
 ) -> None:
     """Serve a run: gateway, rollout queue and store, for `agl train --server` and `agl worker --server`.
 
-    The run's folder, runs/NAME, holds the store. What an earlier server left there is taken up: queued rollouts stay
-    queued, and workers keep what they run. So the server may be killed at any time; start it again by the same
+    The run's folder, runs/NAME, holds the store. A server goes on where an earlier one stopped: queued rollouts stay
+    queued, and workers keep what they run. So the server may be killed at any time; start it again with the same
     command, and trainer and workers go on.
 
-    Of the plugins that the configuration names only the store has to be installed here, and no weights are needed.
+    This machine needs no weights, and of the plugins in the configuration only the store.
 
     To be reached from other machines, give it an address of this one with --host, and set AGL_WORKER_KEY and
     AGL_OPERATOR_KEY here, the first for the workers and the second for the trainer. What crosses the network is not
@@ -65,7 +65,7 @@ def serve(
 async def _serve(
     loaded: ServerConfig, run_dir: Path, trained: str, worked: str, console: Screen, begun: Callable[[], None]
 ) -> None:
-    """`trained` and `worked` are what trainer and workers are to be told beside the address."""
+    """`trained` and `worked` are the arguments of trainer and workers, without the address."""
     from agl_core.training.serving import standalone_server
 
     async with standalone_server(loaded, run_dir) as server:
@@ -78,16 +78,16 @@ async def _serve(
             console.print("from other machines, use an address of this one in its place")
         console.print(f"train:  agl train {trained} --server {server.base_url}")
         console.print(f"work:   agl worker {worked} --server {server.base_url}")
-        await _until_told()
+        await _until_signalled()
         console.print("stopping; trainer and workers wait for the next server")
 
 
-async def _until_told() -> None:
+async def _until_signalled() -> None:
     """Return on Ctrl-C or SIGTERM; a second one gets the default treatment."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
     for each in signals:
-        loop.add_signal_handler(each, told.set)
-    await told.wait()
+        loop.add_signal_handler(each, stopped.set)
+    await stopped.wait()
     for each in signals:
         loop.remove_signal_handler(each)

@@ -28,7 +28,9 @@ Resume = Annotated[
 EngineName = Annotated[str | None, typer.Option("--engine", metavar="NAME", help="Overrides engine.name.")]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Start nothing; show what the engine would start, and what that would take."),
+    typer.Option(
+        "--dry-run", help="Start nothing; show what the engine would start, and the resources that it would take."
+    ),
 ]
 
 
@@ -44,14 +46,14 @@ def train(
     """Train the agent that CONFIG names, and print the reward before and after.
 
     Everything runs on this machine: the engine in a process of its own, server and workers in this one. Ctrl-C stops
-    cleanly (exit status 130; 143 after SIGTERM); --resume goes on. The run's folder holds the store, metrics.jsonl,
-    checkpoints and summary.json.
+    the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The run's folder holds the store,
+    metrics.jsonl, checkpoints and summary.json.
 
-    A run that goes on from a checkpoint, say --resume RUN/checkpoints/step-000003, supersedes what came after it:
-    later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
+    --resume goes on with a run. From an earlier checkpoint, say --resume RUN/checkpoints/step-000003, it supersedes
+    what came later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
 
-    With --server, the server and its store run elsewhere (`agl serve CONFIG`) and so do the workers (`agl worker
-    CONFIG --server URL`); here are the engine, the checkpoints and the metrics. On another machine than the server's,
+    With --server, the server with its store runs elsewhere (`agl serve CONFIG`), and so do the workers (`agl worker
+    CONFIG --server URL`). The engine, the checkpoints and the metrics are here. If the server is on another machine,
     set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
     """
     from agl_core.cli.shared.screen import ConsoleObserver, Screen

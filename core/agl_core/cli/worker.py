@@ -65,15 +65,15 @@ def work(
     drain: Drain = 30.0,
     set_: Set = [],  # noqa: B006
 ) -> None:
-    """Run rollouts for `agl train TARGET`, until that run is over. There may be any number of workers.
+    """Run rollouts for `agl train TARGET` until that run is over. There may be any number of workers.
 
-    On the machine of `agl train` (or `agl serve`), the server and its key are found in the run's folder. Anywhere
-    else, name the server with --server and set AGL_WORKER_KEY to the value it has there. The agent and what it needs
-    have to be on each machine, and the configuration, unless --entry or --command say which agent it is; engine,
-    algorithms, rewards and weights need not.
+    On the machine of `agl train` (or `agl serve`), the run's folder says where the server is and has its key. On other
+    machines, name the server with --server and set AGL_WORKER_KEY to the value it has there. Each machine needs the
+    agent and what the agent needs. It needs the configuration too, unless --entry or --command names the agent. It
+    needs no engine, algorithms, rewards or weights.
 
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
-    first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back at once.
+    first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back immediately.
     """
     from agl_core.cli.shared.screen import Screen
 
@@ -81,7 +81,7 @@ def work(
     console = Screen(stderr=True)
     has_moved = asyncio.run(_work(plan, concurrency or plan.workers.concurrency, drain, console))
     if has_moved:
-        console.print("the server has moved: starting anew")
+        console.print("the server has moved: starting again")
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **plan.keys})
 
 
@@ -200,12 +200,12 @@ async def _found(find: Callable[[], ServerAddress | None], console: Screen) -> S
 
 @contextmanager
 def _draining(worker: Worker, seconds: float, console: Screen) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM the worker is drained, on a second one at once."""
+    """On Ctrl-C or SIGTERM the worker is drained, immediately on a second one."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def drain() -> None:
-        console.print(f"ending: {worker.running} rollouts get {seconds:g} s; again: at once")
+        console.print(f"ending: {worker.running} rollouts get {seconds:g} s to end; a second signal ends them now")
         worker.drain(seconds)
 
     for each in signals:
@@ -224,12 +224,12 @@ async def _show(worker: Worker, console: Screen) -> None:
             while True:
                 status.update(_counts(worker))
                 await asyncio.sleep(_REFRESH)
-    told = ""
+    shown = ""
     while True:
         await asyncio.sleep(_LINES)
-        if (counts := _counts(worker)) != told:
+        if (counts := _counts(worker)) != shown:
             console.print(counts)
-            told = counts
+            shown = counts
 
 
 def _counts(worker: Worker) -> str:

@@ -11,21 +11,19 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from itertools import count
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from agl_core.client.http import BlockingClient, LightningClient, RefusedError, UnreachableError
 from agl_core.client.link import Link, persistently
 from agl_core.errors import ServerError, StoreError, StoreRefusedError
 from agl_core.store.codec import name_of
-from agl_core.store.interface import Record
+from agl_core.store.interface import Record, Store, Wanted
 from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
-    Mode,
     Reward,
     Rollout,
-    RolloutState,
     Run,
     ToolResult,
     TrainingRecord,
@@ -163,7 +161,7 @@ class RemoteQueue:
             await _at_the_end(self._link, lambda some=some: self._client.cancel(some))  # type: ignore[misc]
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """A server's store; see `agl_core.store.interface.Store`."""
 
     def __init__(self, client: LightningClient, link: Link) -> None:
@@ -187,18 +185,8 @@ class RemoteStore:
     async def runs(self) -> list[Run]:
         return await self._read(RunsQuery(), Run)
 
-    async def rollouts(
-        self,
-        *,
-        run: str | None = None,
-        step: int | None = None,
-        mode: Mode | None = None,
-        state: RolloutState | None = None,
-        group: str | None = None,
-        limit: int | None = None,
-    ) -> list[Rollout]:
-        question = RolloutsQuery(run=run, step=step, mode=mode, state=state, group=group, limit=limit)
-        return await self._read(question, Rollout)
+    async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
+        return await self._read(RolloutsQuery(**wanted), Rollout)
 
     async def rollout(self, prefix: str) -> Rollout:
         [found] = await self._read(RolloutQuery(prefix=prefix), Rollout)
@@ -218,14 +206,6 @@ class RemoteStore:
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         return await self._recorded("training_records", attempts, TrainingRecord)
-
-    async def __aenter__(self) -> RemoteStore:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing, as `close`."""
 
     async def _recorded(
         self, name: RecordsName, attempts: Iterable[AttemptKey], kind: type[Kind], at_once: int = MAX_ATTEMPTS

@@ -1,4 +1,4 @@
-"""Do the chosen parts of a run go together? Asked before anything starts, so that nothing is a silent no-op."""
+"""Whether the chosen parts of a run go together, checked before anything starts: no setting is silently ignored."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check(loaded: ScoredConfig) -> None:
 
 
 def cautions(loaded: LoadedConfig) -> Iterator[str]:
-    """What works, but is worth a word before the run starts."""
+    """What works, and may still surprise."""
     staleness = loaded.config.asynchronous.max_staleness
     uncorrected = [policy for policy, plan in loaded.policies.items() if not _corrects_staleness(plan)]
     if staleness and uncorrected:
@@ -63,7 +63,7 @@ def cautions(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def _corrects_staleness(plan: PolicyPlan) -> bool:
-    """Whether importance weights are on, or the algorithm has no such setting and sees to it itself."""
+    """Whether importance weights are on; also if the algorithm has no such setting."""
     return getattr(plan.algorithm.options, "importance_cap", 0) is not None
 
 

@@ -118,7 +118,7 @@ def load_store(path: Path) -> Chosen:
 
 
 def _only(model: type[ServerConfig], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What such a configuration has of what was chosen."""
+    """The parts among the chosen ones that such a configuration has."""
     return {each.name: chosen[each.name] for each in fields(model) if each.name in chosen}
 
 
@@ -207,8 +207,7 @@ def _weights(model: ModelSection, folder: Path) -> str | None:
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Key]:
     """Change `data` in place by `KEY=VALUE` texts; returns the keys that were set.
 
-    A key is dotted, a value is a TOML value; what is no TOML value is taken as a plain string. Names in a key need no
-    quotes, but where they have a dot.
+    A key is dotted. A value is a TOML value, or else a plain string. A name in a key needs quotes only if it has a dot.
 
     >>> data = {"train": {"steps": 100}}
     >>> sorted(apply_overrides(data, ["train.steps=5", "model.path=Qwen/Qwen2.5-0.5B"]))

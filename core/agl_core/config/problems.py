@@ -49,7 +49,7 @@ def written(place: Place) -> str:
 
 
 class Report:
-    """Collects what is wrong, so that all of it is told at once."""
+    """Collects what is wrong, so that one error lists all of it."""
 
     def __init__(self, path: Path, overridden: Collection[Place] = ()) -> None:
         self._path, self._overridden = path, overridden
@@ -64,8 +64,8 @@ class Report:
     ) -> Model | None:
         """`data` as `model`, or None and the problems noted.
 
-        The rules are JSON's: lists do for tuples and texts for paths, but no text becomes a number. No key is
-        passed over, even where a plugin's model would.
+        The rules are JSON's: a list can be a tuple and a text a path, but no text becomes a number. No key is
+        ignored, even if a plugin's model would ignore it.
         """
         forbid = model.model_config.get("extra") in (None, "ignore")
         text = json.dumps(data, default=str)

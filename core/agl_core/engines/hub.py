@@ -1,4 +1,4 @@
-"""Whether a model of the Hugging Face hub is within reach, asked before an engine's process starts.
+"""Whether a model of the Hugging Face hub is within reach, checked before an engine's process starts.
 
 The hub's own libraries try an unreachable hub again and again, for half a minute, in a process that took seconds to
 start. This asks once.
@@ -47,7 +47,7 @@ def _why_out_of_reach(model: str) -> str | None:
 
 
 def _is_downloaded(model: str) -> bool:
-    """In whatever revision; what of it is missing, the engine says."""
+    """Whether any revision is there; the engine finds out whether it is complete."""
     return any((_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias, TypedDict, Unpack
 
 from agl_core.types import (
     Attempt,
@@ -20,6 +20,18 @@ from agl_core.types import (
 )
 
 Record: TypeAlias = Run | Rollout | Attempt | Call | ToolResult | Reward | TrainingRecord
+
+
+class Wanted(TypedDict, total=False):
+    """Which rollouts: those that have every value that is given and not None."""
+
+    run: str | None
+    step: int | None
+    mode: Mode | None
+    state: RolloutState | None
+    group: str | None
+    limit: int | None
+    """The first so many."""
 
 
 class Store(Protocol):
@@ -42,16 +54,7 @@ class Store(Protocol):
     async def runs(self) -> list[Run]:
         """Every restart of every run, oldest first."""
 
-    async def rollouts(
-        self,
-        *,
-        run: str | None = None,
-        step: int | None = None,
-        mode: Mode | None = None,
-        state: RolloutState | None = None,
-        group: str | None = None,
-        limit: int | None = None,
-    ) -> list[Rollout]:
+    async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
         """Rollouts that match, oldest first."""
 
     async def rollout(self, prefix: str) -> Rollout:
@@ -72,8 +75,11 @@ class Store(Protocol):
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
         """What training made of the transitions of these attempts; of one that was replayed, by each step."""
 
-    async def __aenter__(self) -> Store: ...
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        await self.close()

@@ -6,8 +6,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +15,7 @@ from agl_core.store import queries
 from agl_core.store.codec import name_of
 from agl_core.store.connections import Readers, Synchronous, check_folder, connect_writer, damaged, explain
 from agl_core.store.files import WriterLock
-from agl_core.store.interface import Record
+from agl_core.store.interface import Record, Store, Wanted
 from agl_core.store.pieces import Pieces
 from agl_core.store.pruning import prune_calls
 from agl_core.store.tables import REWARDS, TOOL_RESULTS, TRAINING_RECORDS
@@ -25,10 +24,8 @@ from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
-    Mode,
     Reward,
     Rollout,
-    RolloutState,
     Run,
     ToolResult,
     TrainingRecord,
@@ -37,7 +34,7 @@ from agl_core.types import (
 Result = TypeVar("Result")
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """A `Store` in one SQLite file; see that protocol for what each method promises.
 
     One process may write; a second writer is refused with a StoreError. Other processes may read meanwhile:
@@ -96,19 +93,10 @@ class SqliteStore:
     async def runs(self) -> list[Run]:
         return await self._read(queries.runs)
 
-    async def rollouts(
-        self,
-        *,
-        run: str | None = None,
-        step: int | None = None,
-        mode: Mode | None = None,
-        state: RolloutState | None = None,
-        group: str | None = None,
-        limit: int | None = None,
-    ) -> list[Rollout]:
-        filters: dict[str, Any] = {"run": run, "step": step, "mode": mode, "state": state, "grp": group}
-        wanted = {column: value for column, value in filters.items() if value is not None}
-        return await self._read(lambda connection: queries.rollouts(connection, wanted, limit))
+    async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
+        limit = wanted.pop("limit", None)
+        equal = {"grp" if name == "group" else name: value for name, value in wanted.items() if value is not None}
+        return await self._read(lambda connection: queries.rollouts(connection, equal, limit))
 
     async def rollout(self, prefix: str) -> Rollout:
         """The rollout whose id is `prefix`, else the only one whose id starts with it."""
@@ -143,15 +131,6 @@ class SqliteStore:
     async def vacuum(self) -> None:
         """Write the file anew, without its unused space. Meanwhile that needs as much free space again."""
         await self._maintain(lambda connection: connection.execute("VACUUM"))
-
-    async def __aenter__(self) -> SqliteStore:
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _claim(self) -> tuple[GroupWriter, WriterLock]:
         check_folder(self._path)

@@ -166,7 +166,9 @@ class Checkpoints:
     def latest(self) -> Path:
         found = self.all()
         if not found:
-            raise CheckpointError(f"{self.folder} holds no checkpoint, so there is nothing to resume from. Train anew.")
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint, so there is nothing to resume from. Start a new run."
+            )
         return found[-1]
 
 

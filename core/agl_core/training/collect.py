@@ -54,8 +54,8 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A rollout that is done."""
+class Scored:
+    """A rollout that is done, with its scored episode."""
 
     rollout: Rollout
     episode: Episode
@@ -84,7 +84,7 @@ class Collector:
         """Enqueue the groups and wait for all of them; if cancelled, cancel the rollouts that are not done."""
         planned = {rollout.id for group in groups for rollout in group}
         waiting = set(planned)
-        found: dict[str, Judged] = {}
+        found: dict[str, Scored] = {}
         await self.enqueue([rollout for group in groups for rollout in group])
         try:
             while waiting:
@@ -101,27 +101,27 @@ class Collector:
             [[each.episode for each in group] for group in complete],
             [error for group in complete for each in group for error in each.reward_errors],
         )
-        tell_of_failed_rules(collected)
+        warn_of_failed_rules(collected)
         return collected
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Enqueue these rollouts; each has to be awaited with `finished`, or cancelled."""
         await self._queue.enqueue(rollouts)
 
-    async def finished(self, ids: Collection[str]) -> list[Judged]:
-        """Those of `ids` that are done; waits until there is one. Several may wait at once, each for its own."""
+    async def finished(self, ids: Collection[str]) -> list[Scored]:
+        """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
         rollouts = await self._done(ids)
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
         scored = await score_all(episodes, self._rules, self._endings)
         await self._put([reward for episode, _ in scored for reward in _given(episode)])
-        return [Judged(rollout, *found) for rollout, found in zip(rollouts, scored, strict=True)]
+        return [Scored(rollout, *found) for rollout, found in zip(rollouts, scored, strict=True)]
 
-    async def complete(self, group: Sequence[Judged]) -> list[Judged]:
-        """A group of which all rollouts are done, with what the rules add that see a group at once."""
+    async def complete(self, group: Sequence[Scored]) -> list[Scored]:
+        """A complete group with the rewards of the rules that compare its rollouts."""
         scored = await score_groups([(each.episode, each.reward_errors) for each in group], self._rules, self._endings)
         known = {reward for each in group for reward in _given(each.episode)}
         await self._put([reward for episode, _ in scored for reward in _given(episode) if reward not in known])
-        return [Judged(each.rollout, *found) for each, found in zip(group, scored, strict=True)]
+        return [Scored(each.rollout, *found) for each, found in zip(group, scored, strict=True)]
 
     async def _put(self, rewards: Sequence[Reward]) -> None:
         if rewards:
@@ -143,7 +143,7 @@ class Collector:
             asking.cancel()
 
 
-def tell_of_failed_rules(collected: Collected) -> None:
+def warn_of_failed_rules(collected: Collected) -> None:
     """Warn if reward rules failed; PluginError if they failed on every rollout."""
     errors = collected.reward_errors
     if errors and all(e.dropped is DropReason.REWARD_FAILED for e in collected.episodes):
@@ -158,8 +158,8 @@ def tell_of_failed_rules(collected: Collected) -> None:
 
 def reward_note(episodes: Iterable[Episode]) -> str:
     """The mean reward so far, for the progress display."""
-    judged = [e.terminal for e in episodes if e.terminal is not None]
-    return f"reward {sum(judged) / len(judged):.3f}" if judged else ""
+    scored = [e.terminal for e in episodes if e.terminal is not None]
+    return f"reward {sum(scored) / len(scored):.3f}" if scored else ""
 
 
 def _given(episode: Episode) -> list[Reward]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from agl_core.errors import PluginError
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup
-from agl_core.training.collect import Collected, Collector, Judged, reward_note, tell_of_failed_rules
+from agl_core.training.collect import Collected, Collector, Scored, reward_note, warn_of_failed_rules
 from agl_core.training.report import Phase
 from agl_core.types import Episode, Rollout
 
@@ -62,9 +62,9 @@ class Experience:
         self.begun = begun
         self._again = sorted(unfinished)
         self._position: dict[str, int] = {}
-        self._running: dict[str, dict[str, Judged | None]] = {}
+        self._running: dict[str, dict[str, Scored | None]] = {}
         """By group: its rollouts in the order of the members, each with its scored episode once it is done."""
-        self._complete: dict[str, list[Judged]] = {}
+        self._complete: dict[str, list[Scored]] = {}
         """By group: those in the buffer that were not drawn yet."""
 
     @property
@@ -86,12 +86,12 @@ class Experience:
             phase.advance(self._share_complete(), reward_note(arrived))
             await self._begin(most)
         drawn = self._drawn(groups, before)
-        tell_of_failed_rules(Collected([drawn.new], drawn.reward_errors))
+        warn_of_failed_rules(Collected([drawn.new], drawn.reward_errors))
         return drawn
 
     async def cancel(self) -> None:
         """Cancel running groups; they stay unfinished."""
-        running = {id for rollouts in self._running.values() for id, judged in rollouts.items() if judged is None}
+        running = {id for rollouts in self._running.values() for id, scored in rollouts.items() if scored is None}
         if running:
             await self._collector.cancel(running)
 
@@ -113,17 +113,17 @@ class Experience:
 
     async def _receive(self) -> list[Episode]:
         """Wait for rollouts; groups that they complete go into the buffer."""
-        waiting = {id for rollouts in self._running.values() for id, judged in rollouts.items() if judged is None}
+        waiting = {id for rollouts in self._running.values() for id, scored in rollouts.items() if scored is None}
         found = await self._collector.finished(waiting)
         for each in found:
             self._running[each.rollout.group][each.rollout.id] = each
         for name, rollouts in list(self._running.items()):
-            done = [judged for judged in rollouts.values() if judged is not None]
+            done = [scored for scored in rollouts.values() if scored is not None]
             if len(done) == len(rollouts):
                 done = await self._collector.complete(done)
                 del self._running[name]
                 self._complete[name] = done
-                self._buffer.add([judged.episode for judged in done])
+                self._buffer.add([scored.episode for scored in done])
         return [each.episode for each in found]
 
     def _drawn(self, groups: Sequence[DrawnGroup], before: set[str]) -> Drawn:
@@ -136,14 +136,14 @@ class Experience:
                 f"group once, at least one of them new (docs/plugins.md, Buffer)."
             )
         names = sorted(by_name, key=self._position.__getitem__)
-        first_time = [judged for name in names for judged in self._complete.pop(name, ())]
+        first_time = [scored for name in names for scored in self._complete.pop(name, ())]
         self._complete = {name: self._complete[name] for name in self._buffer.pending}
         return Drawn(
             groups=[list(by_name[name].episodes) for name in names],
             weights=[by_name[name].weight for name in names],
-            reward_errors=[error for judged in first_time for error in judged.reward_errors],
-            new=[judged.episode for judged in first_time],
-            rollouts=[judged.rollout for judged in first_time],
+            reward_errors=[error for scored in first_time for error in scored.reward_errors],
+            new=[scored.episode for scored in first_time],
+            rollouts=[scored.rollout for scored in first_time],
             replayed=len(by_name) - len(new),
             buffered=len(self._buffer),
             carried_over=len(before & by_name.keys()),
@@ -152,6 +152,6 @@ class Experience:
 
     def _share_complete(self) -> float:
         """The share that is done of the groups nearest to completion, as many as an update takes."""
-        shares = [sum(judged is not None for judged in each.values()) / len(each) for each in self._running.values()]
+        shares = [sum(scored is not None for scored in each.values()) / len(each) for each in self._running.values()]
         nearest = sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]
         return sum(nearest) / self._per_update

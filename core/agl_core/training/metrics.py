@@ -115,7 +115,7 @@ class MetricsLog:
             except (orjson.JSONDecodeError, LookupError, TypeError) as error:
                 if number < len(lines):
                     raise CheckpointError(
-                        f"Line {number} of {self._path} is no line of metrics ({error!r}). Remove it, or mend it, and "
+                        f"Line {number} of {self._path} is not a line of metrics ({error!r}). Remove or mend it, and "
                         f"resume again."
                     ) from error
         part = self._path.with_suffix(".part")

@@ -133,7 +133,7 @@ async def train(
         weights = checkpoint or (checkpoints.latest() if resume and checkpoints.all() else None)
         state = read_state(weights) if weights else RunState()
         if weights and state.config:
-            _tell_changes(loaded, state, weights, observer)
+            _report_changes(loaded, state, weights, observer)
         state.config = config.model_dump(mode="json")
         for caution in cautions(loaded):
             observer.say(caution)
@@ -214,7 +214,7 @@ def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:
     return tracker
 
 
-def _tell_changes(loaded: LoadedConfig, state: RunState, checkpoint: Path, observer: Observer) -> None:
+def _report_changes(loaded: LoadedConfig, state: RunState, checkpoint: Path, observer: Observer) -> None:
     """Print what the configuration changes; ConfigError if a change is refused."""
     found = changes(state.config, loaded.config.model_dump(mode="json"))
     check_changes(found, state.config, loaded.folder, checkpoint)

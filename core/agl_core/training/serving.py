@@ -152,7 +152,7 @@ async def _has_begun(store: Store, file: Path) -> bool:
         raise StoreError(
             f"The store {file.with_name('store.sqlite')} is empty, but {file} says that a run was begun: what "
             f"was recorded of it is lost, or is elsewhere. Put the store back, with its log (-wal) if it has one, or "
-            f"restore a backup. To start anew, remove {file}."
+            f"restore a backup. To start a new run, remove {file}."
         )
     return False
 

@@ -15,7 +15,6 @@ from pydantic_core import to_jsonable_python
 
 from agl_core.capture import attach, installed_adapters
 from agl_core.config.load import LoadedConfig
-from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames
 from agl_core.protocols import Engine, EngineContext, PolicySpec, TaskSource
 from agl_core.training.checkpoints import verify
@@ -46,7 +45,7 @@ class Session:
     tasks: Mapping[str, TaskSource]
 
     async def publish(self) -> None:
-        """Tell the gateway which versions are served."""
+        """Have the gateway know which versions are served."""
         await self.control.publish(VersionsRequest(restart=self.restart, versions=dict(self.versions)))
 
 
@@ -92,17 +91,19 @@ async def open_session(
         stack.push_async_callback(control.finish, FinishRequest(restart=restart, over=False))
         worker = None
         if runner is not None and worker_key is not None:
-            worker = start_worker(config, runner, server.base_url, worker_key, stack)
+            # Until the stack is closed, clients that agents make find the server.
+            stack.enter_context(agent_environment(client_variables(server.base_url)))
+            worker = WorkerThread(
+                runner, base_url=server.base_url, worker_key=worker_key, concurrency=config.workers.concurrency
+            )
+            worker.start()
+            stack.push_async_callback(worker.stop)
         else:
             target = str(run_dir) if server.worker_key is not None else f"CONFIG --server {server.base_url}"
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {target}")
         collector = Collector(
-            control.store,
-            control.queue,
-            rules,
-            config.train.endings,
-            loaded.plugins.hook,
-            health_check(control, worker),
+            *(control.store, control.queue, rules, config.train.endings, loaded.plugins.hook),
+            check_health=health_check(control, worker),
         )
         held_out = {name: source for name, source in tasks.items() if name != "train"}
         evaluator = Evaluator(collector, held_out, config.eval, run, restart, observer, control.store)
@@ -164,22 +165,6 @@ async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:
             plugins=config.plugin_files,
             base_url=base_url,
         )
-
-
-def start_worker(
-    config: RunConfig, runner: Runner, base_url: str, worker_key: str, stack: AsyncExitStack
-) -> WorkerThread:
-    """A worker in this process. Until the stack is closed, clients that agents make find the server."""
-    stack.enter_context(agent_environment(client_variables(base_url)))
-    worker = WorkerThread(
-        runner,
-        base_url=base_url,
-        worker_key=worker_key,
-        concurrency=config.workers.concurrency,
-    )
-    worker.start()
-    stack.push_async_callback(worker.stop)
-    return worker
 
 
 def health_check(control: RunControl, worker: WorkerThread | None) -> Callable[[], None]:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from run_stack import Bench, bench
 from scripted_upstream import Raw
+from typer.testing import CliRunner
 
+from agl_core import capture
+from agl_core.cli import app
 from agl_core.cli.shared.upstreams import examine
 
 
@@ -72,7 +75,7 @@ def test_what_only_limits_is_a_note(running: Bench) -> None:
     assert "ok    langchain_core: agl attaches to it" in found.stdout
     assert f"ok    model server: {running.upstream.url} answers, with served" in found.stdout
     assert "note  token ids: its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
-    assert "→ what it answers can be recorded and judged, but not trained on" in found.stdout
+    assert "→ its replies can be recorded and scored, but not trained on" in found.stdout
 
 
 def test_what_is_broken_is_an_error_with_a_remedy(running: Bench) -> None:
@@ -86,3 +89,13 @@ def test_what_is_broken_is_an_error_with_a_remedy(running: Bench) -> None:
     assert broken[0]["said"].startswith("The configuration no-such.toml does not exist")
     assert "FAIL  configuration: The configuration no-such.toml does not exist" in found.stdout
     assert "FAIL  token ids: 1 prompt ids, but the reply counts 2 tokens\n      → training on them" in found.stdout
+
+
+def test_a_framework_without_an_adapter_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "installed_adapters", list)
+
+    found = CliRunner().invoke(app, ["doctor", "--json"])
+
+    notes = [each for each in json.loads(found.output) if each["what"] == "langchain_core"]
+    assert [(each["mark"], each["said"]) for each in notes] == [("note", "is installed, and no adapter for it")]
+    assert "install an adapter" in notes[0]["remedy"]

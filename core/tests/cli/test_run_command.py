@@ -189,7 +189,7 @@ def test_what_is_wrong_is_said_before_anything_is_recorded(tmp_path: Path, monke
 
     assert "no command 'pythn'" in said("--", "pythn", "agent.py")
     assert "no model server to forward to. Name one with --upstream" in said("--", "true")
-    assert "'localhost:8000' is no URL" in said("--upstream", "localhost:8000", "--", "true")
+    assert "'localhost:8000' is not a URL" in said("--upstream", "localhost:8000", "--", "true")
     assert "cannot be reached" in said("--upstream", "http://127.0.0.1:9/v1", "--", "true")
     assert "variable NO_SUCH_KEY" in said(
         "--upstream", "http://h/v1", "--upstream-key-env", "NO_SUCH_KEY", "--", "true"

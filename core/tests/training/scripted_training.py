@@ -19,7 +19,7 @@ from agl_core.plugins import Component, Kind, Plugins
 from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
 from agl_core.registering import NoOptions
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.collect import Judged
+from agl_core.training.collect import Scored
 from agl_core.training.loop import Trainer
 from agl_core.training.metrics import MetricsLog
 from agl_core.training.report import Silent
@@ -124,10 +124,10 @@ class ScriptedCollector:
             self.out[rollout.id] = rollout, self.versions["default"]
         self.most_groups = max(self.most_groups, len({rollout.group for rollout, _ in self.out.values()}))
 
-    async def complete(self, group: Sequence[Judged]) -> list[Judged]:
+    async def complete(self, group: Sequence[Scored]) -> list[Scored]:
         return list(group)
 
-    async def finished(self, ids: Collection[str]) -> list[Judged]:
+    async def finished(self, ids: Collection[str]) -> list[Scored]:
         ready = [rollout for rollout, _ in self.out.values() if rollout.id in ids and not self.held(rollout)]
         if not ready:
             raise StuckError
@@ -147,7 +147,7 @@ class ScriptedCollector:
             made = replace(made, rewards=(Reward(rollout.id, 0, "right", self.reward(rollout), "right"),))
         if self.reports:
             made = replace(made, rewards=(*made.rewards, Reward(rollout.id, 0, "own", 1.0, "agent")))
-        return [Judged(rollout, made, [])]
+        return [Scored(rollout, made, [])]
 
     async def cancel(self, ids: Collection[str]) -> None:
         self.cancelled |= set(ids)

@@ -15,7 +15,7 @@ _NOISE = 1e-12
 
 
 def harmless(text: str) -> str:
-    """`text` as it is, but for what a terminal would obey.
+    """`text` with a dot in place of each character that a terminal would obey.
 
     >>> harmless("red: \\x1b[31m")
     'red: ·[31m'
@@ -24,7 +24,7 @@ def harmless(text: str) -> str:
 
 
 def printable(text: str, width: int, *, tail: bool = False) -> str:
-    """`text` on one line, without what a terminal would obey, cut to `width` (at its beginning if `tail`)."""
+    """`text` on one line of at most `width` characters, of which a terminal obeys none; `tail` keeps its end."""
     safe = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in text)
     if len(safe) <= width:
         return safe
@@ -51,7 +51,7 @@ def said_by(tool_result: ToolResult) -> str:
 
 
 def number(value: float, digits: int = 6) -> str:
-    """A number with so many significant digits; what is left of a sum by rounding is 0.
+    """A number with `digits` significant digits; the rounding error of a sum is 0.
 
     >>> number(7.6e-18), number(2 / 3), number(1e-7)
     ('0', '0.666667', '1e-07')

@@ -40,7 +40,7 @@ def chosen_url(url: str | None) -> str:
             "OPENAI_BASE_URL (for OpenAI's own, OPENAI_API_KEY is enough)."
         )
     if not found.startswith(("http://", "https://")):
-        raise ConfigError(f"The upstream '{found}' is no URL. Name it like http://127.0.0.1:8000/v1.")
+        raise ConfigError(f"The upstream '{found}' is not a URL. Name it like http://127.0.0.1:8000/v1.")
     return found.rstrip("/")
 
 
@@ -119,7 +119,7 @@ def examine(completion: Mapping[str, Any]) -> Probe:
     if len(logprobs) != len(sampled):
         doubts.append(f"{len(sampled)} response ids, but {len(logprobs)} log-probabilities")
     if any(not entry["logprob"] <= 0 for entry in logprobs):
-        doubts.append("a log-probability that is above 0 or no number")
+        doubts.append("a log-probability that is above 0 or not a number")
     return Probe(True, tuple(doubts))
 
 
