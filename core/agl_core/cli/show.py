@@ -103,11 +103,8 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
     if transition.state is not None:
         state = printable(json.dumps(transition.state, ensure_ascii=False), width)
         screen.print(f"    state {state}", style="dim")
-    ids = (
-        "no token ids"
-        if not transition.has_ids
-        else f"{_size(transition.prompt_ids)} + {_size(transition.response_ids)} tokens"
-    )
+    prompt, response = transition.prompt_ids, transition.response_ids
+    ids = "no token ids" if prompt is None or response is None else f"{len(prompt)} + {len(response)} tokens"
     logprob = "" if transition.logprobs is None else f", log-probability {float(transition.logprobs.sum()):.3f}"
     broken = ", prefix broken" if transition.prefix_broken else ""
     screen.print(f"    {ids}{logprob}{broken}", style="dim")
@@ -170,7 +167,3 @@ def _tool_call(tool_call: Any) -> str:
     if not isinstance(function, Mapping):
         return json.dumps(tool_call, ensure_ascii=False)
     return f"{function.get('name')}({function.get('arguments', '')})"
-
-
-def _size(tokens: Any) -> int:
-    return 0 if tokens is None else len(tokens)

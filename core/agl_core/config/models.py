@@ -344,7 +344,9 @@ class RunConfig(Section):
     tasks: dict[str, TaskSection] = Field(
         description="'train', and any number of held-out sets; the headline reports 'eval'."
     )
-    policies: dict[str, PolicySection] = Field(description="The models to train, by name; 'default' if there is one.")
+    policies: dict[str, PolicySection] = Field(
+        description="The models to train, by name (letters, digits, '.', '_' and '-'); 'default' if there is one."
+    )
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
     asynchronous: AsyncSection = Field(AsyncSection(max_staleness=0), alias="async")

@@ -52,7 +52,7 @@ def test_ids_that_go_together_raise_no_doubt() -> None:
         ({"choice": {"token_ids": [5, 6]}}, "2 response ids, but the reply counts 3 tokens"),
         ({"choice": {"logprobs": {"content": [{"logprob": -1}]}}}, "3 response ids, but 1 log-probabilities"),
         ({"choice": {"logprobs": {"content": [{"logprob": 0.5}] * 3}}}, "above 0"),
-        ({"choice": {"logprobs": {"content": [{"logprob": float("nan")}] * 3}}}, "no number"),
+        ({"choice": {"logprobs": {"content": [{"logprob": float("nan")}] * 3}}}, "not a number"),
     ],
 )
 def test_ids_that_do_not_go_together_are_found(changes: dict[str, Any], doubt: str) -> None:
