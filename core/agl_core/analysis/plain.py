@@ -1,4 +1,4 @@
-"""What analysis found, as JSON: for `--json`, and for whatever else shows it."""
+"""What analysis found, as JSON: for `--json`, and for anything else that shows it."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ class TerminalReward:
     value: float | None
     """The weighted sum of its parts; None without one."""
     parts: Sequence[tuple[float, Reward]]
-    """What rules gave, each with its weight."""
+    """The rewards of rules, each with its weight."""
     reported: Sequence[Reward]
-    """What the agent reported, which counts by the rule that takes it up."""
+    """The rewards that the agent reported; they count only if a rule passes them on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class AttemptReport:
 
     @property
     def uncounted_rewards(self) -> list[Reward]:
-        """The rewards of calls that are no transition of the episode."""
+        """The rewards of calls that are not in the episode."""
         known = {(t.key.call, t.key.choice) for t in self.episode.transitions}
         return [r for r in self.episode.rewards if r.call is not None and (r.call, r.choice) not in known]
 

@@ -32,7 +32,7 @@ from agl_core.types import (
 )
 
 Value: TypeAlias = float | str | None
-"""A reward or credited value; the reason where it was dropped instead; None where there is none."""
+"""A reward or a credited value; a text with the reason if it was dropped; None if there is none."""
 
 _SCORED = frozenset({DropReason.GROUP_TOO_SMALL, DropReason.NO_TRANSITION, DropReason.STALE})
 """Reasons for which an episode is left out although rules scored it."""
@@ -109,7 +109,7 @@ class Trial:
     mean_reward: Change
     """Over all tried rollouts; one that is dropped counts as 0, as in `reward/mean`."""
     incomplete_groups: Mapping[str, int]
-    """Groups with members that are not done, which credit does without: how many."""
+    """By group: how many members are not done. Credit is computed without them."""
     failures: Sequence[str]
     """What reward rules raised, by rule and rollout; those rollouts would be dropped."""
 
@@ -182,7 +182,7 @@ def _trial(
 
 
 def _credited(loaded: ScoredConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
-    """What each transition is credited with by the configured rules, as training records it; else why not."""
+    """The credit of each transition by the configured rules, as training records it, or the reason for none."""
     train = loaded.config.train
     unknown = {t.policy for group in groups for e in group for t in e.transitions} - loaded.policies.keys()
     if unknown:
@@ -217,7 +217,7 @@ async def _scored(loaded: ScoredConfig, episodes: Sequence[Episode]) -> tuple[li
 
 
 async def _stale(store: Store, rollouts: Sequence[Rollout]) -> set[str]:
-    """Those that training left out for their age, which no other reward would change."""
+    """The rollouts that training left out for their age: other rewards would not change that."""
     records = await store.training_records(counted_attempts(rollouts))
     return {record.rollout for record in records if record.dropped == DropReason.STALE}
 
@@ -249,7 +249,7 @@ async def _recorded(store: Store, rollouts: Sequence[Rollout]) -> dict[str, _Rec
 def _recorded_terminal(
     rewards: Sequence[Reward], training_records: Sequence[TrainingRecord], weights: Mapping[str, float]
 ) -> Value:
-    """By the weights that the run had, by source."""
+    """The recorded terminal reward, by the weights that the run had."""
     reasons = {record.dropped for record in training_records if record.credit is None} - _SCORED
     if reasons:
         return f"dropped: {min(str(reason) for reason in reasons)}"
@@ -266,7 +266,7 @@ def _of_calls(episode: Episode) -> list[Reward]:
 
 
 def _without_rules(episode: Episode) -> Episode:
-    """With what the agent reported, and without what rules gave, which is theirs to give again."""
+    """The episode with the rewards that the agent reported, and without those of rules, which score it again."""
 
     def reported(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
         return tuple(reward for reward in rewards if reward.source == AGENT_SOURCE)

@@ -14,7 +14,7 @@ from agl_core.types import Task
 
 
 class JsonlOptions(BaseModel):
-    """Which file, and what its objects call things."""
+    """The file, and the keys of its objects."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ class JsonlTasks:
     """The tasks of a file with one JSON object per line.
 
     The agent is called with the object's input; all its other keys are the task's metadata, for rewards to see.
-    Blank lines are passed over.
+    Blank lines are skipped.
 
         {"id": "a1", "question": "2 + 3?", "result": "5"}     # with input_field = "question"
     """

@@ -45,7 +45,7 @@ class Finding:
     what: str
     said: str
     remedy: str = ""
-    """What to do; empty where nothing is wrong."""
+    """What to do; empty if nothing is wrong."""
     is_needed: bool = True
     """Whether nothing works without it."""
 
@@ -220,7 +220,7 @@ def _ids(what: str, probe: Probe, *, is_needed: bool) -> Iterator[Finding]:
 
 
 def _checked(what: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What `look` finds; an error that agl raises on purpose says itself what to do."""
+    """What `look` finds; the message of an error that agl raises on purpose says what to do."""
     try:
         yield from look()
     except AglError as error:

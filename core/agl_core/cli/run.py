@@ -50,7 +50,7 @@ _LONGEST = 30 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Where a run is recorded, and who answers."""
+    """Where a run is recorded, and what answers its calls."""
 
     folder: Path
     store: Store
@@ -59,7 +59,7 @@ class _Setting:
     hook: RunHooks
     upstream: Upstream | None = None
     engine: Engine | None = None
-    """Started with the run, where there is no upstream."""
+    """Started with the run if there is no upstream."""
     agents: Mapping[str, Sequence[str]] = field(default_factory=dict)
     plugins: Sequence[Path] = ()
     """Files whose adapters are attached beside the installed ones."""

@@ -1,6 +1,6 @@
 """Rollouts go into the queue; episodes with rewards come out, in the order of the plan.
 
-What makes scored episodes of recorded rollouts serves analysis too.
+Analysis too reads recorded rollouts as episodes by what is here.
 """
 
 from __future__ import annotations

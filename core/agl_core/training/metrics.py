@@ -22,11 +22,11 @@ from agl_core.types import Episode, FinishReason
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-"""In a run's folder."""
+"""The metrics file in a run's folder."""
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean, NaN of nothing."""
+    """The mean; NaN without values."""
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else math.nan
 

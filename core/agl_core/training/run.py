@@ -51,8 +51,10 @@ def first_free(base: Path, write: Callable[[Path], None]) -> Path:
 
 
 def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool = True) -> None:
-    """Make a run's folder and have `write` put its configuration there. It may be there only if
-    `may_exist`; else FileExistsError."""
+    """Make a run's folder and have `write` put its configuration there.
+
+    FileExistsError if the folder exists, unless `may_exist`.
+    """
     try:
         private.make_folder(folder, exist_ok=may_exist)
         write(folder)

@@ -45,7 +45,7 @@ class Session:
     tasks: Mapping[str, TaskSource]
 
     async def publish(self) -> None:
-        """Have the gateway know which versions are served."""
+        """Make the versions that are served known to the gateway."""
         await self.control.publish(VersionsRequest(restart=self.restart, versions=dict(self.versions)))
 
 
