@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import time
 import uuid
@@ -43,7 +42,6 @@ UpstreamOption = Annotated[
 ]
 NameOption = Annotated[str | None, typer.Option("--name", help="The run's folder below ./runs; by default 'capture'.")]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LONGEST = 30 * 86_400.0
 """Seconds that an attempt may take: a command ends when it ends."""
 
@@ -125,9 +123,10 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
 
     from agl_core import private
     from agl_core.config import CONFIG_FILE
+    from agl_core.config.models import FOLDER_NAME
     from agl_core.training.run import first_free
 
-    if not _NAME.fullmatch(name):
+    if not FOLDER_NAME.fullmatch(name):
         raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
     configuration = tomli_w.dumps({"config_version": 1, "capture": dict(described)})
     return first_free(Path("runs") / name, lambda folder: private.write(folder / CONFIG_FILE, configuration))

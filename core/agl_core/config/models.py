@@ -15,7 +15,8 @@ from agl_core.types import Ending, Mode
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A model's name on the Hugging Face hub, as a whole match."""
-_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""The name of a run or a policy, as a whole match: folders are named so."""
 
 
 def is_among(agent: str | None, patterns: Sequence[str]) -> bool:
@@ -333,7 +334,7 @@ class RunConfig(Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     config_version: Literal[1] = Field(description="The version of this format.")
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's folder below `runs`.")
+    name: str = Field("run", pattern=f"^{FOLDER_NAME.pattern}$", description="The run's folder below `runs`.")
     runs: Path = Field(Path("runs"), description="Where run folders go, relative to the working directory.")
     seed: int = Field(0, ge=0, description="Seed of all random choices.")
     folder: Path | None = Field(
@@ -397,22 +398,16 @@ class RunConfig(Section):
 
     @field_validator("policies")
     @classmethod
-    def _has_policy(cls, value: dict[str, PolicySection]) -> dict[str, PolicySection]:
+    def _is_named_and_not_shadowed(cls, value: dict[str, PolicySection]) -> dict[str, PolicySection]:
         if not value:
             raise ValueError("needs a policy, for instance [policies.default]")
-        for name in value:
-            if not _FOLDER_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} cannot be a policy's name, for its checkpoint is in a folder of this name: use letters, "
-                    f"digits, '.', '_' and '-', and begin with a letter, a digit or '_'"
-                )
-        return value
-
-    @field_validator("policies")
-    @classmethod
-    def _none_is_shadowed(cls, value: dict[str, PolicySection]) -> dict[str, PolicySection]:
         taken: dict[str, tuple[str, ...]] = {}
         for name, policy in value.items():
+            if not FOLDER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot be a policy's name, for its checkpoint is in a folder of this name: use letters, "
+                    f"digits, '.', '_' and '-', and begin with a letter or a digit"
+                )
             for agent in policy.agents:
                 for earlier, patterns in taken.items():
                     if agent in patterns or (not set(agent) & set("*?[") and is_among(agent, patterns)):
