@@ -5,7 +5,8 @@ Imports no torch: a run's own process stays small.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from agl_core.engines.host import ProcessEngine
 from agl_torch.options import TorchOptions
@@ -23,6 +24,8 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     """
 
     module = "agl_torch.process"
+    environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
+    """Threads of torch that wait for each other leave their cores to the agents and the server."""
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         """What to do about too little memory."""

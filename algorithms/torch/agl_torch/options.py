@@ -18,16 +18,27 @@ class TorchOptions(BaseModel):
         min_length=1,
         description="The address to listen on: one of this machine, if the Lightning Server is on another.",
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the engine; absent: one per core.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of the engine; absent: one per core, and a single one for sampling from a tiny model.",
+    )
     max_context: int | None = Field(
         None, ge=16, description="Longest prompt and response together, in tokens; absent: what the model can."
     )
-    max_rows: int = Field(64, ge=1, le=4096, description="Replies decoded at the same time, for each policy.")
-    cache_mib: int = Field(256, ge=1, description="Memory for keys and values of running and finished replies, in MiB.")
-    tokens_per_micro_batch: int = Field(
-        2048,
+    max_rows: int = Field(128, ge=1, le=4096, description="Replies decoded at the same time, for each policy.")
+    cache_mib: int | None = Field(
+        None,
         ge=1,
-        description="Tokens, pads included, of one training pass; fewer take less memory and more time.",
+        description="Memory for keys and values of running and finished replies, in MiB; absent: what max_rows replies "
+        "and as many finished ones may need, at most an eighth of the device's memory.",
+    )
+    tokens_per_micro_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens, pads included, of one training pass; fewer take less memory and more time. Absent: as "
+        "many as have 512 MiB of activations, on a GPU an eighth of its memory.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from agl_algorithms.interface import Algorithm
 from agl_core.config.models import OptimizerSection
@@ -16,6 +18,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.models.loading import Bases, LoadedModel, load_model
+from agl_torch.models.memory import CACHE, device_memory, tokens_per_pass
 from agl_torch.options import TorchOptions
 from agl_torch.sampling import Sampler
 from agl_torch.training.checkpoint import load_policy, save_policy
@@ -31,29 +34,44 @@ class Policy:
     sampler: Sampler
 
 
+class Threads(NamedTuple):
+    """How many threads torch uses. What is computed for one token of a tiny model is not worth sharing out."""
+
+    sampling: int
+    training: int
+
+
+TINY = 10_000_000
+"""Weights of a model that samples on one thread."""
+
+
 class Policies:
     """All policies of the process. Every method runs on the tensor thread, while nothing is being sampled."""
 
-    def __init__(self, policies: Mapping[str, Policy], plugins: Plugins) -> None:
+    def __init__(self, policies: Mapping[str, Policy], plugins: Plugins, threads: Threads) -> None:
         self.policies = dict(policies)
         self._plugins = plugins
+        self._threads = threads
+        torch.set_num_threads(threads.sampling)
 
     @classmethod
     def load(cls, options: TorchOptions, context: EngineContext) -> Policies:
         """Load every policy; each has its own share of the cache and its own seed, adapters share their bases."""
         device = choose_device(options.device)
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
+        threads = options.threads or torch.get_num_threads()
         if context.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(context.seed)
-        share = options.cache_mib * 2**20 // len(context.policies)
+        cache = CACHE * device_memory(device) if options.cache_mib is None else options.cache_mib * 2**20
+        share = int(cache / len(context.policies))
         bases = Bases()
         made = {
             name: _make_policy(spec, options, context, device, context.seed + place, share, bases)
             for place, (name, spec) in enumerate(context.policies.items())
         }
-        return cls(made, Plugins.load(context.plugin_files))
+        largest = max(sum(map(Tensor.numel, policy.loaded.model.parameters())) for policy in made.values())
+        sampling = 1 if options.threads is None and largest < TINY else threads
+        return cls(made, Plugins.load(context.plugin_files), Threads(sampling, training=threads))
 
     @property
     def context_length(self) -> int:
@@ -73,6 +91,7 @@ class Policies:
         component, options = find_algorithm(self._plugins, request.algorithm, request.options)
         algorithm: Algorithm = component.build(options)
         steps = policy.trainer.optimizer.steps
+        torch.set_num_threads(self._threads.training)
         try:
             return policy.trainer.update(request.batch, algorithm, progress)
         except Exception:
@@ -80,6 +99,7 @@ class Policies:
                 policy.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
             raise
         finally:
+            torch.set_num_threads(self._threads.sampling)
             policy.sampler.new_version(policy.trainer.version)
 
     def save(self, folder: Path) -> None:
@@ -121,7 +141,7 @@ def _make_policy(
         loaded,
         OptimizerSection.model_validate(dict(spec.optimizer)),
         steps=context.steps,
-        tokens_per_micro_batch=options.tokens_per_micro_batch,
+        tokens_per_micro_batch=options.tokens_per_micro_batch or tokens_per_pass(loaded.model, device),
         gradient_checkpointing=options.gradient_checkpointing,
         seed=seed,
         initial=lambda: load_model(spec, device, seed, bases),
@@ -131,5 +151,5 @@ def _make_policy(
             loaded, cache_bytes=cache_bytes, max_rows=options.max_rows, deterministic=context.deterministic
         )
     except EngineError as error:
-        raise EngineError(f"{error} Set engine.torch.cache_mib or engine.torch.max_context.") from error
+        raise EngineError(f"{error} Raise engine.torch.cache_mib, or lower engine.torch.max_context.") from error
     return Policy(loaded, trainer, sampler)

@@ -41,6 +41,8 @@ class ProcessEngine(ABC, Generic[Options]):
 
     module: ClassVar[str]
     """What the process runs."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Environment variables of the process, where the run's own environment does not set them."""
     seconds_to_end: ClassVar[float] = 5.0
     """How long the process may take to end by itself before its process group is killed."""
 
@@ -139,6 +141,7 @@ class ProcessEngine(ABC, Generic[Options]):
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
+                env={**self.environment, **os.environ},
                 limit=_LONGEST_LINE,
                 start_new_session=True,  # Ctrl-C is for the run, which stops the engine when it is done with it.
             )

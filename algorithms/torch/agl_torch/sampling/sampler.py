@@ -76,8 +76,8 @@ class Sampler:
         )
         if cache.slots_at(self._context) < 1:
             raise EngineError(
-                f"cache_bytes = {cache_bytes} is too small for one response of {self._context} tokens, the model's "
-                f"context: set it to at least {self._context * cache.bytes_per_token}, or lower context_length."
+                f"{cache_bytes / 2**20:.1f} MiB of keys and values are too few for one response of {self._context} "
+                f"tokens, the model's context, which takes {self._context * cache.bytes_per_token / 2**20:.1f} MiB."
             )
         cache.allocate(min(_FIRST_CAPACITY, self._context))
         return cache

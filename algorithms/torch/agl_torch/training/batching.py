@@ -16,12 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from agl_core.types import Batch
 from agl_torch.training.prefix_tree import LARGEST_MASKED, Tree, grow, plan_trees
 
 LOGITS_PER_MICRO_BATCH = 2**28
 """Response tokens × vocabulary of one pass: 1 GiB of float32 logits. Bounds memory with large vocabularies."""
+LOGITS_AT_ONCE = 2**24
+"""Logits that exist at the same time where that is possible: 64 MiB of float32, in a few copies."""
 SMALLEST_SHARE = 0.5
 """A tree smaller than this share of the largest goes to another micro-batch: at most half is pads."""
 
@@ -149,25 +152,50 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
 def score(model: Any, micro: MicroBatch) -> TokenScores:
     """Log-probability and entropy of each response token.
 
-    Hidden states are selected before the output layer, so logits exist at response positions only; what a model's
-    own forward does to its logits afterwards (scaling, capping) still happens.
+    Hidden states are selected before the output layer, so logits exist at response positions only. Where there are
+    many, they exist for a part of the positions at a time, and once more in the backward pass: a large vocabulary
+    then costs little memory. That takes the output layer alone; a model whose own forward changes the logits
+    afterwards (scaling, capping) gets its logits whole.
     """
+    head = model.get_output_embeddings()
+    part = LOGITS_AT_ONCE // head.weight.shape[0]
+    if 0 < part < len(micro.targets_R):
+        hidden_RH, logits_1V = _forward(model, micro, slice(0, 1))
+        if torch.equal(head(hidden_RH[:1]), logits_1V):
+            parts = (torch.split(each, part) for each in (hidden_RH, micro.targets_R, micro.temperature_R))
+            scores = [checkpoint(_scores_of, head, *each, use_reentrant=False) for each in zip(*parts, strict=True)]
+            return TokenScores(*(torch.cat(each) for each in zip(*scores, strict=True)))
+    _, logits_RV = _forward(model, micro, slice(None))
+    return _scores(logits_RV, micro.targets_R, micro.temperature_R)
+
+
+def _forward(model: Any, micro: MicroBatch, positions: slice) -> tuple[Tensor, Tensor]:
+    """The hidden states of all response positions before the output layer, and the logits of some of them."""
+    hidden: list[Tensor] = []
 
     def select(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (arguments[0][micro.row_R, micro.column_R], *arguments[1:])
+        hidden.append(arguments[0][micro.row_R, micro.column_R])
+        return (hidden[0][positions], *arguments[1:])
 
     hook = model.get_output_embeddings().register_forward_pre_hook(select)
     try:
         logits = model(**_inputs(micro, model.dtype)).logits
     finally:
         hook.remove()
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits / micro.temperature_R[:, None]
-    normalizer_R = torch.logsumexp(logits, dim=-1)
-    logprobs_R = logits.gather(-1, micro.targets_R[:, None])[:, 0] - normalizer_R
+    return hidden[0], logits
+
+
+def _scores_of(head: Any, hidden_RH: Tensor, targets_R: Tensor, temperature_R: Tensor) -> TokenScores:
+    return _scores(head(hidden_RH), targets_R, temperature_R)
+
+
+def _scores(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor) -> TokenScores:
+    logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature_R[:, None]
+    normalizer_R = torch.logsumexp(logits_RV, dim=-1)
+    logprobs_R = logits_RV.gather(-1, targets_R[:, None])[:, 0] - normalizer_R
     with torch.no_grad():
-        shifted = logits - normalizer_R[:, None]
-        entropy_R = -(shifted.exp() * shifted).nan_to_num(0.0).sum(-1)
+        shifted_RV = logits_RV - normalizer_R[:, None]
+        entropy_R = -(shifted_RV.exp() * shifted_RV).nan_to_num(0.0).sum(-1)
     return TokenScores(logprobs_R, entropy_R)
 
 

@@ -120,7 +120,6 @@ class Critic:
                 meter.skip()
                 return
             loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.gather()
             step.add(weights_R, measured)
             work.advance(micro.tokens, 1 + BACKWARD_COST)
         meter.end(step, self._optimizer.step())

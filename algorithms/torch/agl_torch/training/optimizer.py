@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class PolicyOptimizer:
     """AdamW with settings as in the configuration.
 
     A bfloat16 weight keeps about three decimal digits, so a small step would round to nothing: such weights have a
-    float32 master, which gathers the gradients of all micro-batches and takes the step.
+    float32 master, which takes over its gradient in each backward pass, and the step.
 
     `training_steps` is how many the run has: what a schedule of the step size ends with.
     """
@@ -41,6 +42,9 @@ class PolicyOptimizer:
         self._training_steps = training_steps
         self._weights = list(weights)
         self._masters: list[Tensor] = [_master(weight) for weight in self._weights]
+        for weight, master in self._pairs():
+            gather: Any = functools.partial(_gather, master)
+            weight.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
         self._adamw = torch.optim.AdamW(
             self._masters,
             lr=settings.learning_rate,
@@ -48,14 +52,6 @@ class PolicyOptimizer:
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
         )
-
-    def gather(self) -> None:
-        """Take over the gradients that a backward pass left; call it after each micro-batch."""
-        for weight, master in self._pairs():
-            if weight.grad is not None:
-                gradient = weight.grad.to(master.dtype)
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                weight.grad = None
 
     def discard(self) -> None:
         """Forget the gradients gathered so far."""
@@ -118,6 +114,14 @@ class PolicyOptimizer:
     def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each low-precision weight and its master."""
         return [(w, m) for w, m in zip(self._weights, self._masters, strict=True) if w is not m]
+
+
+def _gather(master: Tensor, weight: Tensor) -> None:
+    """Take over the gradient of a weight as soon as a backward pass has it, so that few exist twice."""
+    if weight.grad is not None:
+        gradient = weight.grad.to(master.dtype)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        weight.grad = None
 
 
 def _master(weight: nn.Parameter) -> Tensor:

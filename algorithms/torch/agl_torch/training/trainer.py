@@ -151,7 +151,6 @@ class PolicyTrainer:
                 meter.skip()
                 return
             loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.gather()
             step.add(weights_R, {"loss": loss, "entropy": (weights_R * scores.entropy_R).sum(), **measured})
             work.advance(micro.tokens, 1 + BACKWARD_COST)
         meter.end(step, self.optimizer.step())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import CohereConfig, CohereForCausalLM
 
 from agl_core.types import Batch, TransitionKey
 from agl_torch.models.loading import LoadedModel
@@ -167,6 +168,39 @@ def test_logits_exist_at_response_positions_only(loaded: LoadedModel) -> None:
     hook.remove()
     assert seen == [torch.Size([int(batch.response_lengths_N[0]), 320])]
     assert loaded.model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 320)
+
+
+@pytest.mark.parametrize("logit_scale", [None, 0.0625])
+def test_logits_in_parts_give_the_same_scores_and_gradients(
+    in_float64: LoadedModel, monkeypatch: pytest.MonkeyPatch, logit_scale: float | None
+) -> None:
+    """In parts where the output layer is all there is, whole where the model changes its logits afterwards."""
+    model = in_float64.model
+    if logit_scale is not None:
+        config = CohereConfig(
+            vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            logit_scale=logit_scale, max_position_embeddings=256,
+        )  # fmt: skip
+        model = CohereForCausalLM(config).double().eval()
+    [micro] = laid_out(make_shared(3, groups=1), replace(WIDE, tokens=100_000))
+    weights = torch.randn(len(micro.targets_R), dtype=torch.float64)
+
+    def scored() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+        rows: list[int] = []
+        hook = model.get_output_embeddings().register_forward_hook(lambda *call: rows.append(len(call[2])))
+        model.zero_grad()
+        scores = score(model, micro)
+        hook.remove()
+        (scores.logprobs_R * weights).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        return scores.logprobs_R.detach(), scores.entropy_R, gradient, rows
+
+    *whole, rows = scored()
+    assert rows == [len(micro.targets_R)]
+    monkeypatch.setattr(batching, "LOGITS_AT_ONCE", 5 * 320)
+    *in_parts, rows = scored()
+    assert (max(rows) <= 5) == (logit_scale is None)
+    torch.testing.assert_close(in_parts, whole)
 
 
 def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:

@@ -13,6 +13,7 @@ import torch
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
 from agl_core.wire.updates import UpdateRequest, decode_result, encode_result
+from agl_torch.models.memory import ACTIVATIONS_ON_CPU, activation_bytes, tokens_per_pass
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
@@ -63,10 +64,31 @@ def test_training_settings_reach_the_trainer(checkpoint: Path) -> None:
     assert passes[2] == 2 * passes[0]
 
 
+def test_a_pass_has_as_many_tokens_as_its_memory_allows(tmp_path: Path) -> None:
+    """Checked against what torch itself keeps: the bytes that a backward pass frees."""
+    model: Any = load(make_checkpoint(tmp_path / "four", Shape(layers=4))).policies["default"].loaded.model
+    device = torch.device("cpu")
+    ids = torch.randint(3, 300, (4, 64))
+
+    def kept() -> int:
+        seen: dict[int, torch.Tensor] = {}
+        weights = {p.data_ptr() for p in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.setdefault(t.data_ptr(), t), lambda t: t):
+            model.model(input_ids=ids, use_cache=False)
+        return sum(t.nbytes for at, t in seen.items() if at not in weights)
+
+    plain = activation_bytes(model, device)
+    assert plain == pytest.approx(kept() / ids.numel(), rel=0.3)
+    assert tokens_per_pass(model, device) == int(ACTIVATIONS_ON_CPU / plain)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert activation_bytes(model, device) < 0.5 * plain
+    assert not model.training
+
+
 def test_a_cache_that_holds_no_reply_is_refused_by_the_names_of_its_settings(tmp_path: Path) -> None:
     # 48 layers of 256 tokens of 2 x 256 floats: 25 MB for one reply.
     wide = make_checkpoint(tmp_path / "wide", Shape(layers=48, hidden=256))
-    with pytest.raises(EngineError, match=r"engine\.torch\.cache_mib or engine\.torch\.max_context"):
+    with pytest.raises(EngineError, match=r"engine\.torch\.cache_mib, or lower engine\.torch\.max_context"):
         load(wide, cache_mib=1)
 
 
