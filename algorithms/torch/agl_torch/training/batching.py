@@ -91,7 +91,7 @@ def micro_batches(
             batch, chosen, token_budget=limits.tokens, response_budget=logits, hidden_size=limits.hidden_size
         )
     ]
-    trees.sort(key=len, reverse=True)
+    trees.sort(key=lambda tree: (tree.branches, len(tree)), reverse=True)
     responses = [int(batch.response_lengths_N[tree.transitions_n].sum()) for tree in trees]
     start = 0
     for end in range(1, len(trees) + 1):
@@ -101,13 +101,14 @@ def micro_batches(
 
 
 def _fit(trees: Sequence[Tree], responses: int, limits: Limits, logits: int) -> bool:
-    """Whether these trees, largest first, go into one pass."""
+    """Whether these trees, largest first, go into one pass: all with a mask, or all without."""
     largest = len(trees[0])
     return (
         len(trees) * largest <= limits.tokens
         and len(trees[-1]) >= SMALLEST_SHARE * largest
         and responses <= logits
-        and (len(trees) * largest**2 <= LARGEST_MASKED**2 or not any(tree.branches for tree in trees))
+        and trees[0].branches == trees[-1].branches
+        and (len(trees) * largest**2 <= LARGEST_MASKED**2 or not trees[0].branches)
     )
 
 

@@ -5,8 +5,8 @@ are repeated. A tree holds each once, in depth-first order. A token sees the tok
 itself, at its own depth as position: exactly what it would see in its transition alone, so loss and gradient are the
 same (the layout of Tree Training, arXiv 2511.00413).
 
-Attention is computed over the whole tree and masked, which is dear for large trees: one is cut where sharing more
-would cost more than it saves.
+Where a tree branches, attention is computed over the whole of it and masked, which is dear for large trees: one is cut
+where sharing more would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from agl_core.types import Batch
 
 LARGEST_MASKED = 8192
 """Tokens of a tree with branches: its mask has the square of that many entries."""
+
+MASKED, CAUSAL = 1.5, 1.0
+"""What attention takes, measured on a CPU, against the operations of all pairs at the speed of the matrices. Causal
+attention skips half of the pairs, at a lower speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +58,32 @@ def plan_trees(
 
     A tree has at most `token_budget` tokens and its transitions at most `response_budget` response tokens together,
     unless it is one transition. `hidden_size` is the model's: from it follows what attention costs.
+
+    Transitions that continue each other are a chain, which costs what its last one does. A chain joins the tree before
+    it if the tree with that branch costs less than both apart.
     """
     trees: list[NDArray[np.int64]] = []
     lengths, responses = np.diff(batch.offsets), batch.response_lengths_N
     order, shared = _by_prefix(batch, chosen)
+    continues = [place > 0 and shared[place] == lengths[order[place - 1]] for place in range(len(order))]
+    chain_lengths = lengths[order]
+    for place in range(len(order) - 2, -1, -1):
+        if continues[place + 1]:
+            chain_lengths[place] = chain_lengths[place + 1]
     start = tokens = response_tokens = 0
+    branches = False
     for place, row in enumerate(order):
-        new = int(lengths[row]) - shared[place]
+        new, chain = int(lengths[row]) - shared[place], int(chain_lengths[place])
+        together = _cost(tokens + chain - shared[place], hidden_size, MASKED)
+        apart = _cost(tokens, hidden_size, MASKED if branches else CAUSAL) + _cost(chain, hidden_size, CAUSAL)
         if place > start and (
             tokens + new > min(token_budget, LARGEST_MASKED)
             or response_tokens + int(responses[row]) > response_budget
-            or _cost(tokens + new, hidden_size) > _cost(tokens, hidden_size) + _cost(int(lengths[row]), hidden_size)
+            or (not continues[place] and together > apart)
         ):
             trees.append(order[start:place])
-            start, tokens, response_tokens = place, 0, 0
+            start, tokens, response_tokens, branches = place, 0, 0, False
+        branches |= place > start and not continues[place]
         tokens += new if place > start else int(lengths[row])
         response_tokens += int(responses[row])
     if len(order):
@@ -124,9 +140,9 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def _cost(tokens: int, hidden_size: int) -> float:
+def _cost(tokens: int, hidden_size: int, attention: float) -> float:
     """Of a pass over a tree, in what a token costs outside attention.
 
     A layer's matrices take about 24 · hidden² operations a token, attention 4 · hidden a pair of tokens.
     """
-    return tokens + tokens**2 / (6 * hidden_size)
+    return tokens + attention * tokens**2 / (6 * hidden_size)

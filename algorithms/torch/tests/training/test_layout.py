@@ -210,3 +210,22 @@ def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
             logprobs, entropy = score(in_float64.model, micro)
         torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(320)))
         torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
+
+
+def test_a_group_of_long_rollouts_computes_no_more_than_its_chains() -> None:
+    """Six turns a rollout: as few tokens as each rollout in one row, and none of it under a mask."""
+    rng = np.random.default_rng(0)
+
+    def some(count: int) -> list[int]:
+        return [int(token) for token in rng.integers(3, 300, count)]
+
+    task, pairs, longest = some(200), [], 0
+    for _ in range(8):
+        prompt = task
+        for _ in range(6):
+            pairs.append((prompt, some(40)))
+            prompt = prompt + pairs[-1][1] + some(60)
+        longest = len(prompt) - 60
+    passes = laid_out(batch_of(pairs, rng), replace(WIDE, hidden_size=128))
+    assert all(micro.last_BL is None for micro in passes)
+    assert sum(micro.computed for micro in passes) == 8 * longest
