@@ -14,12 +14,11 @@ from agl_core.capture.context import (
     identify,
     running,
 )
-from agl_core.capture.episode_files import load_episodes, save_episodes
 from agl_core.capture.jsonable import jsonable
 from agl_core.capture.marking import Marker, ToolRun, agent, tool
 from agl_core.capture.recording import Recording, ToolRequest, describe_error
 from agl_core.capture.reports import guarded, record_tool_result, report_problem, reward, tool_result_report
-from agl_core.capture.standalone import Capture, CapturedRollout
+from agl_core.capture.standalone import Capture, CapturedRollout, load_episodes, save_episodes
 from agl_core.capture.state import state, unpack_variables
 from agl_core.capture.status import message_status, status_of
 from agl_core.types import Identity

@@ -10,9 +10,18 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
 
-from agl_core.capture.context import IdentityScope, current_attempt, current_scope, enter_identity
+from agl_core.capture.context import (
+    IdentityScope,
+    Step,
+    Steps,
+    current_attempt,
+    current_scope,
+    current_step,
+    enter_identity,
+    new_span,
+    set_step,
+)
 from agl_core.capture.reports import guarded, record_tool_result, tool_result_report
-from agl_core.capture.steps import Step, Steps, current_step, new_span, set_step
 from agl_core.errors import AgentError
 from agl_core.types import Identity, ToolStatus
 

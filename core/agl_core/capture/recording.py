@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
-from agl_core.types import Json
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agl_core.types import Json, Source
 from agl_core.wire.workers import RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
@@ -122,6 +126,82 @@ class Recording:
         """The attempt has ended; closing it again changes nothing."""
         with self._lock:
             self._closed = True
+
+
+class Report(BaseModel):
+    """One report on its way from an agent's process to the one that started it; one of the fields is set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tool_result: ToolResultReport | None = None
+    reward: RewardReport | None = None
+    problem: str | None = None
+
+    def add_to(self, recording: Recording) -> None:
+        if self.tool_result is not None:
+            recording.tool_result(self.tool_result)
+        if self.reward is not None:
+            recording.reward(self.reward)
+        if self.problem is not None:
+            recording.problem(self.problem)
+
+
+class SentRecording(Recording):
+    """A recording that also sends each report on at once, so that nothing is lost with a process that is killed."""
+
+    def __init__(self, send: Callable[[Report], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def tool_result(self, report: ToolResultReport) -> None:
+        super().tool_result(report)
+        self._send(Report(tool_result=report))
+
+    def reward(self, report: RewardReport) -> None:
+        super().reward(report)
+        self._send(Report(reward=report))
+
+    def problem(self, text: str) -> bool:
+        is_new = super().problem(text)
+        if is_new:
+            self._send(Report(problem=text))
+        return is_new
+
+
+def spooled(folder: Path) -> SentRecording:
+    """A recording that writes its reports into `folder`, one JSON object a line; each process has a file of its own."""
+
+    def write(report: Report) -> None:
+        data = report.model_dump_json(exclude_none=True).encode() + b"\n"
+        try:
+            # Opened for each line: what one write appends is whole, whichever thread or fork makes it.
+            file = os.open(folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(file, data)
+            finally:
+                os.close(file)
+        except OSError as error:
+            logger.warning("A report to agl could not be written and is missing from the record: %s.", error)
+
+    return SentRecording(write)
+
+
+def read_spool(folder: Path, recording: Recording) -> None:
+    """Add what all processes reported in `folder`; what cannot be read is a problem of the recording.
+
+    Any process that the command started could write there, whatever a report says of its source.
+    """
+    for file in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
+        for text in file.read_bytes().splitlines():
+            try:
+                report = Report.model_validate_json(text)
+            except ValidationError as error:
+                recording.problem(f"A report of process {file.stem} cannot be read: {error.errors()[0]['msg']}")
+                continue
+            if report.tool_result is not None:
+                by_command = report.tool_result.model_copy(update={"source": Source.COMMAND})
+                report = report.model_copy(update={"tool_result": by_command})
+            report.add_to(recording)
 
 
 def describe_error(error: BaseException) -> str:

@@ -45,8 +45,7 @@ async def test_it_asks_for_as_many_and_sends_heartbeats_for_all(
     workplace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for `--concurrency 5000`, with a limit of 4."""
-    for place in ("worker", "heartbeats"):
-        monkeypatch.setattr(f"agl_core.worker.{place}.MAX_LEASES", 4)
+    monkeypatch.setattr("agl_core.worker.worker.MAX_LEASES", 4)
     server: LightningServer = workplace.stack.server
     asked: list[int] = []
     beats: list[set[str]] = []

@@ -12,9 +12,8 @@ from tempfile import TemporaryDirectory
 from agl_core.capture.attach.attach import attach, installed_adapters
 from agl_core.capture.attach.requests import HTTP_LIBRARIES
 from agl_core.capture.context import ActiveAttempt, start_running
-from agl_core.capture.recording import Recording
+from agl_core.capture.recording import Recording, read_spool, spooled
 from agl_core.capture.reports import report_problem
-from agl_core.capture.spool import SpooledRecording, read_spool
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter
@@ -57,12 +56,11 @@ def bootstrap_variables(
 ) -> dict[str, str]:
     """What to set beside `environment`, so that each Python process of a command attaches itself to an attempt.
 
-    Requests to the server at `base_url` are stamped and carry `api_key`; what adapters and the agent report is
-    written below `reports` (see `agl_core.capture.spool.read_spool`). `plugins` are files whose adapters are attached
-    beside the installed ones. A process that imports no HTTP library, no framework and no agl is left alone. Frameworks
-    are those of the adapters that are installed here, and those that adapters of the command's own Python name in the
-    entry-point group `agl.frameworks`. An OpenTelemetry exporter sends its spans to the attempt, unless
-    `environment` says where.
+    Requests to the server at `base_url` are stamped and carry `api_key`. What adapters and the agent report is written
+    below `reports` (see `read_spool`). `plugins` are files whose adapters are attached beside the installed ones.
+    Frameworks are those of the adapters that are installed here, and those that adapters of the command's own Python
+    name in the entry-point group `agl.frameworks`; a process that imports no HTTP library, no framework and no agl is
+    left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says where.
     """
     return {
         "AGL_BASE_URL": base_url,
@@ -95,7 +93,7 @@ def _telemetry(attempt: AttemptKey, base_url: str, api_key: str, environment: Ma
 
 def attach_to_attempt(environment: Mapping[str, str]) -> None:
     """Attach this process to the attempt that `bootstrap_variables` put into its environment."""
-    recording = SpooledRecording(Path(environment["AGL_REPORTS"]))
+    recording = spooled(Path(environment["AGL_REPORTS"]))
     start_running(
         ActiveAttempt(
             environment["AGL_ROLLOUT"],

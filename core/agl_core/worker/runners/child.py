@@ -17,8 +17,9 @@ from typing import Any
 
 import orjson
 
-from agl_core.capture import Recording, running
-from agl_core.wire.workers import Assignment, RewardReport, ToolResultReport
+from agl_core.capture import running
+from agl_core.capture.recording import SentRecording
+from agl_core.wire.workers import Assignment
 from agl_core.worker.agent import Agent
 from agl_core.worker.environment import Ended, active_attempt, agent_context, attempt_variables, crashed
 from agl_core.worker.runners.in_process import call_agent
@@ -44,7 +45,7 @@ def run_job(files: list[int], load: Callable[[], Agent | None]) -> None:
 
 
 def _run(load: Callable[[], Agent | None], assignment: Assignment, base_url: str, channel: _Channel) -> Ended:
-    recording = _Telling(channel)
+    recording = SentRecording(lambda report: channel.send(**report.model_dump(mode="json", exclude_none=True)))
     try:
         with running(active_attempt(assignment, base_url, recording)):
             agent = load()
@@ -88,25 +89,3 @@ class _Channel:
         """Tell the worker; if it is gone, nobody wants to know."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(orjson.dumps(message) + b"\n")
-
-
-class _Telling(Recording):
-    """A recording that tells the worker at once, so that a crash loses nothing that was reported before it."""
-
-    def __init__(self, channel: _Channel) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def tool_result(self, report: ToolResultReport) -> None:
-        super().tool_result(report)
-        self._channel.send(tool_result=report.model_dump(mode="json"))
-
-    def reward(self, report: RewardReport) -> None:
-        super().reward(report)
-        self._channel.send(reward=report.model_dump(mode="json"))
-
-    def problem(self, text: str) -> bool:
-        is_new = super().problem(text)
-        if is_new:
-            self._channel.send(problem=text)
-        return is_new

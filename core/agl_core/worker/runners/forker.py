@@ -6,11 +6,15 @@ It is a program of its own: a worker has threads, and a forked process with thre
 a line of JSON each: `{"start": id, "files": n}` with n file descriptors, and `{"end": id}`; what it gets is
 `{"ready": …}` or `{"failed": reason}` once, and `{"exited": [id, status]}` for each process, status as from waitpid.
 When the worker is gone, so is everything that was started for it.
+
+On Linux nothing escapes: each process adopts what it started and lost sight of, sessions of their own included, and the
+forker adopts what such a process leaves behind. Elsewhere the process group is what is ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -30,12 +34,13 @@ from agl_core.errors import AglError
 from agl_core.plugins import Plugins
 from agl_core.worker.agent import Agent, load_agent
 from agl_core.worker.runners.child import run_job
-from agl_core.worker.runners.process_tree import adopt_orphans, children_of_this, lead_tree, signal_tree
 from agl_core.worker.runners.processes import Setup
 
 _TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _MOST_FILES = 3
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
@@ -75,7 +80,7 @@ class _Forker:
         self._received, self._files = b"", list[int]()
 
     def serve(self) -> None:
-        adopt_orphans()
+        _adopt_orphans()
         woken, wake = os.pipe()
         for each in (woken, wake):
             os.set_blocking(each, False)
@@ -91,9 +96,9 @@ class _Forker:
             self._kill_overdue()
             self._reap()
         for pid in self._ids:
-            signal_tree(pid, signal.SIGKILL)
+            _signal_tree(pid, signal.SIGKILL)
         self._ids.clear()
-        while left := children_of_this():  # What these leave behind becomes a child of this process in turn.
+        while left := _children_of_this():  # What these leave behind becomes a child of this process in turn.
             self._end_orphans()
             for pid in left:
                 os.waitpid(pid, 0)
@@ -137,7 +142,7 @@ class _Forker:
     def _become(self, files: list[int]) -> NoReturn:
         """What the forked process does instead of serving."""
         try:
-            lead_tree()
+            _lead_tree()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
@@ -149,12 +154,12 @@ class _Forker:
 
     def _end(self, id: int) -> None:
         for pid in [pid for pid, each in self._ids.items() if each == id and pid not in self._kill_at]:
-            signal_tree(pid, signal.SIGTERM)
+            _signal_tree(pid, signal.SIGTERM)
             self._kill_at[pid] = time.monotonic() + _TERM_GRACE
 
     def _kill_overdue(self) -> None:
         for pid in [pid for pid, at in self._kill_at.items() if at <= time.monotonic()]:
-            signal_tree(pid, signal.SIGKILL)
+            _signal_tree(pid, signal.SIGKILL)
             del self._kill_at[pid]
 
     def _reap(self) -> None:
@@ -165,7 +170,7 @@ class _Forker:
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 pid, any_ended = ended.si_pid, True
                 if pid in self._ids:  # Until it is waited for, its process group cannot become another's.
-                    signal_tree(pid, signal.SIGKILL)
+                    _signal_tree(pid, signal.SIGKILL)
                     exited.append([self._ids.pop(pid), os.waitpid(pid, 0)[1]])
                     self._kill_at.pop(pid, None)
                 else:
@@ -177,7 +182,7 @@ class _Forker:
 
     def _end_orphans(self) -> None:
         """Kill what has become a child of this process because the root of its tree is gone."""
-        for pid in children_of_this():
+        for pid in _children_of_this():
             if pid not in self._ids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -192,6 +197,43 @@ def _fork() -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         return os.fork()
+
+
+def _adopt_orphans() -> None:
+    """From now on this process is the parent of every descendant whose own parent ends (Linux)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _lead_tree() -> None:
+    """Make this process the root of a tree of its own, which ends with the thread that forked it (Linux)."""
+    os.setsid()
+    _adopt_orphans()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _signal_tree(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that leads a tree, and to its group; what has left the group follows when it ends."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _children_of_this() -> list[int]:
+    """The processes whose parent this one is, by birth or adoption (Linux; elsewhere none are found)."""
+    found = []
+    if sys.platform == "linux":
+        this = str(os.getpid()).encode()
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError):
+                    # pid (command) state parent …; a command may contain anything.
+                    if Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[1] == this:
+                        found.append(int(name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from agl_core.capture import Recording
 from agl_core.capture.attach.environment import bootstrapped
+from agl_core.capture.recording import Report
 from agl_core.errors import AgentError
 from agl_core.types import AttemptKey, Ending
-from agl_core.wire.workers import MAX_RESULT, Assignment, RewardReport, ToolResultReport
+from agl_core.wire.workers import MAX_RESULT, Assignment
 from agl_core.worker.bounds import bounded_text
 from agl_core.worker.environment import Ended, attempt_variables, client_variables, finished
 from agl_core.worker.runners.processes import ForkerGoneError, Process, Processes, Setup
@@ -177,16 +178,11 @@ async def _read(process: Process, recording: Recording) -> Ended | None:
     """Note what the process reports, until it ends or says how the attempt ended."""
     async for message in process.messages():
         try:
-            if "tool_result" in message:
-                recording.tool_result(ToolResultReport.model_validate(message["tool_result"]))
-            elif "reward" in message:
-                recording.reward(RewardReport.model_validate(message["reward"]))
-            elif "problem" in message:
-                recording.problem(str(message["problem"]))
-            elif "failed" in message:
+            if "failed" in message:
                 return Ended(Ending.LOST, error=str(message["failed"]))
-            else:
+            if "ended" in message:
                 return _ENDED.validate_python(message["ended"])
+            Report.model_validate(message).add_to(recording)
         except ValidationError as error:
             raise ValueError(f"{error.error_count()} fields are wrong") from error
     return None
