@@ -169,4 +169,4 @@ def test_the_table_of_what_messages_are_read_as_is_right() -> None:
     assert len(rows) == 4
     for said, status in rows.items():
         for text in re.findall(r"`([^`]+)`", said.partition("; but not")[0]):
-            assert str(message_status(text.replace("…", "it"))) == status, text
+            assert str(message_status(text.replace("…", "it")).status) == status, text

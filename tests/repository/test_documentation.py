@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from agl_core.capture.status import RULES, message_status
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -14,6 +16,19 @@ def test_the_configuration_page_is_up_to_date() -> None:
     command = [sys.executable, ROOT / "docs" / "make_configuration.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_page_of_tool_status_has_every_rule_in_order_and_its_examples_are_right() -> None:
+    rows = [
+        f"| {number} | `{rule.name}` | {rule.when} | {rule.status} | {rule.read_from} |"
+        for number, rule in enumerate(RULES, 1)
+    ]
+    page = (ROOT / "docs" / "tool-status.md").read_text().splitlines()
+    assert [line for line in page if re.match(r"\| \d", line)] == rows
+    texts = RULES[[rule.name for rule in RULES].index("reported-success") + 1 :]
+    for rule in texts:
+        for found in re.findall(r"``(.+?)``|`([^`]+)`", rule.when.partition("; but not")[0]):
+            assert message_status("".join(found).replace("…", "it")).rule == rule.name, found
 
 
 def test_the_architecture_page_names_files_that_exist() -> None:

@@ -14,6 +14,7 @@ from autogen_core.models import FunctionExecutionResult
 from autogen_core.tools import BaseTool, ToolResult, Workbench
 
 from agl_core.capture import (
+    Decided,
     Identity,
     Recording,
     current_attempt,
@@ -23,7 +24,6 @@ from agl_core.capture import (
     tool_result_report,
 )
 from agl_core.capture.attach.methods import Arguments, Watch, argument, watch
-from agl_core.types import ToolStatus
 
 
 class _ToolRun(Watch):
@@ -70,7 +70,7 @@ class _ToolRun(Watch):
         """Whether `inner` is this very run: a workbench's tool, or the base class of a tool that overrides it."""
         return inner._id == self._id and (inner._runner is self._runner or isinstance(self._runner, Workbench))
 
-    def _report(self, result: Any, status: ToolStatus | None = None) -> None:
+    def _report(self, result: Any, decided: Decided | None = None) -> None:
         caller = self._caller or Identity()
         request = self._recording.request(self._id, {caller.parent_span or ""}) if self._id else None
         around = self._outer._span if self._outer else caller.parent_span
@@ -79,7 +79,7 @@ class _ToolRun(Watch):
                 self._span,
                 self._tool,
                 result,
-                status=status,
+                decided=decided,
                 tool_call_id=self._id,
                 arguments=self._arguments,
                 # Another agent may run the tools; whose they are is who asked for them.
@@ -113,7 +113,7 @@ def answered(recording: Recording, results: Sequence[FunctionExecutionResult]) -
                     uuid.uuid4().hex,
                     request.tool,
                     result.content,
-                    status=message_status(result.content, "error" if result.is_error else None),
+                    decided=message_status(result.content, "error" if result.is_error else None),
                     tool_call_id=request.tool_call_id,
                     arguments=request.arguments,
                     agent=request.agent,

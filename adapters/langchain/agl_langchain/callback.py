@@ -20,6 +20,7 @@ import agl_core
 from agl_core.capture import (
     Capture,
     CapturedRollout,
+    Decided,
     Identity,
     IdentityScope,
     Recording,
@@ -31,7 +32,7 @@ from agl_core.capture import (
     jsonable,
     tool_result_report,
 )
-from agl_core.types import Call, Episode, Json, ToolStatus, Transition
+from agl_core.types import Call, Episode, Json, Transition
 from agl_langchain import messages as words
 
 _MAX_OPEN_RUNS = 20_000
@@ -141,7 +142,7 @@ class _Handler(BaseCallbackHandler):
         run = self._end(event)
         if run:
             result = words.tool_result(output, run.tool_call_id)
-            self._tool_result(run, result.content, result.status)
+            self._tool_result(run, result.content, result.decided)
             self._finish(run, result=result.content)
 
     @guarded
@@ -202,14 +203,14 @@ class _Handler(BaseCallbackHandler):
         if run.rollout and run.rollout.id == run.span:
             run.rollout.finish(result, describe_error(error) if error else None)
 
-    def _tool_result(self, run: _Run, result: Any, status: ToolStatus | None = None) -> None:
+    def _tool_result(self, run: _Run, result: Any, decided: Decided | None = None) -> None:
         request = run.recording.request(run.tool_call_id, self._around(run)) if run.tool_call_id else None
         run.recording.tool_result(
             tool_result_report(
                 run.span,
                 run.tool,
                 result,
-                status=status,
+                decided=decided,
                 tool_call_id=run.tool_call_id,
                 arguments=run.arguments,
                 # The node that runs the tools has a name too, but who asked for them is the agent.
@@ -233,7 +234,7 @@ class _Handler(BaseCallbackHandler):
                         uuid4().hex,
                         request.tool,
                         result.content,
-                        status=result.status,
+                        decided=result.decided,
                         tool_call_id=request.tool_call_id,
                         arguments=request.arguments,
                         agent=request.agent,

@@ -10,8 +10,8 @@ import numpy as np
 from langchain_core.messages import BaseMessage, ToolMessage, convert_to_openai_messages
 from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 
-from agl_core.capture import message_status, status_of
-from agl_core.types import Choice, FinishReason, Json, Sampling, ToolStatus
+from agl_core.capture import Decided, message_status, status_of
+from agl_core.types import Choice, FinishReason, Json, Sampling
 
 _NO_TOKENS = ("messages", "prompt", "stream", "stream_options")
 
@@ -23,7 +23,7 @@ class ToolResult:
     """What a tool gave back."""
 
     content: Any
-    status: ToolStatus
+    decided: Decided
 
 
 def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:

@@ -21,10 +21,19 @@ from agents.exceptions import ModelBehaviorError, ToolTimeoutError
 from agents.tool import default_tool_timeout_error_message
 from agents.tracing import get_current_trace
 
-from agl_core.capture import CapturedRollout, Recording, current_attempt, guarded, report_problem, tool_result_report
+from agl_core.capture import (
+    CapturedRollout,
+    Decided,
+    Recording,
+    current_attempt,
+    failure_status,
+    guarded,
+    report_problem,
+    tool_result_report,
+)
 from agl_core.capture.attach.methods import wrap_once
 from agl_core.capture.spans.spans import loads
-from agl_core.types import Identity, ToolStatus
+from agl_core.types import Identity
 from agl_openai_agents import state
 from agl_openai_agents.identity import who_calls
 
@@ -39,7 +48,7 @@ class _ToolRun:
     started: float = field(default_factory=time.time)
     error: BaseException | None = None
     """What it raised, or the timeout that cut it off."""
-    status: ToolStatus | None = None
+    decided: Decided | None = None
     """What its MCP server says, where it says more than the result does."""
 
 
@@ -133,7 +142,7 @@ def _sees_mcp_results(read: _Function) -> _Function:
     def read_seen(result: Any) -> Any:
         run = _running.get()
         if run is not None and (getattr(result, "isError", False) or getattr(result, "is_error", False)):
-            run.status = ToolStatus.ERROR
+            run.decided = failure_status("")
         return read(result)
 
     return read_seen
@@ -145,7 +154,7 @@ def _sees_refusals(guard: _Function) -> _Function:
     async def guard_seen(*args: Any, **kwargs: Any) -> Any:
         refusal = await guard(*args, **kwargs)
         if refusal is not None:
-            _report(kwargs.get("tool_context"), refusal, ToolStatus.ERROR)
+            _report(kwargs.get("tool_context"), refusal, failure_status(""))
         return refusal
 
     return guard_seen
@@ -188,18 +197,18 @@ def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
     inner = peek_agent_tool_run_result(context.tool_call, scope_id=get_agent_tool_state_scope(context))
     if run.error is None and getattr(inner, "interruptions", None):
         return  # an agent used as a tool, waiting for an approval of what its own tool is to do
-    _report(context, result.output if run.error is None else run.error, run.status, run.started)
+    _report(context, result.output if run.error is None else run.error, run.decided, run.started)
 
 
 @guarded
-def _report(source: Any, result: Any, status: ToolStatus | None = None, started: float | None = None) -> None:
+def _report(source: Any, result: Any, decided: Decided | None = None, started: float | None = None) -> None:
     """Tell what a tool did; `source` is the tool's context, or the model's call of it."""
     call, who = getattr(source, "tool_call", source), who_calls() or Identity()
     report = tool_result_report(
         uuid.uuid4().hex,
         call.name,
         result,
-        status=status,
+        decided=decided,
         tool_call_id=call.call_id or None,
         arguments=loads(call.arguments or "{}"),
         agent=who.agent,

@@ -20,7 +20,7 @@ from agl_core.capture.recording import Recording, ToolRequest, describe_error
 from agl_core.capture.reports import guarded, record_tool_result, report_problem, reward, tool_result_report
 from agl_core.capture.standalone import Capture, CapturedRollout, load_episodes, save_episodes
 from agl_core.capture.state import state, unpack_variables
-from agl_core.capture.status import message_status, status_of
+from agl_core.capture.status import Decided, failure_status, message_status, status_of
 from agl_core.types import Identity
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Attachment",
     "Capture",
     "CapturedRollout",
+    "Decided",
     "Identity",
     "IdentityScope",
     "Marker",
@@ -40,6 +41,7 @@ __all__ = [
     "current_identity",
     "describe_error",
     "enter_identity",
+    "failure_status",
     "guarded",
     "identify",
     "installed_adapters",

@@ -22,8 +22,9 @@ from agl_core.capture.context import (
     set_step,
 )
 from agl_core.capture.reports import guarded, record_tool_result, tool_result_report
+from agl_core.capture.status import unknown_status
 from agl_core.errors import AgentError
-from agl_core.types import Identity, ToolStatus
+from agl_core.types import Identity
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -178,7 +179,7 @@ class ToolRun:
                 span,
                 self._tool,
                 error if error is not None else None if is_untold else self.result,
-                status=ToolStatus.OK if is_untold else None,
+                decided=unknown_status() if is_untold else None,
                 tool_call_id=self._call_id,
                 arguments=self._arguments,
                 agent=self._agent,

@@ -11,9 +11,8 @@ from typing import Any, ParamSpec
 from agl_core.capture.context import current_attempt
 from agl_core.capture.jsonable import jsonable
 from agl_core.capture.recording import describe_error
-from agl_core.capture.status import status_of
+from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
-from agl_core.types import ToolStatus
 from agl_core.wire.workers import RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def tool_result_report(
     tool: str,
     result: Any,
     *,
-    status: ToolStatus | None = None,
+    decided: Decided | None = None,
     tool_call_id: str | None = None,
     arguments: Any = None,
     agent: str | None = None,
@@ -71,18 +70,19 @@ def tool_result_report(
 ) -> ToolResultReport:
     """What a tool returned, or the exception that it raised, as a report of bounded size.
 
-    `id` names this run of the tool: the same id is recorded once. `status` is classified from the result unless
-    the framework knows better; times are Unix seconds. `adapter` names who saw it, if that is an adapter: of two that
+    `id` names this run of the tool: the same id is recorded once. The status is decided by the result unless
+    `decided` says more; times are Unix seconds. `adapter` names who saw it, if that is an adapter: of two that
     saw one tool call, one counts.
 
     >>> tool_result_report("1", "search", ["a", "b"]).status
     <ToolStatus.OK: 'ok'>
     """
     raised = isinstance(result, BaseException)
+    status, rule = decided or status_of(result)
     return ToolResultReport(
         id=id,
         tool=tool,
-        status=status or status_of(result),
+        status=status,
         tool_call_id=tool_call_id,
         arguments=jsonable(arguments),
         result=None if raised else jsonable(result),
@@ -93,6 +93,7 @@ def tool_result_report(
         started=started,
         ended=ended,
         adapter=adapter,
+        status_rule=rule,
     )
 
 

@@ -1,16 +1,21 @@
-"""What became of a tool call: one rule for what adapters see, what spans say, and what conversations show.
+"""What became of a tool call: one ordered table of rules for adapters, spans and conversations.
 
-A reported failure counts: an exception, or a status "error". A reported success counts only if the tool's author set
-it: a framework calls every tool that did not raise a "success". Otherwise the result decides.
+The first rule that matches decides, and its name is kept with the tool result (`ToolResult.status_rule`). A reported
+failure counts: an exception, or a status "error". A reported success counts only if the tool's author set it, because
+frameworks call every tool that did not raise a "success". Otherwise the result decides.
+
+docs/tool-status.md has the table; the words of a framework were read in its source, in the version that is named.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from agl_core.types import Json, ToolStatus
 
@@ -19,31 +24,8 @@ _NO_ERROR = frozenset({"", "none", "null", "nil", "no", "false", "0"})
 """Words for nothing."""
 _SETTING = r"\s* \d+(?:\.\d+)? \s* \w* \s* \n"
 """What follows "timeout:" where it is one of several settings."""
-_ERROR = re.compile(
-    rf"""
-    (?: (?: [\w.]{{1,200}}Error | [\w.]{{0,200}}Exception ) \s*:  # "ValueError: …", "sqlite3.OperationalError: …"
-      | (?: \w{{1,40}}\. ){{0,9}} [A-Z]\w{{0,60}} (?: Error | Exception | Timeout | TimeoutExpired )
-        (?: \.?\Z | \(["'\d)] | \s+["'\d] | : (?! {_SETTING} ) )  # "HTTPError 404", "KeyError('x')", the name alone
-      | (?i:error) (?: [.!]?\Z | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )
-      | Error\ (?:executing|invoking)\ tool\b            # langgraph
-      | An\ error\ occurred\ while\ running\ the\ tool   # OpenAI Agents SDK
-      | Traceback\ \(most\ recent\ call\ last\) )
-    """,
-    re.VERBOSE,
-)
 _REASON = "|".join(re.escape(each.phrase) for each in HTTPStatus if each >= 400)
 """What stands beside the number of an HTTP error."""
-_NUMBERED = re.compile(
-    rf"""
-    (?: (?: (?: http | api | server | client ) \s )? error \s (?: code \s )? [1-9]\d{{0,4}} \s*  # "Error 404: …"
-        (?: \Z | [:;\n] | \.(?!\d) | [-–—([]? \s* (?: {_REASON} )\b | \(\w{{1,20}}\) \s* : )
-      | error \s code: \s [1-9]\d{{0,4}} \b                                 # openai
-      | (?: client | server ) \s error \s '[45]\d\d\s                      # httpx
-      | [45]\d\d \s (?: client | server ) \s error:                        # requests
-      | (?: http \s )? [45]\d\d \s (?: {_REASON} ) \s* (?: [.:\n] | \Z ) )
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
 _WHO = r"""
     (?: (?: the | your | this | a | an ) \s )?
     (?: (?! (?: of | in | on | at | by | that | this | the | and | or | but | sa(?:id|ys) ) \b )
@@ -54,54 +36,302 @@ _WHO = r"""
     (?: \s ["'`[] .{0,200}? ["'`\])] | \s (?: to | for | from | of | with ) \s \S{1,200} )?
 """
 """What can time out: "The read operation", "Command '['sleep', '9']'", "Request to https://…"."""
-_TIMED_OUT = re.compile(
-    rf"""
-    (?! (?: no | not | none | neither | never | zero | if | when | why | how | whether | what | once | until | unless
-          | because | after | before | each | every | any ) \b )
-    (?: {_WHO} \s (?: ha[sd] \s )? )?
-    (?: timed[ -]out (?: \s*\Z | \s?[.:;,!(–—-] | \s (?: after | during | trying | waiting | when | while ) \b )
-      | time-?out
-        (?: \s error )? (?: \s*\Z | \s?[.;!] | \s \(\d | \s?: (?! {_SETTING} )
-          | \s (?: after | during | expired | occurred | reached | trying | waiting | when | while ) \b
-          | \s (?: of \s )? \d\S* \s (?: \w+ \s )? exceeded \b ) )
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
 _TIMEOUT = re.compile(r"time[ds]?[\s_-]?out|deadline[\s_-]?exceeded", re.IGNORECASE)
 _HEAD = 200
 """Characters of an error in which a timeout is looked for: its type and message, not what it quotes."""
 
 
-def status_of(result: Any) -> ToolStatus:
+class Decided(NamedTuple):
+    """What became of a tool call, and the rule that says so."""
+
+    status: ToolStatus
+    rule: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of one run of a tool."""
+
+    text: str = ""
+    """What it gave, as text; of other values none."""
+    value: Any = None
+    """What it gave, if that is no text."""
+    raised: BaseException | None = None
+    reported: Json = None
+    """"error", or "success" if the tool's author set it."""
+    is_known: bool = True
+    """Whether it is known what it gave."""
+
+    @cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """Those of the JSON object that it gave, if it gave one."""
+        if isinstance(self.value, Mapping):
+            return self.value
+        try:
+            found = json.loads(self.text) if self.text.startswith("{") else {}
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def is_empty(self) -> bool:
+        if isinstance(self.value, bytes | Mapping | Sequence | Set):
+            return len(self.value) == 0
+        return self.value is None and self.text in _EMPTY
+
+
+Finder: TypeAlias = Callable[[Seen], str | None]
+"""What the failure says of itself, as far as it says anything; None if the rule does not match."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRule:
+    """One rule of the table."""
+
+    name: str
+    when: str
+    """What it matches, in words; what is in backticks is an example."""
+    status: ToolStatus
+    """An ERROR whose beginning names a timeout is a TIMEOUT."""
+    finds: Finder
+    read_from: str = ""
+    """The frameworks, with their versions, whose source or documentation has these words."""
+
+
+def _begins(pattern: str) -> Finder:
+    """Matches the beginning of a text; the group `error`, if there is one, is what failed."""
+    compiled = re.compile(pattern, re.VERBOSE)
+
+    def find(seen: Seen) -> str | None:
+        match = compiled.match(seen.text)
+        return None if match is None else match.groupdict().get("error") or seen.text
+
+    return find
+
+
+def _if(condition: Callable[[Seen], bool]) -> Finder:
+    return lambda seen: seen.text if condition(seen) else None
+
+
+def _status_error(seen: Seen) -> str | None:
+    if seen.fields.get("status") != "error":
+        return None
+    said = (seen.fields.get(name) for name in ("error_message", "content", "message", "error"))
+    return next((message_text(each) for each in said if each), "")
+
+
+def _error_field(seen: Seen) -> str | None:
+    error = seen.fields.get("error")
+    said = str(error).strip()
+    is_none = not error or said.casefold() in _NO_ERROR or (isinstance(error, float) and not error.is_integer())
+    return None if is_none else said
+
+
+_LOOKS_LIKE_ERROR = re.compile(
+    r"(?: errors? | failed | failure | exception | fatal | invalid | unable\ to | cannot | could\ n[o']t | couldn't"
+    r" | (?: access | permission )\ denied | timed?[\ -]?outs? ) \b",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+def _looks_like_error(seen: Seen) -> str | None:
+    is_no_success = any(seen.fields.get(name) is False for name in ("success", "ok"))
+    return "" if is_no_success or seen.fields.get("errors") or _LOOKS_LIKE_ERROR.match(seen.text) else None
+
+
+RULES = (
+    StatusRule(
+        "raised-timeout",
+        "an exception that is a timeout, or was raised from one",
+        ToolStatus.TIMEOUT,
+        lambda seen: "" if seen.raised is not None and _is_timeout(seen.raised) else None,
+    ),
+    StatusRule("raised", "any other exception", ToolStatus.ERROR, lambda seen: None if seen.raised is None else ""),
+    StatusRule(
+        "reported-error",
+        "a status `error` of the message, the span, the MCP server or the framework",
+        ToolStatus.ERROR,
+        _if(lambda seen: seen.reported == "error"),
+    ),
+    StatusRule(
+        "unknown",
+        "nothing is known of the result: it was left out of the span, or of the `with` block",
+        ToolStatus.OK,
+        _if(lambda seen: not seen.is_known),
+    ),
+    StatusRule("empty", "nothing, `null`, `None`, `[]`, `{}`", ToolStatus.EMPTY, _if(lambda seen: seen.is_empty)),
+    StatusRule(
+        "reported-success",
+        "a status `success` that the tool's author set",
+        ToolStatus.OK,
+        _if(lambda seen: seen.reported is not None),
+    ),
+    StatusRule(
+        "langgraph",
+        "`Error executing tool 'look' …`, `Error invoking tool 'look' …`",
+        ToolStatus.ERROR,
+        _begins(r"(?s: Error\ (?:executing|invoking)\ tool\b (?: .*?\ with\ error:\s (?P<error>.*) )? )"),
+        "langgraph-prebuilt 1.1.2",
+    ),
+    StatusRule(
+        "openai-agents",
+        "`An error occurred while running the tool …`",
+        ToolStatus.ERROR,
+        _begins(r"An\ error\ occurred\ while\ running\ the\ tool"),
+        "openai-agents 0.24.0",
+    ),
+    StatusRule(
+        "openai-agents-timeout",
+        "`Tool 'look' timed out after 5 seconds.`",
+        ToolStatus.TIMEOUT,
+        _begins(r"Tool\ '[^'\n]{1,200}'\ timed\ out\ after\ [\d.e+-]+\ seconds\."),
+        "openai-agents 0.24.0",
+    ),
+    StatusRule(
+        "haystack",
+        "``Failed to invoke Tool `look` with parameters {}. Error: no city``",
+        ToolStatus.ERROR,
+        _begins(
+            r"(?s: Failed\ to\ invoke\ Tool\ `[^`\n]{1,200}`\ with\ parameters\b (?: .*?\.\ Error:\s (?P<error>.*) )? )"
+        ),
+        "haystack-ai 2",
+    ),
+    StatusRule(
+        "traceback",
+        "`Traceback (most recent call last) …`",
+        ToolStatus.ERROR,
+        _begins(r"Traceback\ \(most\ recent\ call\ last\)"),
+        "Python",
+    ),
+    StatusRule(
+        "exception",
+        "the name of an exception: `ValueError: …`, `KeyError('x')`, `HTTPError 404`, `TimeoutError`",
+        ToolStatus.ERROR,
+        _begins(rf"""
+            (?: [\w.]{{1,200}}Error | [\w.]{{0,200}}Exception ) \s*:
+          | (?: \w{{1,40}}\. ){{0,9}} [A-Z]\w{{0,60}} (?: Error | Exception | Timeout | TimeoutExpired )
+            (?: \.?\Z | \(["'\d)] | \s+["'\d] | : (?! {_SETTING} ) )
+        """),
+        "Python",
+    ),
+    StatusRule(
+        "error",
+        "`Error: …` and `Error` alone; but not `Error: none`",
+        ToolStatus.ERROR,
+        _begins(
+            r"(?i: error ) (?: [.!]?\Z"
+            r" | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )"
+        ),
+        "autogen-core 0.7.5, autogen-agentchat 0.7.5, langgraph-prebuilt 1.1.2",
+    ),
+    StatusRule(
+        "http",
+        "the number of an error: `Error 404: …`, `404 Not Found`, `Client error '404 Not Found' for url …`",
+        ToolStatus.ERROR,
+        _begins(rf"""(?i:
+            (?: (?: http | api | server | client ) \s )? error \s (?: code \s )? [1-9]\d{{0,4}} \s*
+            (?: \Z | [:;\n] | \.(?!\d) | [-–—([]? \s* (?: {_REASON} )\b | \(\w{{1,20}}\) \s* : )
+          | error \s code: \s [1-9]\d{{0,4}} \b
+          | (?: client | server ) \s error \s '[45]\d\d\s
+          | [45]\d\d \s (?: client | server ) \s error:
+          | (?: http \s )? [45]\d\d \s (?: {_REASON} ) \s* (?: [.:\n] | \Z )
+        )"""),
+        "openai 3.52, httpx 0.28, requests 2.34",
+    ),
+    StatusRule(
+        "timed-out",
+        "`Timed out after 5 s`, `The request timed out.`, `Timeout: …`",
+        ToolStatus.TIMEOUT,
+        _begins(rf"""(?i:
+            (?! (?: no | not | none | neither | never | zero | if | when | why | how | whether | what | once | until
+                  | unless | because | after | before | each | every | any ) \b )
+            (?: {_WHO} \s (?: ha[sd] \s )? )?
+            (?: timed[ -]out
+                (?: \s*\Z | \s?[.:;,!(–—-] | \s (?: after | during | trying | waiting | when | while ) \b )
+              | time-?out
+                (?: \s error )? (?: \s*\Z | \s?[.;!] | \s \(\d | \s?: (?! {_SETTING} )
+                  | \s (?: after | during | expired | occurred | reached | trying | waiting | when | while ) \b
+                  | \s (?: of \s )? \d\S* \s (?: \w+ \s )? exceeded \b ) )
+        )"""),
+        "Python (subprocess, socket)",
+    ),
+    StatusRule(
+        "status-field",
+        'a JSON object: `{"status": "error", "error_message": "no city"}`',
+        ToolStatus.ERROR,
+        _status_error,
+        "the documentation of Google ADK 1 and Strands Agents 1",
+    ),
+    StatusRule(
+        "error-field",
+        'a JSON object: `{"error": "no city"}`; but not `null`, `false`, `0`, an empty value, a word for these, or a '
+        "fraction (a measurement)",
+        ToolStatus.ERROR,
+        _error_field,
+    ),
+    StatusRule(
+        "looks-like-error",
+        'no rule of a framework, but it may well be a failure: `Failed to open it`, `{"success": false}`',
+        ToolStatus.OK,
+        _looks_like_error,
+    ),
+    StatusRule("ok", "everything else", ToolStatus.OK, lambda seen: ""),
+)
+"""In this order; the last one always matches."""
+
+
+def decide(seen: Seen) -> Decided:
+    """What the first rule that matches says."""
+    for rule in RULES:
+        error = rule.finds(seen)
+        if error is not None:
+            is_timeout = rule.status is ToolStatus.ERROR and _TIMEOUT.search(error[:_HEAD])
+            return Decided(ToolStatus.TIMEOUT if is_timeout else rule.status, rule.name)
+    raise AssertionError("the last rule always matches")
+
+
+def status_of(result: Any) -> Decided:
     """What became of a tool call, by what it returned or raised.
 
-    An exception that was raised from a timeout is a timeout. A text, and what a mapping has under `error`, says what it
-    says in a message (see `message_status`); nothing else that was returned is an error.
+    An exception that was raised from a timeout is a timeout. A text is read as in a message (see `message_status`).
 
-    >>> [str(status_of(each)) for each in (7, "", [], ValueError(), TimeoutError())]
+    >>> [str(status_of(each).status) for each in (7, "", [], ValueError(), TimeoutError())]
     ['ok', 'empty', 'empty', 'error', 'timeout']
-    >>> [str(status_of(each)) for each in ("Error: no city", {"error": "no city"}, {"error": None, "rows": 3})]
-    ['error', 'error', 'ok']
+    >>> status_of({"error": "no city"}).rule, status_of({"error": None, "rows": 3}).rule
+    ('error-field', 'ok')
     """
     if isinstance(result, BaseException):
-        return ToolStatus.TIMEOUT if _is_timeout(result) else ToolStatus.ERROR
-    if result is None:
-        return ToolStatus.EMPTY
-    if isinstance(result, str):
-        return message_status(result)
-    if isinstance(result, bytes | Mapping | Sequence | Set) and len(result) == 0:
-        return ToolStatus.EMPTY
-    error = _under_error(result) if isinstance(result, Mapping) else None
-    return ToolStatus.OK if error is None else failure_status(error)
+        return decide(Seen(raised=result))
+    return message_status(result) if result is None or isinstance(result, str) else decide(Seen(value=result))
 
 
-def failure_status(error: str) -> ToolStatus:
-    """Which failure an error's type or message tells of: what stands at its beginning, not what it quotes later.
+def message_status(content: Json, status: Json = None) -> Decided:
+    """What a `tool` message says became of the tool.
 
-    >>> str(failure_status("httpx.ReadTimeout: ")), str(failure_status("boom"))
+    `status` is what was reported of it: "error", or "success" if the tool's author said so, and not the framework,
+    which calls anything that did not raise a success. Otherwise the content decides. A tool that words its failure in
+    its own way needs an adapter or a rule of the user's.
+
+    >>> [str(message_status(each).status) for each in ("22 °C", "5 errors", "null", "Error: no city", "Timed out.")]
+    ['ok', 'ok', 'empty', 'error', 'timeout']
+    >>> message_status("ValueError: no such city").rule, message_status("no such city", "error").rule
+    ('exception', 'reported-error')
+    """
+    return decide(Seen(message_text(content).strip(), reported=status))
+
+
+def failure_status(error: str) -> Decided:
+    """Which failure an error's type or message names: at its beginning, not in what it quotes later.
+
+    >>> str(failure_status("httpx.ReadTimeout: ").status), str(failure_status("boom").status)
     ('timeout', 'error')
     """
-    return ToolStatus.TIMEOUT if _TIMEOUT.search(error[:_HEAD]) else ToolStatus.ERROR
+    return decide(Seen(error, reported="error"))
+
+
+def unknown_status() -> Decided:
+    """Of a tool that did not fail, and of which nothing else is known."""
+    return decide(Seen(is_known=False))
 
 
 def _is_timeout(error: BaseException) -> bool:
@@ -110,60 +340,6 @@ def _is_timeout(error: BaseException) -> bool:
     if isinstance(error, TimeoutError) or any("Timeout" in name for name in names):
         return True
     return error.__cause__ is not None and _is_timeout(error.__cause__)
-
-
-def message_status(content: Json, status: Json = None) -> ToolStatus:
-    """What a `tool` message says became of the tool.
-
-    `status` is what was told of it: "error", or "success" if the tool's author said so, and not the framework, which
-    calls anything that did not raise a success. Otherwise the content decides.
-
-    EMPTY: nothing, or what frameworks make of an empty result (null, None, [], {}). ERROR: it begins like an exception
-    ("ValueError: …", "KeyError('x')", "Error: …", a traceback), with the number of an error ("Error 404", "HTTPError
-    404", "404 Not Found") or with the sentence that langgraph or the OpenAI Agents SDK put before one; or it is a JSON
-    object that has something under `error`: not null, false, 0, nothing or a word for these, nor a fraction, which is a
-    measurement. TIMEOUT: an error whose beginning names a timeout, or a text that begins with one ("Timed out after
-    5 s", "The request timed out."). Else OK: a tool that tells of its failure in words of its own needs an adapter or a
-    rule of the user's.
-
-    >>> [str(message_status(each)) for each in ("22 °C", "5 errors", "null", "Error: no city", "TimeoutError: 5 s")]
-    ['ok', 'ok', 'empty', 'error', 'timeout']
-    >>> [str(message_status(each)) for each in ('{"error": null}', '{"error": "no such city"}', "Request timed out.")]
-    ['ok', 'error', 'timeout']
-    >>> str(message_status("no such city", "error"))
-    'error'
-    """
-    text = message_text(content).strip()
-    if status == "error" or (status is None and _is_error(text)):
-        return failure_status(text)
-    if status is None:
-        if _TIMED_OUT.match(text):
-            return ToolStatus.TIMEOUT
-        error = _error_in_json(text)
-        if error is not None:
-            return failure_status(error)
-    return ToolStatus.EMPTY if text in _EMPTY else ToolStatus.OK
-
-
-def _is_error(text: str) -> bool:
-    return bool(_ERROR.match(text) or _NUMBERED.match(text))
-
-
-def _error_in_json(text: str) -> str | None:
-    """What the text of a JSON object has under `error`, if that says that something went wrong."""
-    if not text.startswith("{"):
-        return None
-    try:
-        return _under_error(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _under_error(result: Mapping[str, Any]) -> str | None:
-    error = result.get("error")
-    told = str(error).strip()
-    is_none = not error or told.casefold() in _NO_ERROR or (isinstance(error, float) and not error.is_integer())
-    return None if is_none else told
 
 
 def message_text(content: Json) -> str:

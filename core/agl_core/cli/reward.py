@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agl_core.cli.shared.options import AsJson, Set
-from agl_core.cli.shared.text import number, print_json, printable, said_by
+from agl_core.cli.shared.text import number, print_json, printable, said_by, status_text
 from agl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> Non
 
     for each in change.transitions:
         agent = printable(each.agent or "unnamed agent", 60)
-        tools = ", ".join(f"{printable(o.tool, 40)} {o.status.value} ({said_by(o)})" for o in each.tool_results)
+        tools = ", ".join(f"{printable(o.tool, 40)} {status_text(o)} ({said_by(o)})" for o in each.tool_results)
         credit = each.credit if change.mode.trains else None
         row(str(each.turn), f"{agent}: {tools}" if tools else agent, each.reward, credit)
         for part in each.rewards:

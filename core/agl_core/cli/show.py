@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agl_core.cli.shared.options import AsJson, RunOption
-from agl_core.cli.shared.text import number, print_json, printable, said_by
+from agl_core.cli.shared.text import number, print_json, printable, said_by, status_text
 from agl_core.types import Reward, TrainingRecord
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _print_attempt(screen: Screen, attempt: AttemptReport, weights: Mapping[str,
     for turn in attempt.turns:
         _print_turn(screen, turn, width)
     for tool_result in episode.unjoined:
-        tool = f"{printable(tool_result.tool, 60)} {tool_result.status.value} ({said_by(tool_result)})"
+        tool = f"{printable(tool_result.tool, 60)} {status_text(tool_result)} ({said_by(tool_result)})"
         screen.print(f"  tool result of no recorded call: {tool}", style="yellow")
     screen.print(f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
     for reward in attempt.uncounted_rewards:
@@ -114,7 +114,7 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
         said = tool_result.error or json.dumps(tool_result.result, ensure_ascii=False)
         arguments = json.dumps(tool_result.arguments, ensure_ascii=False)
         screen.print(
-            f"    tool {printable(tool_result.tool, 60)}({printable(arguments, 80)}): {tool_result.status.value}  "
+            f"    tool {printable(tool_result.tool, 60)}({printable(arguments, 80)}): {status_text(tool_result)}  "
             f"{printable(said, width)}  ({said_by(tool_result)})",
             style="green" if tool_result.status.value == "ok" else "red",
         )

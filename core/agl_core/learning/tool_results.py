@@ -158,7 +158,7 @@ def tool_calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _tool_result(asked: Asked, message: Mapping[str, Any]) -> ToolResult:
     content, call = message.get("content"), asked.call
-    status = message_status(content, message.get("status"))
+    status, rule = message_status(content, message.get("status"))
     failed = status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)
     tool, arguments = _function(asked.tool_call)
     return ToolResult(
@@ -174,6 +174,7 @@ def _tool_result(asked: Asked, message: Mapping[str, Any]) -> ToolResult:
         agent=call.agent,
         parent_span=call.parent_span,
         source=Source.CONVERSATION,
+        status_rule=rule,
     )
 
 

@@ -181,7 +181,11 @@ ALTER TABLE rollouts ADD COLUMN position INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE calls ADD COLUMN pruned INTEGER NOT NULL DEFAULT 0;
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
+_VERSION_5 = """
+ALTER TABLE tool_results ADD COLUMN status_rule TEXT;  -- NULL: recorded before rules had names
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5)
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 
 

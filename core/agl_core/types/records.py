@@ -220,6 +220,8 @@ class ToolResult:
     """Where the tool result comes from."""
     adapter: Text | None = None
     """Which adapter or instrumentation saw it; None: the agent's own code, or the conversation."""
+    status_rule: Text | None = None
+    """The rule that decided the status (docs/tool-status.md); None if it was recorded without one."""
 
 
 @dataclass(frozen=True, slots=True)

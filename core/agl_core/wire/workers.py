@@ -112,6 +112,7 @@ class ToolResultReport(Body):
     ended: float | None = None
     source: Literal[Source.ADAPTER, Source.COMMAND] = Source.ADAPTER
     adapter: str | None = None
+    status_rule: str | None = None
 
 
 class RewardReport(Body):

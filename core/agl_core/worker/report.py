@@ -25,7 +25,7 @@ _SPARE = 1024
 """Bytes of a report that are left free."""
 _MAX_NAME = 4096
 """Bytes of an id or a name as JSON, in a report of which something has to be cut."""
-_NAMES = ("id", "tool", "tool_call_id", "agent", "span", "parent_span", "adapter")
+_NAMES = ("id", "tool", "tool_call_id", "agent", "span", "parent_span", "adapter", "status_rule")
 _VALUES = ("arguments", "result", "error")
 """What of a tool result is cut where there is too much of it."""
 

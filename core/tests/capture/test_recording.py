@@ -66,7 +66,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_status(result: Any, status: ToolStatus) -> None:
-    assert status_of(result) is status
+    assert status_of(result).status is status
 
 
 def test_an_exception_becomes_an_error_and_a_value_a_result() -> None:

@@ -48,6 +48,18 @@ def test_show_and_reward_try_say_who_told_what_a_tool_did(
     assert said in tried
 
 
+def test_show_and_reward_try_name_the_rule_that_decided_a_tools_status(run: Any) -> None:
+    records = [
+        replace(each, status_rule="looks-like-error") if isinstance(each, ToolResult) else each
+        for each in run.trained(2, "m0")
+    ]
+    run.put(*records)
+    shown = run.agl("show", "s2-g0-m0", "--run=runs/calc").output
+    assert "): ok by looks-like-error  " in shown
+    tried = run.agl("reward", "try", "train.toml", "--rollout=s2-g0-m0", "--run=runs/calc").output
+    assert "look ok by looks-like-error (" in tried
+
+
 def test_show_weighs_the_terminal_reward_as_the_run_did(run: Any) -> None:
     weights = {"right": {"weight": 0.9}, "brief": {"weight": 0.1}, "odd": {"weight": 0.0}}
     run.put(
@@ -164,7 +176,14 @@ def _hostile(records: list[Any]) -> list[Any]:
         replace(attempt, error=HOSTILE, result={HOSTILE: HOSTILE}),
         replace(first, request=request, choices=(choice,), agent=HOSTILE, state={HOSTILE: HOSTILE}),
         second,
-        replace(tool_result, tool=HOSTILE, arguments={HOSTILE: HOSTILE}, status=ToolStatus.ERROR, error=HOSTILE),
+        replace(
+            tool_result,
+            tool=HOSTILE,
+            arguments={HOSTILE: HOSTILE},
+            status=ToolStatus.ERROR,
+            error=HOSTILE,
+            status_rule=HOSTILE,
+        ),
         replace(tool_result, id="unjoined", tool=HOSTILE, tool_call_id=HOSTILE, adapter=HOSTILE),
         right,
         replace(look, name=HOSTILE, source=HOSTILE),

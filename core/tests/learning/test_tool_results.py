@@ -75,21 +75,21 @@ def test_docstring_examples_run() -> None:
     ],
 )
 def test_what_a_message_says_became_of_the_tool(content: Any, status: str) -> None:
-    assert str(message_status(content)) == status
+    assert str(message_status(content).status) == status
 
 
 def test_the_messages_own_status_is_believed() -> None:
-    assert message_status("boom", "error") is ToolStatus.ERROR
-    assert message_status("", "error") is ToolStatus.ERROR
-    assert message_status("Error: quoted from a log", "success") is ToolStatus.OK
-    assert message_status("", "success") is ToolStatus.EMPTY
+    assert message_status("boom", "error").status is ToolStatus.ERROR
+    assert message_status("", "error").status is ToolStatus.ERROR
+    assert message_status("Error: quoted from a log", "success").status is ToolStatus.OK
+    assert message_status("", "success").status is ToolStatus.EMPTY
 
 
 @given(
     content=st.recursive(st.none() | st.booleans() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
 )
 def test_any_content_has_a_status(content: Any) -> None:
-    assert message_status(content) in ToolStatus
+    assert message_status(content).status in ToolStatus
 
 
 def test_the_next_request_tells_what_the_tools_did(make: Any) -> None:

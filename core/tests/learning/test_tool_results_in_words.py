@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.capture import message_status
+from agl_core.capture import message_status, status_of
 
 TIMEOUTS = [
     "timed out",
@@ -109,6 +109,29 @@ NO_FAILURES = [
     '{"error": "cut',
 ]
 
+RULES = {
+    "Error executing tool 'look' with kwargs {} with error:\n no city\n": ("error", "langgraph"),
+    "Error invoking tool 'look' with kwargs {'timeout': 5} with error:\n no city\n": ("error", "langgraph"),
+    "Error invoking tool 'look' with kwargs {} with error:\n ReadTimeout()\n": ("timeout", "langgraph"),
+    "Error: look is not a valid tool, try one of [add].": ("error", "error"),
+    "An error occurred while running the tool. Please try again.": ("error", "openai-agents"),
+    "Tool 'look' timed out after 0.5 seconds.": ("timeout", "openai-agents-timeout"),
+    "Failed to invoke Tool `look` with parameters {'timeout': 5}. Error: no city": ("error", "haystack"),
+    "Failed to invoke Tool `look` with parameters {}. Error: the request timed out": ("timeout", "haystack"),
+    "Failed to invoke Tool `look` with parameters {'city'": ("error", "haystack"),
+    '{"status": "error", "error_message": "no city"}': ("error", "status-field"),
+    '{"status": "error", "error_message": "the request timed out"}': ("timeout", "status-field"),
+    '{"status": "error", "content": [{"text": "Timeout: no answer"}]}': ("timeout", "status-field"),
+    '{"status": "error"}': ("error", "status-field"),
+    '{"status": "success", "report": "sunny"}': ("ok", "ok"),
+    '{"job": {"status": "error"}}': ("ok", "ok"),
+    "Failed to open the file": ("ok", "looks-like-error"),
+    "Errors were found": ("ok", "looks-like-error"),
+    '{"success": false, "reason": "no city"}': ("ok", "looks-like-error"),
+    '{"success": true}': ("ok", "ok"),
+    "sunny": ("ok", "ok"),
+}
+
 NAMES = st.from_regex(r"([a-z]{1,8}\.){0,2}([A-Z][a-z]{1,8}|HTTP|IO){1,3}(Error|Exception)", fullmatch=True)
 MESSAGES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).map(lambda text: f"{text}.")
 LOUD = st.sampled_from(["Error", "Errors", "Exception", "ValueError", "HTTPError", "Timeout", "Timeouts", "Timed out"])
@@ -122,7 +145,7 @@ JSON = st.recursive(
 
 
 def said(content: Any) -> str:
-    return str(message_status(content))
+    return str(message_status(content).status)
 
 
 @pytest.mark.parametrize("text", TIMEOUTS)
@@ -141,6 +164,16 @@ def test_prose_and_data_that_name_errors_are_none(text: str) -> None:
     assert said(text) == "ok"
 
 
+@pytest.mark.parametrize("text", RULES)
+def test_the_rule_that_decides_is_named(text: str) -> None:
+    assert message_status(text) == RULES[text]
+
+
+def test_a_dictionary_is_read_as_its_json() -> None:
+    for text in filter(lambda each: each.startswith("{"), RULES):
+        assert status_of(json.loads(text)) == RULES[text]
+
+
 @pytest.mark.parametrize("text", [*TIMEOUTS, *ERRORS])
 def test_the_messages_own_status_goes_before_its_words(text: str) -> None:
     assert said_with(text, "success") == "ok"
@@ -148,7 +181,7 @@ def test_the_messages_own_status_goes_before_its_words(text: str) -> None:
 
 
 def said_with(text: str, status: str) -> str:
-    return str(message_status(text, status))
+    return str(message_status(text, status).status)
 
 
 @given(name=NAMES, message=MESSAGES, number=st.integers(0, 599))

@@ -140,6 +140,7 @@ tool_results = st.builds(
     st.none() | real,
     st.sampled_from(Source),
     st.none() | any_text,
+    st.none() | any_text,
 )
 rewards = st.builds(Reward, key_text, whole, key_text, any_real, key_text, st.none() | key_text, whole)
 training_records = st.builds(

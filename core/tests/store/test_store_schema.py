@@ -102,9 +102,9 @@ async def test_a_file_of_an_earlier_agl_is_migrated_whole(path: Path) -> None:
         assert (choice.response_ids.tolist(), choice.mask.tolist()) == ([5, 6, 7], [True, True, False])
         assert choice.logprobs[:2].tolist() == [-0.5, -0.25]
         results = await store.tool_results([key])
-        assert [(each.source, each.adapter, each.status, each.error) for each in results] == [
-            (Source.ADAPTER, "langchain", ToolStatus.OK, None),
-            (Source.SPAN, "otel", ToolStatus.ERROR, "no \udc80"),
+        assert [(each.source, each.adapter, each.status, each.error, each.status_rule) for each in results] == [
+            (Source.ADAPTER, "langchain", ToolStatus.OK, None, None),
+            (Source.SPAN, "otel", ToolStatus.ERROR, "no \udc80", None),
         ]
         assert (results[0].tool_call_id, results[0].result, results[0].parent_span) == ("call_1", "3", "span1")
         assert {(each.name, each.source): each.value for each in await store.rewards([key])} == {
@@ -118,6 +118,9 @@ async def test_a_file_of_an_earlier_agl_is_migrated_whole(path: Path) -> None:
         ]
         await store.put(*results, replace(rollout, position=7))
         assert await store.tool_results([key]) == results
+        ruled = replace(results[0], id="new", status_rule="error")
+        await store.put(ruled)
+        assert await store.tool_results([key]) == [*results, ruled]
         assert [each.position for each in await store.rollouts()] == [7]
 
 

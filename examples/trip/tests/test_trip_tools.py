@@ -67,16 +67,16 @@ OK, EMPTY, ERROR, TIMEOUT = ToolStatus.OK, ToolStatus.EMPTY, ToolStatus.ERROR, T
 def test_what_a_tool_says_and_how_agl_reads_it(name: str, argument: str, said: str, status: ToolStatus) -> None:
     [parameter] = next(t["function"]["parameters"]["properties"] for t in TOOLS if t["function"]["name"] == name)
     assert use(ROME, name, json.dumps({parameter: argument})) == said
-    assert message_status(said) is status
+    assert message_status(said).status is status
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[]", "{}", '{"key": 1}', '{"query": "airline"}'])
 def test_arguments_that_are_none_are_an_error(arguments: str) -> None:
-    assert message_status(use(ROME, "memory", arguments)) is ERROR
+    assert message_status(use(ROME, "memory", arguments)).status is ERROR
 
 
 def test_a_tool_that_does_not_exist_is_an_error() -> None:
-    assert message_status(use(ROME, "map", "{}")) is ERROR
+    assert message_status(use(ROME, "map", "{}")).status is ERROR
 
 
 @given(name=st.sampled_from(("memory", "search", "calculator")), argument=st.text())

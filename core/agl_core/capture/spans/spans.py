@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl_core.capture.jsonable import jsonable
-from agl_core.capture.status import failure_status, status_of
+from agl_core.capture.status import Decided, failure_status, status_of, unknown_status
 from agl_core.types import Json, ToolStatus
 
 _CALLS = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
@@ -62,6 +62,8 @@ class ToolExecution:
     arguments: Json = None
     result: Json = None
     error: str | None = None
+    rule: str | None = None
+    """The rule that decided the status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,25 +172,27 @@ def _tool(span: Span) -> ToolExecution:
     name = _text(attributes, "gen_ai.tool.name", "tool.name", "tool_call.function.name", "traceloop.entity.name")
     error_type = _text(span.exception, "exception.type") or _text(attributes, "error.type")
     failed = span.failed or "error.type" in attributes
+    status, rule = _status(span, error_type) if failed else _result_status(attributes, result)
     return ToolExecution(
         tool=name or span.name.removeprefix("execute_tool").strip() or "tool",
-        status=_status(span, error_type) if failed else _result_status(attributes, result),
+        status=status,
         tool_call_id=_text(attributes, "gen_ai.tool.call.id", "tool_call.id"),
         arguments=jsonable(loads(arguments)),
         result=None if failed else jsonable(result),
         error=_error(span, error_type) if failed else None,
+        rule=rule,
     )
 
 
-def _status(span: Span, error_type: str | None) -> ToolStatus:
+def _status(span: Span, error_type: str | None) -> Decided:
     """Of a tool that failed: by the error's type, as where its exception is at hand; else by how the message begins."""
     return failure_status((span.description if error_type in (None, "_OTHER") else error_type) or "")
 
 
-def _result_status(attributes: Mapping[str, Json], result: Json) -> ToolStatus:
+def _result_status(attributes: Mapping[str, Json], result: Json) -> Decided:
     told = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
     if not any(name in attributes for name in told):
-        return ToolStatus.OK  # results may be left out of spans for privacy: that is no empty result
+        return unknown_status()  # results may be left out of spans for privacy: that is no empty result
     return status_of(loads(result))
 
 

@@ -88,6 +88,7 @@ def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResultRe
         started=outermost.started,
         ended=outermost.ended,
         adapter=SPANS,
+        status_rule=told.rule,
     )
 
 

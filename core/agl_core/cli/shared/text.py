@@ -31,6 +31,17 @@ def printable(text: str, width: int, *, tail: bool = False) -> str:
     return f"…{safe[-width + 1 :]}" if tail else f"{safe[: width - 1]}…"
 
 
+def status_text(tool_result: ToolResult) -> str:
+    """Its status, and the rule that decided it where the status alone does not say what was seen.
+
+    >>> from agl_core.types import ToolStatus
+    >>> status_text(ToolResult("1", "r", 0, "add", ToolStatus.ERROR, status_rule="langgraph"))
+    'error by langgraph'
+    """
+    status, rule = tool_result.status.value, tool_result.status_rule
+    return status if rule is None or rule == status else f"{status} by {printable(rule, 40)}"
+
+
 _SAID_BY = {
     Source.CONVERSATION: "as the conversation shows",
     Source.ADAPTER: "by the agent's process",
