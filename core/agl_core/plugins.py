@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -38,6 +39,22 @@ class Kind(StrEnum):
     STORE = "store"
     TASK_SOURCE = "task source"
     TRACKER = "tracker"
+
+
+def lazily(package: str, **places: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported when they are first used: the module of each, by name.
+
+    A plugin's package is imported in every agl process, also where its framework is not used.
+
+        __getattr__ = lazily(__name__, MyCallback=".callback", attach=".plugin")
+    """
+
+    def get(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(places[name], package), name)
+
+    return get
 
 
 @dataclass(frozen=True, slots=True)

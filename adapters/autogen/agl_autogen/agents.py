@@ -12,7 +12,7 @@ from autogen_core import AgentId, BaseAgent, SingleThreadedAgentRuntime
 
 from agl_autogen import tools
 from agl_core.capture import Identity, IdentityScope, guarded
-from agl_core.capture.attach.methods import Arguments, Watch, argument, watch
+from agl_core.capture.attach.methods import Arguments, Watch, argument, watch, wrap_once
 from agl_core.capture.context import Carried
 
 
@@ -46,7 +46,7 @@ def attach() -> None:
     """Watch the agents on runtimes: the user's own, and the managers of AgentChat's teams."""
     watch(BaseAgent, ("on_message",), _handling)
     for name in ("send_message", "publish_message"):
-        setattr(SingleThreadedAgentRuntime, name, _carrying(getattr(SingleThreadedAgentRuntime, name)))
+        wrap_once(SingleThreadedAgentRuntime, name, _carrying)
 
 
 @functools.cache
@@ -78,7 +78,6 @@ def _handling(agent: BaseAgent, arguments: Arguments) -> Watch | None:
 
 
 def _carrying(send: Any) -> Any:
-    @functools.wraps(send)
     async def carrying(self: Any, *args: Any, message_id: str | None = None, **kwargs: Any) -> Any:
         carried = _MessageId(uuid.uuid4() if message_id is None else message_id)
         carried.sent_by = Carried.here()

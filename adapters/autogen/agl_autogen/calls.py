@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,9 @@ from agl_core.capture import (
     guarded,
     jsonable,
 )
-from agl_core.capture.attach.methods import Arguments, Watch, argument, watch
+from agl_core.capture.attach.methods import Arguments, Watch, argument, watch, wrap_once
+from agl_core.capture.context import holding
 from agl_core.capture.spans.spans import loads
-from agl_core.types import Call
 
 _MAX_REQUEST = 1 << 24
 
@@ -58,13 +58,8 @@ class _ModelCall(Watch):
             settings = {**getattr(client, "_create_args", {}), **named.get("extra_create_args", {})}
             self._request = jsonable(words.request_body(given, named.get("tools", ()), settings), limit=_MAX_REQUEST)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        token = _open.set(self)
-        try:
-            yield
-        finally:
-            _open.reset(token)
+    def applied(self) -> AbstractContextManager[None]:
+        return holding(_open, self)
 
     @guarded
     def item(self, item: Any) -> None:
@@ -81,28 +76,15 @@ class _ModelCall(Watch):
                 spans = frozenset([who.parent_span] if who.parent_span else [])
                 self._recording.asked(ToolRequest(asked.id, asked.name, arguments, who.agent, who.parent_span, spans))
         if self._captured and not self._captured.is_finished and not item.cached:
-            self._captured.call(self._call(self._captured.id, item))
-
-    def _call(self, rollout: str, result: CreateResult) -> Call:
-        sampling = words.requested_sampling(self._request)
-        return Call(
-            # Not the reply's own id: there are servers that give the same one to every reply.
-            id=self._span,
-            rollout=rollout,
-            attempt=0,
-            sequence=self._sequence,
-            policy=str(self._request.get("model") or "unknown"),
-            version=None,
-            request=self._request,
-            choices=(words.choice(result, self.reply),),
-            started=self._started,
-            ended=time.time(),
-            agent=self._who.agent,
-            parent_span=self._who.parent_span,
-            prompt_ids=words.prompt_ids(self.reply),
-            requested=sampling,
-            effective=sampling,
-        )
+            self._captured.call(
+                self._span,
+                self._request,
+                (words.choice(item, self.reply),),
+                sequence=self._sequence,
+                who=self._who,
+                started=self._started,
+                prompt_ids=words.prompt_ids(self.reply),
+            )
 
 
 _open: ContextVar[_ModelCall | None] = ContextVar("agl_autogen_call", default=None)
@@ -112,16 +94,17 @@ _open: ContextVar[_ModelCall | None] = ContextVar("agl_autogen_call", default=No
 def attach() -> None:
     """Watch every model client, and the events that it makes of replies, whether they are logged or not."""
     watch(ChatCompletionClient, ("create", "create_stream"), _creating)
-    told = LLMCallEvent.__init__
+    wrap_once(LLMCallEvent, "__init__", _keeping_replies)
 
-    @functools.wraps(told)
-    def telling(self: LLMCallEvent, *args: Any, **kwargs: Any) -> None:
-        told(self, *args, **kwargs)
+
+def _keeping_replies(init: Callable[..., None]) -> Callable[..., None]:
+    def keeping(self: LLMCallEvent, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         call, reply = _open.get(), kwargs.get("response")
         if call and isinstance(reply, Mapping):
             call.reply = reply
 
-    LLMCallEvent.__init__ = telling  # type: ignore[method-assign]
+    return keeping
 
 
 def _creating(client: ChatCompletionClient, arguments: Arguments) -> Watch | None:

@@ -17,7 +17,8 @@ from autogen_core.models import (
 )
 from autogen_core.tools import Tool, ToolSchema
 
-from agl_core.types import Choice, FinishReason, Json, Sampling, Tokens
+from agl_core.capture import ids_of
+from agl_core.types import Choice, FinishReason, Json, Tokens
 
 _FINISH_REASONS = {
     "length": FinishReason.LENGTH,
@@ -37,22 +38,12 @@ def request_body(
     return body
 
 
-def requested_sampling(request: Mapping[str, Any]) -> Sampling:
-    """The sampling that the agent's code asked for."""
-    return Sampling(
-        temperature=request.get("temperature"),
-        top_p=request.get("top_p"),
-        max_tokens=request.get("max_completion_tokens") or request.get("max_tokens"),
-        seed=request.get("seed"),
-    )
-
-
 def choice(result: CreateResult, reply: Mapping[str, Any]) -> Choice:
     """The response of a call, with its token ids if `reply`, the endpoint's own, has them.
 
     Log-probabilities that are not one per token id are left out.
     """
-    ids = _ids((reply.get("choices") or [{}])[0].get("token_ids"))
+    ids = ids_of((reply.get("choices") or [{}])[0].get("token_ids"))
     fit = result.logprobs and (ids is None or len(result.logprobs) == len(ids))
     return Choice(
         index=0,
@@ -65,7 +56,7 @@ def choice(result: CreateResult, reply: Mapping[str, Any]) -> Choice:
 
 def prompt_ids(reply: Mapping[str, Any]) -> Tokens | None:
     """The token ids of the prompt, if the endpoint returned them."""
-    return _ids(reply.get("prompt_token_ids"))
+    return ids_of(reply.get("prompt_token_ids"))
 
 
 def _openai_messages(message: LLMMessage) -> Iterator[dict[str, Json]]:
@@ -95,7 +86,3 @@ def _assistant_message(content: str | list[FunctionCall], thought: str | None) -
         for call in content
     ]
     return {"role": "assistant", "content": thought, "tool_calls": calls}
-
-
-def _ids(found: Any) -> Tokens | None:
-    return np.array(found, np.int32) if isinstance(found, list) else None

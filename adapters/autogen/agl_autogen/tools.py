@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,9 +21,11 @@ from agl_core.capture import (
     current_identity,
     guarded,
     message_status,
+    report_answer,
     tool_result_report,
 )
 from agl_core.capture.attach.methods import Arguments, Watch, argument, watch
+from agl_core.capture.context import holding
 
 
 class _ToolRun(Watch):
@@ -41,13 +43,8 @@ class _ToolRun(Watch):
         self._raised: Exception | None = None
         """What the tool raised; a workbench makes text of it, so the tool tells its workbench."""
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(token)
+    def applied(self) -> AbstractContextManager[None]:
+        return holding(_running, self)
 
     def item(self, item: Any) -> None:
         self._result = item
@@ -72,25 +69,22 @@ class _ToolRun(Watch):
 
     def _report(self, result: Any, decided: Decided | None = None) -> None:
         caller = self._caller or Identity()
-        request = self._recording.request(self._id, {caller.parent_span or ""}) if self._id else None
         around = self._outer._span if self._outer else caller.parent_span
-        self._recording.tool_result(
-            tool_result_report(
-                self._span,
-                self._tool,
-                result,
-                decided=decided,
-                tool_call_id=self._id,
-                arguments=self._arguments,
-                # Another agent may run the tools; whose they are is who asked for them.
-                agent=request.agent if request else caller.agent,
-                span=self._span,
-                parent_span=request.parent_span if request else around,
-                started=self._started,
-                ended=time.time(),
-                adapter="autogen",
-            )
+        report = tool_result_report(
+            self._span,
+            self._tool,
+            result,
+            decided=decided,
+            tool_call_id=self._id,
+            arguments=self._arguments,
+            agent=caller.agent,
+            span=self._span,
+            parent_span=around,
+            started=self._started,
+            ended=time.time(),
+            adapter="autogen",
         )
+        self._recording.tool_result(report, {caller.parent_span or ""})
 
 
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_autogen_tool", default=None)
@@ -106,21 +100,8 @@ def attach() -> None:
 def answered(recording: Recording, results: Sequence[FunctionExecutionResult]) -> None:
     """Report the tool calls that an agent answered itself: no such tool, arguments that are no JSON."""
     for result in results:
-        request = recording.unanswered(result.call_id)
-        if request:
-            recording.tool_result(
-                tool_result_report(
-                    uuid.uuid4().hex,
-                    request.tool,
-                    result.content,
-                    decided=message_status(result.content, "error" if result.is_error else None),
-                    tool_call_id=request.tool_call_id,
-                    arguments=request.arguments,
-                    agent=request.agent,
-                    parent_span=request.parent_span,
-                    adapter="autogen",
-                )
-            )
+        decided = message_status(result.content, "error" if result.is_error else None)
+        report_answer(recording, "autogen", result.call_id, result.content, decided)
 
 
 def _in_workbench(workbench: Workbench, arguments: Arguments) -> Watch | None:

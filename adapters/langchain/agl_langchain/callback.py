@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
@@ -23,6 +23,7 @@ from agl_core.capture import (
     Decided,
     Identity,
     IdentityScope,
+    Latest,
     Recording,
     ToolRequest,
     current_attempt,
@@ -30,13 +31,13 @@ from agl_core.capture import (
     enter_identity,
     guarded,
     jsonable,
+    report_answer,
     tool_result_report,
 )
-from agl_core.types import Call, Episode, Json, Transition
+from agl_core.learning.alone import Alone
+from agl_core.types import Json
 from agl_langchain import messages as words
 
-_MAX_OPEN_RUNS = 20_000
-"""A cancelled run is never said to have ended; the oldest open runs are forgotten beyond this many."""
 _MAX_REQUEST = 1 << 24
 
 
@@ -63,8 +64,8 @@ class _Run:
         return str(self.id)
 
     @property
-    def parent_span(self) -> str | None:
-        return str(self.parent) if self.parent else None
+    def who(self) -> Identity:
+        return Identity(self.agent, self.span, str(self.parent) if self.parent else None)
 
 
 class _Handler(BaseCallbackHandler):
@@ -75,7 +76,7 @@ class _Handler(BaseCallbackHandler):
 
     def __init__(self, capture: Capture | None = None) -> None:
         self._capture = capture
-        self._runs: dict[UUID, _Run] = {}
+        self._runs: Latest[UUID, _Run] = Latest()
         self._lock = threading.Lock()
 
     @guarded
@@ -91,12 +92,6 @@ class _Handler(BaseCallbackHandler):
         if run:
             self._answered_by_node(run, outputs)
             self._finish(run, result=outputs)
-
-    @guarded
-    def on_chain_error(self, error: BaseException, **event: Any) -> None:
-        run = self._end(event)
-        if run:
-            self._finish(run, error=error)
 
     @guarded
     def on_chat_model_start(self, serialized: Any, messages: list[list[BaseMessage]], **event: Any) -> None:
@@ -116,18 +111,26 @@ class _Handler(BaseCallbackHandler):
                 arguments = jsonable(tool_call["args"])
                 run.recording.asked(
                     ToolRequest(
-                        tool_call["id"], tool_call["name"], arguments, run.agent, run.parent_span, self._around(run)
+                        tool_call["id"],
+                        tool_call["name"],
+                        arguments,
+                        run.agent,
+                        run.who.parent_span,
+                        self._around(run),
                     )
                 )
         if run.rollout:
-            run.rollout.call(_call(run, run.rollout.id, response))
-            self._finish(run, result=[choice.message for choice in words.choices(response)])
+            choices = words.choices(response)
+            run.rollout.call(run.span, run.request, choices, sequence=run.sequence, who=run.who, started=run.started)
+            self._finish(run, result=[choice.message for choice in choices])
 
     @guarded
     def on_llm_error(self, error: BaseException, **event: Any) -> None:
         run = self._end(event)
         if run:
             self._finish(run, error=error)
+
+    on_chain_error = on_llm_error
 
     @guarded
     def on_tool_start(self, serialized: Any, input_str: str, **event: Any) -> None:
@@ -141,9 +144,9 @@ class _Handler(BaseCallbackHandler):
     def on_tool_end(self, output: Any, **event: Any) -> None:
         run = self._end(event)
         if run:
-            result = words.tool_result(output, run.tool_call_id)
-            self._tool_result(run, result.content, result.decided)
-            self._finish(run, result=result.content)
+            result, decided = words.tool_result(output, run.tool_call_id)
+            self._tool_result(run, result, decided)
+            self._finish(run, result=result)
 
     @guarded
     def on_tool_error(self, error: BaseException, **event: Any) -> None:
@@ -167,15 +170,13 @@ class _Handler(BaseCallbackHandler):
         run = _Run(run_id, parent_id, recording, rollout, _agent_of(event.get("metadata") or {}))
         with self._lock:
             self._runs[run_id] = run
-            if len(self._runs) > _MAX_OPEN_RUNS:
-                del self._runs[next(iter(self._runs))]
         return run
 
     def _start_call(self, event: Mapping[str, Any], inputs: Any, messages: Callable[[], list[dict[str, Json]]]) -> None:
         run = self._start(event, inputs)
         if run is None:
             return
-        run.scope = enter_identity(Identity(run.agent, span=run.span, parent_span=run.parent_span))
+        run.scope = enter_identity(run.who)
         run.agent = run.scope.identity.agent
         if run.rollout:
             run.sequence = run.rollout.next_sequence()
@@ -204,47 +205,30 @@ class _Handler(BaseCallbackHandler):
             run.rollout.finish(result, describe_error(error) if error else None)
 
     def _tool_result(self, run: _Run, result: Any, decided: Decided | None = None) -> None:
-        request = run.recording.request(run.tool_call_id, self._around(run)) if run.tool_call_id else None
-        run.recording.tool_result(
-            tool_result_report(
-                run.span,
-                run.tool,
-                result,
-                decided=decided,
-                tool_call_id=run.tool_call_id,
-                arguments=run.arguments,
-                # The node that runs the tools has a name too, but who asked for them is the agent.
-                agent=request.agent if request else run.agent,
-                span=run.span,
-                parent_span=request.parent_span if request else run.parent_span,
-                started=run.started,
-                ended=time.time(),
-                adapter="langchain",
-            )
+        report = tool_result_report(
+            run.span,
+            run.tool,
+            result,
+            decided=decided,
+            tool_call_id=run.tool_call_id,
+            arguments=run.arguments,
+            agent=run.agent,
+            span=run.span,
+            parent_span=run.who.parent_span,
+            started=run.started,
+            ended=time.time(),
+            adapter="langchain",
         )
+        run.recording.tool_result(report, self._around(run))
 
     def _answered_by_node(self, run: _Run, outputs: Any) -> None:
         """A node may answer a tool call without running a tool: LangGraph does where the tool does not exist."""
         for message in words.tool_messages(outputs):
-            request = run.recording.unanswered(message.tool_call_id, self._around(run))
-            if request:
-                result = words.tool_result(message, request.tool_call_id)
-                run.recording.tool_result(
-                    tool_result_report(
-                        uuid4().hex,
-                        request.tool,
-                        result.content,
-                        decided=result.decided,
-                        tool_call_id=request.tool_call_id,
-                        arguments=request.arguments,
-                        agent=request.agent,
-                        parent_span=request.parent_span,
-                        adapter="langchain",
-                    )
-                )
+            result, decided = words.tool_result(message, message.tool_call_id)
+            report_answer(run.recording, "langchain", message.tool_call_id, result, decided, self._around(run))
 
 
-class AglCallback(_Handler):
+class AglCallback(_Handler, Alone):
     """Pass it in the config of an agent that you already have:
 
         agent.invoke({"messages": [...]}, {"callbacks": [AglCallback()]})
@@ -254,24 +238,11 @@ class AglCallback(_Handler):
     """
 
     def __init__(self, keep: int = 1000) -> None:
-        self._alone = Capture(keep)
-        super().__init__(self._alone)
-        # What it tells of a call goes with the call's request.
+        capture = Capture(keep)
+        _Handler.__init__(self, capture)
+        Alone.__init__(self, capture)
+        # What it says of a call goes with the call's request.
         agl_core.attach([])
-
-    def episodes(self) -> list[Episode]:
-        """The runs of the agent that have ended, in the order they started, as text (`has_ids` is False)."""
-        from agl_core.learning import build_episode
-
-        return [build_episode(*rollout.records()) for rollout in self._alone.finished()]
-
-    def transitions(self) -> list[Transition]:
-        """The transitions of all episodes."""
-        return [transition for episode in self.episodes() for transition in episode.transitions]
-
-    def clear(self) -> None:
-        """Forget what was kept."""
-        self._alone.clear()
 
 
 @functools.cache
@@ -284,27 +255,6 @@ def attach() -> None:
     # The default is there in every context, also in that of a thread which inherited none.
     handler: ContextVar[_Handler | None] = ContextVar("agl_langchain", default=_Handler())  # noqa: B039
     register_configure_hook(handler, True, _Handler)
-
-
-def _call(run: _Run, rollout: str, response: LLMResult) -> Call:
-    sampling = words.requested_sampling(run.request)
-    return Call(
-        # Not the reply's own id: there are servers that give the same one to every reply.
-        id=run.span,
-        rollout=rollout,
-        attempt=0,
-        sequence=run.sequence,
-        policy=str(run.request.get("model") or run.request.get("model_name") or "unknown"),
-        version=None,
-        request=run.request,
-        choices=words.choices(response),
-        started=run.started,
-        ended=time.time(),
-        agent=run.agent,
-        parent_span=run.parent_span,
-        requested=sampling,
-        effective=sampling,
-    )
 
 
 def _agent_of(metadata: Mapping[str, Any]) -> str | None:

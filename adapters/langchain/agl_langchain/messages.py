@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from langchain_core.messages import BaseMessage, ToolMessage, convert_to_openai_messages
 from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 
-from agl_core.capture import Decided, message_status, status_of
-from agl_core.types import Choice, FinishReason, Json, Sampling
+from agl_core.capture import Decided, logprobs_of, message_status, status_of
+from agl_core.types import Choice, FinishReason, Json
 
 _NO_TOKENS = ("messages", "prompt", "stream", "stream_options")
 
 _FINISH_REASONS = frozenset(FinishReason)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """What a tool gave back."""
-
-    content: Any
-    decided: Decided
 
 
 def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:
@@ -38,16 +28,6 @@ def request_body(messages: list[dict[str, Json]], invocation: Mapping[str, Any])
     return {"messages": messages, **settings}
 
 
-def requested_sampling(invocation: Mapping[str, Any]) -> Sampling:
-    """The sampling that the agent's code asked for."""
-    return Sampling(
-        temperature=invocation.get("temperature"),
-        top_p=invocation.get("top_p"),
-        max_tokens=invocation.get("max_completion_tokens") or invocation.get("max_tokens"),
-        seed=invocation.get("seed"),
-    )
-
-
 def choices(result: LLMResult) -> tuple[Choice, ...]:
     """The responses of one call: text, and log-probabilities where the agent asked for them."""
     return tuple(_choice(index, generation) for index, generation in enumerate(_generations(result)))
@@ -60,15 +40,15 @@ def tool_calls(result: LLMResult) -> Iterator[Mapping[str, Any]]:
             yield from getattr(generation.message, "tool_calls", ())
 
 
-def tool_result(output: Any, tool_call_id: str | None) -> ToolResult:
+def tool_result(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
     """What `on_tool_end` was given: a ToolMessage, a Command that holds one, or what the tool returned."""
     message = next((m for m in tool_messages(output) if m.tool_call_id == tool_call_id), None)
     if message is None:
-        return ToolResult(output, status_of(output))
-    return ToolResult(message.content, message_status(message.content, _told(message)))
+        return output, status_of(output)
+    return message.content, message_status(message.content, _reported(message))
 
 
-def _told(message: ToolMessage) -> str | None:
+def _reported(message: ToolMessage) -> str | None:
     """A failure; a success only if the tool's author said so: LangChain says it of whatever a tool returned."""
     # LangChain sets the artifact too in each message that it makes of what a tool returned.
     by_author = "status" in message.model_fields_set and "artifact" not in message.model_fields_set
@@ -106,10 +86,5 @@ def _choice(index: int, generation: Generation) -> Choice:
         finish_reason=FinishReason(reason)
         if isinstance(reason, str) and reason in _FINISH_REASONS
         else FinishReason.STOP,
-        logprobs=_logprobs(details.get("logprobs")),
+        logprobs=logprobs_of(details.get("logprobs")),
     )
-
-
-def _logprobs(found: Any) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    content = found.get("content") if isinstance(found, Mapping) else None
-    return np.array([token["logprob"] for token in content], np.float32) if content else None

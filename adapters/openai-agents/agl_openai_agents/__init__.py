@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
     from agl_openai_agents.plugin import attach
@@ -10,15 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AglProcessor", "attach"]
 
-
-def __getattr__(name: str) -> Any:
-    # The plugin is loaded in every agl process, also where nobody uses the SDK: its import waits for a use.
-    if name == "AglProcessor":
-        from agl_openai_agents.processor import AglProcessor
-
-        return AglProcessor
-    if name == "attach":
-        from agl_openai_agents.plugin import attach
-
-        return attach
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, AglProcessor=".processor", attach=".plugin")

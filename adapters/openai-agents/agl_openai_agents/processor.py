@@ -7,17 +7,14 @@ from typing import Any
 
 from agents.tracing import GenerationSpanData, ResponseSpanData, Span, Trace, TracingProcessor
 
-from agl_core.capture import Capture, CapturedRollout, current_attempt, describe_error, guarded
-from agl_core.types import Episode, Transition
+from agl_core.capture import Capture, CapturedRollout, Latest, current_attempt, describe_error, guarded
+from agl_core.learning.alone import Alone
 from agl_openai_agents.plugin import attach
-from agl_openai_agents.records import call_of
+from agl_openai_agents.records import keep_call
 from agl_openai_agents.tools import keep_tool_results
 
-_MAX_OPEN_TRACES = 20_000
-"""A trace that is abandoned is never said to have ended; the oldest are forgotten beyond this many."""
 
-
-class AglProcessor(TracingProcessor):
+class AglProcessor(Alone, TracingProcessor):
     """Add it to the trace processors of an agent that you already have:
 
         agents.add_trace_processor(AglProcessor())
@@ -27,38 +24,20 @@ class AglProcessor(TracingProcessor):
     """
 
     def __init__(self, keep: int = 1000) -> None:
-        self._alone = Capture(keep)
-        self._open: dict[str, tuple[CapturedRollout, BaseException | None]] = {}
-        self._sequences: dict[str, int] = {}
+        self._capture = Capture(keep)
+        super().__init__(self._capture)
+        self._open: Latest[str, tuple[CapturedRollout, BaseException | None]] = Latest()
+        self._sequences: Latest[str, int] = Latest()
         attach()
-
-    def episodes(self) -> list[Episode]:
-        """The traces that have ended, in the order they started.
-
-        Text; and token ids where the endpoint returned them and the SDK kept them (Responses API).
-        """
-        from agl_core.learning import build_episode
-
-        return [build_episode(*rollout.records()) for rollout in self._alone.finished()]
-
-    def transitions(self) -> list[Transition]:
-        """The transitions of all episodes."""
-        return [transition for episode in self.episodes() for transition in episode.transitions]
-
-    def clear(self) -> None:
-        """Forget what was kept."""
-        self._alone.clear()
 
     @guarded
     def on_trace_start(self, trace: Trace) -> None:
         if current_attempt():
             return  # the gateway records the calls
-        rollout = self._alone.start(trace.trace_id, trace.export())
+        rollout = self._capture.start(trace.trace_id, trace.export())
         # An agent may be run where another error is being handled; that one is no crash of it.
         self._open[trace.trace_id] = rollout, sys.exc_info()[1]
         keep_tool_results(rollout)
-        if len(self._open) > _MAX_OPEN_TRACES:
-            del self._open[next(iter(self._open))]
 
     @guarded
     def on_trace_end(self, trace: Trace) -> None:
@@ -76,10 +55,7 @@ class AglProcessor(TracingProcessor):
     def on_span_end(self, span: Span[Any]) -> None:
         sequence = self._sequences.pop(span.span_id, None)
         if sequence is not None and span.trace_id in self._open:
-            rollout, _ = self._open[span.trace_id]
-            call = call_of(span, rollout.id, sequence)
-            if call:
-                rollout.call(call)
+            keep_call(self._open[span.trace_id][0], span, sequence)
 
     def shutdown(self) -> None:
         """Nothing is open that has to be closed."""

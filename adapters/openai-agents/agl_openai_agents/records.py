@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-import numpy as np
 from agents.exceptions import UserError
 from agents.models.chatcmpl_converter import Converter
 from agents.tracing import ResponseSpanData, Span
 
-from agl_core.capture import jsonable
-from agl_core.types import Call, Choice, FinishReason, Identity, Json, Sampling, Tokens
+from agl_core.capture import CapturedRollout, ids_of, jsonable
+from agl_core.types import Choice, FinishReason, Identity, Json, Tokens
 from agl_openai_agents.identity import identity_of
 
 _MAX_REQUEST = 1 << 24
@@ -20,38 +19,28 @@ _NO_SETTINGS = ("base_url", "extra_args", "extra_body", "extra_headers", "extra_
 _INCOMPLETE = {"max_output_tokens": FinishReason.LENGTH, "content_filter": FinishReason.CONTENT_FILTER}
 
 
-def call_of(span: Span[Any], rollout: str, sequence: int) -> Call | None:
-    """The call that a generation or response span tells of when it ends; None if the call failed.
+def keep_call(rollout: CapturedRollout, span: Span[Any], sequence: int) -> None:
+    """Keep the call of a generation or response span that has ended.
 
-    None too where the user keeps texts out of traces (`trace_include_sensitive_data=False`).
+    Nothing is kept of a call that failed, or where the user keeps texts out of traces
+    (`trace_include_sensitive_data=False`).
     """
-    data, who = span.span_data, identity_of(span) or Identity()
+    data = span.span_data
     is_responses = isinstance(data, ResponseSpanData)
     reply = _plain(data.response if is_responses else next(iter(data.output or ()), None))
-    if not reply:
-        return None
-    extra = (data.response.model_extra if is_responses else None) or {}
-    request = _responses_request(data, reply) if is_responses else _chat_request(data)
-    sampling = Sampling(request.get("temperature"), request.get("top_p"), request.get("max_tokens"))
-    return Call(
-        # Not the reply's own id: there are servers that give the same one to every reply.
-        id=span.span_id,
-        rollout=rollout,
-        attempt=0,
-        sequence=sequence,
-        policy=str(request["model"]),
-        version=None,
-        request=request,
-        choices=(_choice(reply, _ids(extra.get("token_ids"))),),
-        started=_seconds(span.started_at),
-        ended=_seconds(span.ended_at),
-        api="responses" if is_responses else "chat.completions",
-        agent=who.agent,
-        parent_span=who.parent_span,
-        prompt_ids=_ids(extra.get("prompt_token_ids")),
-        requested=sampling,
-        effective=sampling,
-    )
+    if reply:
+        extra = (data.response.model_extra if is_responses else None) or {}
+        rollout.call(
+            span.span_id,
+            _responses_request(data, reply) if is_responses else _chat_request(data),
+            (_choice(reply, ids_of(extra.get("token_ids"))),),
+            sequence=sequence,
+            who=identity_of(span) or Identity(),
+            started=_seconds(span.started_at),
+            ended=_seconds(span.ended_at),
+            prompt_ids=ids_of(extra.get("prompt_token_ids")),
+            api="responses" if is_responses else "chat.completions",
+        )
 
 
 def _chat_request(data: Any) -> dict[str, Json]:
@@ -102,10 +91,6 @@ def _message(items: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 
 def _plain(value: Any) -> Any:
     return jsonable(value, limit=_MAX_REQUEST)
-
-
-def _ids(values: Any) -> Tokens | None:
-    return np.array(values, np.int32) if values else None
 
 
 def _seconds(iso: str | None) -> float:

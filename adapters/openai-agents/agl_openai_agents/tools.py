@@ -32,6 +32,7 @@ from agl_core.capture import (
     tool_result_report,
 )
 from agl_core.capture.attach.methods import wrap_once
+from agl_core.capture.context import holding
 from agl_core.capture.spans.spans import loads
 from agl_core.types import Identity
 from agl_openai_agents import state
@@ -86,14 +87,12 @@ def _sees_results(invoke: _Function) -> _Function:
         if not _recordings():
             return await invoke(*args, **kwargs)
         run = _ToolRun(kwargs.get("function_tool"))
-        token = _running.set(run)
         try:
-            result = await invoke(*args, **_telling_timeouts(run, kwargs))
+            with holding(_running, run):
+                result = await invoke(*args, **_telling_timeouts(run, kwargs))
         except Exception as error:
             _report(kwargs.get("context"), error, started=run.started)
             raise
-        finally:
-            _running.reset(token)
         _report_result(run, kwargs.get("context"), result)
         return result
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
     from agl_otel.alone import episodes, transitions
@@ -11,19 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AglSpanProcessor", "attach", "episodes", "transitions"]
 
-
-def __getattr__(name: str) -> Any:
-    # The plugin is loaded in every agl process, also where nobody uses OpenTelemetry: its import waits for a use.
-    if name == "AglSpanProcessor":
-        from agl_otel.processor import AglSpanProcessor
-
-        return AglSpanProcessor
-    if name == "attach":
-        from agl_otel.plugin import attach
-
-        return attach
-    if name in __all__:
-        from agl_otel import alone
-
-        return getattr(alone, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, AglSpanProcessor=".processor", attach=".plugin", episodes=".alone", transitions=".alone")

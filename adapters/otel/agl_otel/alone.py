@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from agl_core.capture import CapturedRollout
+from agl_core.capture import CapturedRollout, Latest
 from agl_core.capture.spans import messages
 from agl_core.capture.spans.spans import ModelCall, Span, see
 from agl_core.capture.spans.tree import SpanTree
 from agl_core.learning import build_episode
-from agl_core.types import Call, Episode, Identity, Transition
+from agl_core.types import Episode, Transition
 from agl_otel.sdk import plain
-
-_MAX_RUNNING = 20_000
-"""A span may never end; the oldest running ones are forgotten beyond this many."""
 
 
 def episodes(spans: Iterable[ReadableSpan]) -> list[Episode]:
@@ -32,7 +29,8 @@ def episodes(spans: Iterable[ReadableSpan]) -> list[Episode]:
             root = above
             seen.add(root.id)
         groups.setdefault((root.trace, root.id), []).append(span)
-    return [episode_of(group) for group in groups.values() if any(map(_is_call, group))]
+    captured = [captured_of(group) for group in groups.values() if any(map(_is_call, group))]
+    return [build_episode(*rollout.records()) for rollout in captured]
 
 
 def transitions(spans: Iterable[ReadableSpan]) -> list[Transition]:
@@ -44,8 +42,8 @@ def transitions(spans: Iterable[ReadableSpan]) -> list[Transition]:
     return [transition for episode in episodes(spans) for transition in episode.transitions]
 
 
-def episode_of(spans: Sequence[Span]) -> Episode:
-    """The spans below one root, and the root, as an episode."""
+def captured_of(spans: Sequence[Span]) -> CapturedRollout:
+    """The spans below one root, and the root, as a rollout."""
     by_key = {(span.trace, span.id): span for span in spans}
     root = next((span for span in spans if (span.trace, span.parent or "") not in by_key), spans[0])
     tree = SpanTree(see(span) for span in spans)
@@ -54,12 +52,23 @@ def episode_of(spans: Sequence[Span]) -> Episode:
     ids = Counter(call.response_id for call in calls)
     for call in calls:
         seen = [by_key[span.key] for span in call.spans]
-        id = call.response_id if ids[call.response_id] == 1 else None
-        rollout.call(_call(id, call.identity, seen, rollout.id, rollout.next_sequence()))
+        outermost = seen[0]
+        rollout.call(
+            call.response_id
+            if call.response_id and ids[call.response_id] == 1
+            else f"otel:{outermost.trace}:{outermost.id}",
+            messages.request_of(seen),
+            messages.choices_of(seen),
+            sequence=rollout.next_sequence(),
+            who=call.identity,
+            started=outermost.started or 0.0,
+            ended=outermost.ended or 0.0,
+            prompt_ids=messages.prompt_ids_of(seen),
+        )
     for report in tree.tool_results():
         rollout.recording.tool_result(report)
     rollout.finish(messages.output_of(root), (root.description or "error") if root.failed else None)
-    return build_episode(*rollout.records())
+    return rollout
 
 
 @dataclass(slots=True, eq=False)
@@ -75,18 +84,15 @@ class Traces:
     """The latest `keep` traces with LLM calls whose root has ended in this process."""
 
     def __init__(self, keep: int) -> None:
-        self._keep = keep
         self._lock = threading.Lock()
-        self._running: dict[tuple[str, str], _Trace] = {}
-        self._ended: dict[tuple[str, str], _Trace] = {}
+        self._running: Latest[tuple[str, str], _Trace] = Latest()
+        self._ended: Latest[tuple[str, str], _Trace] = Latest(keep)
 
     def start(self, span: Span) -> None:
         """A span started; it is a root if the one around it is not running here."""
         key = span.trace, span.id
         with self._lock:
             self._running[key] = self._running.get((span.trace, span.parent or "")) or _Trace(key)
-            if len(self._running) > _MAX_RUNNING:
-                del self._running[next(iter(self._running))]
 
     def end(self, span: Span) -> None:
         """A span ended."""
@@ -100,13 +106,12 @@ class Traces:
             trace.has_calls |= _is_call(span)
             if trace.has_ended and trace.has_calls:
                 self._ended[trace.root] = trace
-                while len(self._ended) > self._keep:
-                    del self._ended[next(iter(self._ended))]
 
-    def ended(self) -> list[list[Span]]:
-        """The spans of each trace, in the order in which their roots ended."""
+    def finished(self) -> list[CapturedRollout]:
+        """The traces that have ended, in the order in which their roots did."""
         with self._lock:
-            return [list(trace.spans) for trace in self._ended.values()]
+            ended = [list(trace.spans) for trace in self._ended.values()]
+        return [captured_of(spans) for spans in ended]
 
     def clear(self) -> None:
         """Forget what has ended."""
@@ -116,26 +121,3 @@ class Traces:
 
 def _is_call(span: Span) -> bool:
     return isinstance(see(span).did, ModelCall)
-
-
-def _call(id: str | None, identity: Identity, spans: Sequence[Span], rollout: str, sequence: int) -> Call:
-    request = messages.request_of(spans)
-    sampling = messages.sampling_of(request)
-    outermost = spans[0]
-    return Call(
-        id=id or f"otel:{outermost.trace}:{outermost.id}",
-        rollout=rollout,
-        attempt=0,
-        sequence=sequence,
-        policy=str(request.get("model") or "unknown"),
-        version=None,
-        request=request,
-        choices=messages.choices_of(spans),
-        started=outermost.started or 0.0,
-        ended=outermost.ended or 0.0,
-        agent=identity.agent,
-        parent_span=identity.parent_span,
-        prompt_ids=messages.prompt_ids_of(spans),
-        requested=sampling,
-        effective=sampling,
-    )

@@ -7,14 +7,14 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span
 
 from agl_core.capture import guarded
-from agl_core.types import Episode, Transition
-from agl_otel.alone import Traces, episode_of
+from agl_core.learning.alone import Alone
+from agl_otel.alone import Traces
 from agl_otel.plugin import attach
 from agl_otel.sdk import plain
 from agl_otel.watching import WatchingProcessor
 
 
-class AglSpanProcessor(WatchingProcessor):
+class AglSpanProcessor(WatchingProcessor, Alone):
     """Add it to the tracer provider that you already have:
 
         provider.add_span_processor(AglSpanProcessor())
@@ -25,28 +25,17 @@ class AglSpanProcessor(WatchingProcessor):
     """
 
     def __init__(self, keep: int = 1000) -> None:
-        super().__init__()
-        self._alone = Traces(keep)
+        WatchingProcessor.__init__(self)
+        self._traces = Traces(keep)
+        Alone.__init__(self, self._traces)
         attach()
 
     @guarded
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         if not self.running.start(span, trace.get_current_span(parent_context)):
-            self._alone.start(plain(span))
+            self._traces.start(plain(span))
 
     @guarded
     def on_end(self, span: ReadableSpan) -> None:
         self.running.end(span)
-        self._alone.end(plain(span))
-
-    def episodes(self) -> list[Episode]:
-        """The traces that have ended, in the order they did."""
-        return [episode_of(spans) for spans in self._alone.ended()]
-
-    def transitions(self) -> list[Transition]:
-        """The transitions of all episodes."""
-        return [transition for episode in self.episodes() for transition in episode.transitions]
-
-    def clear(self) -> None:
-        """Forget what was kept."""
-        self._alone.clear()
+        self._traces.end(plain(span))

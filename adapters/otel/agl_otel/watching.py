@@ -12,13 +12,10 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
-from agl_core.capture import Identity, Recording, current_attempt, guarded
+from agl_core.capture import Identity, Latest, Recording, current_attempt, guarded
 from agl_core.capture.spans.spans import SeenSpan, ToolExecution, see
 from agl_core.capture.spans.tree import agent_of, identity_of, outermost_execution, tool_result_of
 from agl_otel.sdk import plain
-
-_MAX_RUNNING = 20_000
-"""A span may never end; the oldest running ones are forgotten beyond this many."""
 
 _Key: TypeAlias = tuple[int, int]
 
@@ -48,7 +45,7 @@ class RunningSpans:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nodes: dict[_Key, _Node] = {}
+        self._nodes: Latest[_Key, _Node] = Latest()
 
     def start(self, span: Span, outer: trace.Span) -> bool:
         """A span starts; whether it belongs to an attempt."""
@@ -56,9 +53,8 @@ class RunningSpans:
         with self._lock:
             around = self._node(outer)
             recording = active.recording if active else around.recording if around else None
-            self._nodes.setdefault(_key(span), _Node(span, around, recording))
-            if len(self._nodes) > _MAX_RUNNING:
-                del self._nodes[next(iter(self._nodes))]
+            if _key(span) not in self._nodes:
+                self._nodes[_key(span)] = _Node(span, around, recording)
         return recording is not None
 
     def end(self, span: ReadableSpan) -> None:

@@ -15,10 +15,18 @@ from agl_core.capture.context import (
     running,
 )
 from agl_core.capture.jsonable import jsonable
+from agl_core.capture.latest import Latest
 from agl_core.capture.marking import Marker, ToolRun, agent, tool
 from agl_core.capture.recording import Recording, ToolRequest, describe_error
-from agl_core.capture.reports import guarded, record_tool_result, report_problem, reward, tool_result_report
-from agl_core.capture.standalone import Capture, CapturedRollout, load_episodes, save_episodes
+from agl_core.capture.reports import (
+    guarded,
+    record_tool_result,
+    report_answer,
+    report_problem,
+    reward,
+    tool_result_report,
+)
+from agl_core.capture.standalone import Capture, CapturedRollout, ids_of, load_episodes, logprobs_of, save_episodes
 from agl_core.capture.state import state, unpack_variables
 from agl_core.capture.status import Decided, failure_status, message_status, status_of
 from agl_core.types import Identity
@@ -31,6 +39,7 @@ __all__ = [
     "Decided",
     "Identity",
     "IdentityScope",
+    "Latest",
     "Marker",
     "Recording",
     "ToolRequest",
@@ -44,11 +53,14 @@ __all__ = [
     "failure_status",
     "guarded",
     "identify",
+    "ids_of",
     "installed_adapters",
     "jsonable",
     "load_episodes",
+    "logprobs_of",
     "message_status",
     "record_tool_result",
+    "report_answer",
     "report_problem",
     "reward",
     "running",

@@ -17,9 +17,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from agl_core.capture.recording import Recording
 from agl_core.types import Identity, Json
+
+V = TypeVar("V")
 
 
 def new_span() -> str:
@@ -168,14 +171,20 @@ def current_attempt() -> ActiveAttempt | None:
 
 
 @contextmanager
-def running(active: ActiveAttempt) -> Iterator[None]:
-    """Everything inside, and every task or thread it starts, belongs to this attempt."""
-    attempt, variables = _attempt.set(active), _variables.set(None)
+def holding(variable: ContextVar[V], value: V) -> Iterator[None]:
+    """Inside, the context variable has this value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _attempt.reset(attempt)
-        _variables.reset(variables)
+        variable.reset(token)
+
+
+@contextmanager
+def running(active: ActiveAttempt) -> Iterator[None]:
+    """Everything inside, and every task or thread it starts, belongs to this attempt."""
+    with holding(_attempt, active), holding(_variables, None):
+        yield
 
 
 def start_running(active: ActiveAttempt | None) -> None:
@@ -257,17 +266,10 @@ class Carried:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, this context has what was carried."""
-        attempt, scope, variables = (
-            _attempt.set(self.attempt),
-            _scope.set(self.scope),
-            _variables.set(self.variables),
-        )
-        step = current_step()
-        set_step(self.step)
-        try:
+        with (
+            holding(_attempt, self.attempt),
+            holding(_scope, self.scope),
+            holding(_step, self.step),
+            holding(_variables, self.variables),
+        ):
             yield
-        finally:
-            _attempt.reset(attempt)
-            _scope.reset(scope)
-            _variables.reset(variables)
-            set_step(step)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
@@ -91,31 +92,30 @@ class Marker(Generic[R]):
 
     def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
-            run = self._new_run()
-            run.start(lambda: _bound(function, args, kwargs))
-            try:
+            with self._run_of(function, args, kwargs) as run:
                 run.result = function(*args, **kwargs)
-            except BaseException as error:
-                run.end(error)
-                raise
-            run.end(None)
             return run.result
 
         return marked
 
     def _marked_async(self, function: Callable[..., Any]) -> Callable[..., Any]:
         async def marked(*args: Any, **kwargs: Any) -> Any:
-            run = self._new_run()
-            run.start(lambda: _bound(function, args, kwargs))
-            try:
+            with self._run_of(function, args, kwargs) as run:
                 run.result = await function(*args, **kwargs)
-            except BaseException as error:
-                run.end(error)
-                raise
-            run.end(None)
             return run.result
 
         return marked
+
+    @contextmanager
+    def _run_of(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[R]:
+        run = self._new_run()
+        run.start(lambda: _bound(function, args, kwargs))
+        try:
+            yield run
+        except BaseException as error:
+            run.end(error)
+            raise
+        run.end(None)
 
 
 class AgentRun:

@@ -32,13 +32,33 @@ class ToolRequest:
     """All spans around the call, which tell requests with one id apart: endpoints number them from 0 again."""
 
 
+class Report(BaseModel):
+    """One report on its way from an agent's process to the one that started it; one of the fields is set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tool_result: ToolResultReport | None = None
+    reward: RewardReport | None = None
+    problem: str | None = None
+
+    def add_to(self, recording: Recording) -> None:
+        if self.tool_result is not None:
+            recording.tool_result(self.tool_result)
+        if self.reward is not None:
+            recording.reward(self.reward)
+        if self.problem is not None:
+            recording.problem(self.problem)
+
+
 class Recording:
     """Collects the reports of one attempt, from any thread, until it is closed.
 
-    A report that comes after `close` is counted in `late` and not kept.
+    A report that comes after `close` is counted in `late` and not kept. In an agent's process, each report is also sent
+    on at once by `send`, so that nothing is lost if the process is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[Report], None] = lambda report: None) -> None:
+        self._send = send
         self._lock = threading.Lock()
         self._tool_results: dict[str, ToolResultReport] = {}
         self._rewards: list[RewardReport] = []
@@ -72,18 +92,23 @@ class Recording:
         """How many reports came after the attempt had ended."""
         return self._late
 
-    def tool_result(self, report: ToolResultReport) -> None:
-        """Keep what a tool did; the first report of an id counts."""
+    def tool_result(self, report: ToolResultReport, spans: Collection[str] | None = None) -> None:
+        """Keep what a tool did; the first report of an id counts.
+
+        With `spans`, those around the run, it is the agent's whose response asked for it (see `asked`), and belongs to
+        that call: another agent may have run the tool.
+        """
+        request = self.request(report.tool_call_id or "", [report.parent_span or ""] if spans is None else spans)
+        if request and spans is not None:
+            report = report.model_copy(update={"agent": request.agent, "parent_span": request.parent_span})
         with self._lock:
             if self._closed:
                 self._late += 1
-                return
-            self._tool_results.setdefault(report.id, report)
-            made = self._requests.get(report.tool_call_id or "", ())
-            if made:
-                of_span = (each for each in reversed(made) if each.parent_span == report.parent_span)
-                answered = next(of_span, made[-1])
-                self._answered.add((answered.tool_call_id, answered.parent_span))
+            else:
+                self._tool_results.setdefault(report.id, report)
+                if request:
+                    self._answered.add((request.tool_call_id, request.parent_span))
+        self._send(Report(tool_result=report))
 
     def reward(self, report: RewardReport) -> None:
         """Keep a reward that the agent reports."""
@@ -92,13 +117,16 @@ class Recording:
                 self._late += 1
             else:
                 self._rewards.append(report)
+        self._send(Report(reward=report))
 
     def problem(self, text: str) -> bool:
         """Keep what an adapter could not do, even after the end; True if it is new."""
         with self._lock:
             is_new = text not in self._problems
             self._problems[text] = None
-            return is_new
+        if is_new:
+            self._send(Report(problem=text))
+        return is_new
 
     def asked(self, request: ToolRequest) -> None:
         """Remember that a response asked for a tool, so that its tool result can be told from older ones."""
@@ -128,47 +156,7 @@ class Recording:
             self._closed = True
 
 
-class Report(BaseModel):
-    """One report on its way from an agent's process to the one that started it; one of the fields is set."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tool_result: ToolResultReport | None = None
-    reward: RewardReport | None = None
-    problem: str | None = None
-
-    def add_to(self, recording: Recording) -> None:
-        if self.tool_result is not None:
-            recording.tool_result(self.tool_result)
-        if self.reward is not None:
-            recording.reward(self.reward)
-        if self.problem is not None:
-            recording.problem(self.problem)
-
-
-class SentRecording(Recording):
-    """A recording that also sends each report on at once, so that nothing is lost with a process that is killed."""
-
-    def __init__(self, send: Callable[[Report], None]) -> None:
-        super().__init__()
-        self._send = send
-
-    def tool_result(self, report: ToolResultReport) -> None:
-        super().tool_result(report)
-        self._send(Report(tool_result=report))
-
-    def reward(self, report: RewardReport) -> None:
-        super().reward(report)
-        self._send(Report(reward=report))
-
-    def problem(self, text: str) -> bool:
-        is_new = super().problem(text)
-        if is_new:
-            self._send(Report(problem=text))
-        return is_new
-
-
-def spooled(folder: Path) -> SentRecording:
+def spooled(folder: Path) -> Recording:
     """A recording that writes its reports into `folder`, one JSON object a line; each process has a file of its own."""
 
     def write(report: Report) -> None:
@@ -183,7 +171,7 @@ def spooled(folder: Path) -> SentRecording:
         except OSError as error:
             logger.warning("A report to agl could not be written and is missing from the record: %s.", error)
 
-    return SentRecording(write)
+    return Recording(write)
 
 
 def read_spool(folder: Path, recording: Recording) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Collection
 from typing import Any, ParamSpec
 
 from agl_core.capture.context import current_attempt
 from agl_core.capture.jsonable import jsonable
-from agl_core.capture.recording import describe_error
+from agl_core.capture.recording import Recording, describe_error
 from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
 from agl_core.wire.workers import RewardReport, ToolResultReport
@@ -95,6 +96,35 @@ def tool_result_report(
         adapter=adapter,
         status_rule=rule,
     )
+
+
+def report_answer(
+    recording: Recording,
+    adapter: str,
+    tool_call_id: str,
+    result: Any,
+    decided: Decided,
+    spans: Collection[str] = (),
+) -> None:
+    """Report that a tool call was answered without a run: the tool does not exist, or its arguments are no JSON.
+
+    It does nothing if no response asked for it, or if its tool result is known.
+    """
+    request = recording.unanswered(tool_call_id, spans)
+    if request:
+        recording.tool_result(
+            tool_result_report(
+                uuid.uuid4().hex,
+                request.tool,
+                result,
+                decided=decided,
+                tool_call_id=tool_call_id,
+                arguments=request.arguments,
+                agent=request.agent,
+                parent_span=request.parent_span,
+                adapter=adapter,
+            )
+        )
 
 
 def report_problem(where: str, error: BaseException) -> None:

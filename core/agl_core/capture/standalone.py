@@ -7,14 +7,33 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from agl_core.capture.jsonable import jsonable
+from agl_core.capture.latest import Latest
 from agl_core.capture.recording import Recording
 from agl_core.errors import EpisodesError
-from agl_core.types import Attempt, Call, Ending, Episode, Mode, Rollout, RolloutState, Task, ToolResult
+from agl_core.types import (
+    Attempt,
+    Call,
+    Choice,
+    Ending,
+    Episode,
+    Identity,
+    Json,
+    Logprobs,
+    Mode,
+    Rollout,
+    RolloutState,
+    Sampling,
+    Task,
+    Tokens,
+    ToolResult,
+)
 from agl_core.types.forms import from_json, to_json
 
 Records: TypeAlias = tuple[Rollout, Attempt, list[Call], list[ToolResult]]
@@ -37,8 +56,43 @@ class CapturedRollout:
         """The place of a call that starts now."""
         return next(self._sequence)
 
-    def call(self, call: Call) -> None:
-        """Keep a call that has ended."""
+    def call(
+        self,
+        id: str,
+        request: Mapping[str, Json],
+        choices: tuple[Choice, ...],
+        *,
+        sequence: int,
+        who: Identity,
+        started: float,
+        ended: float | None = None,
+        prompt_ids: Tokens | None = None,
+        api: str = "chat.completions",
+    ) -> None:
+        """Keep a call that has ended (just now, if `ended` is not given).
+
+        `id` should not be the reply's own: some servers give every reply the same one. The sampling is what the
+        request asked for, because nothing else is known.
+        """
+        sampling = sampling_of(request)
+        call = Call(
+            id=id,
+            rollout=self.id,
+            attempt=0,
+            sequence=sequence,
+            policy=str(request.get("model") or request.get("model_name") or "unknown"),
+            version=None,
+            request=request,
+            choices=choices,
+            started=started,
+            ended=time.time() if ended is None else ended,
+            api=api,
+            agent=who.agent,
+            parent_span=who.parent_span,
+            prompt_ids=prompt_ids,
+            requested=sampling,
+            effective=sampling,
+        )
         self._calls.append(call)
 
     def finish(self, result: Any = None, error: str | None = None) -> None:
@@ -77,17 +131,14 @@ class Capture:
     """The latest rollouts that an adapter used alone has seen."""
 
     def __init__(self, keep: int) -> None:
-        self._keep = keep
+        self._rollouts: Latest[str, CapturedRollout] = Latest(keep)
         self._lock = threading.Lock()
-        self._rollouts: dict[str, CapturedRollout] = {}
 
     def start(self, id: str, input: Any) -> CapturedRollout:
         """A new rollout; the oldest is forgotten when there are more than `keep`."""
         rollout = CapturedRollout(id, input)
         with self._lock:
             self._rollouts[id] = rollout
-            while len(self._rollouts) > self._keep:
-                del self._rollouts[next(iter(self._rollouts))]
         return rollout
 
     def finished(self) -> list[CapturedRollout]:
@@ -99,6 +150,31 @@ class Capture:
         """Forget them all."""
         with self._lock:
             self._rollouts.clear()
+
+
+def sampling_of(request: Mapping[str, Json]) -> Sampling:
+    """The sampling that a request asks for.
+
+    >>> sampling_of({"model": "m", "max_completion_tokens": 8}).max_tokens
+    8
+    """
+    return Sampling(
+        temperature=request.get("temperature"),
+        top_p=request.get("top_p"),
+        max_tokens=request.get("max_completion_tokens") or request.get("max_tokens"),
+        seed=request.get("seed"),
+    )
+
+
+def ids_of(found: Any) -> Tokens | None:
+    """Token ids that an endpoint returned; None if it returned none."""
+    return np.array(found, np.int32) if isinstance(found, list) and found else None
+
+
+def logprobs_of(found: Any) -> Logprobs | None:
+    """The log-probabilities of a choice's `logprobs`, one for each token; None if it has none."""
+    content = found.get("content") if isinstance(found, Mapping) else None
+    return np.array([token["logprob"] for token in content], np.float32) if content else None
 
 
 def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> None:

@@ -305,14 +305,10 @@ class Heartbeats:
                 self._due.clear()
                 with self._lock:
                     held = list(self._held.values())
-                if not self._stopped:
-                    self._send(client, held)
+                for start in range(0, 0 if self._stopped else max(len(held), 1), MAX_LEASES):
+                    self._send(client, held[start : start + MAX_LEASES])
 
     def _send(self, client: BlockingClient, held: list[HeldAttempt]) -> None:
-        for start in range(0, max(len(held), 1), MAX_LEASES):
-            self._send_some(client, held[start : start + MAX_LEASES])
-
-    def _send_some(self, client: BlockingClient, held: list[HeldAttempt]) -> None:
         try:
             reply = client.ask(HEARTBEAT, HeartbeatRequest(worker=self._worker, attempts=held))
         except UnreachableError as error:

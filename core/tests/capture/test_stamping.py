@@ -13,6 +13,7 @@ import pytest
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Identity, Recording, identify, running
+from agl_core.capture.attach.methods import Patches
 from agl_core.capture.attach.requests import Stamping
 
 BASE = "http://127.0.0.1:8000"
@@ -185,9 +186,9 @@ def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> Non
     def broken() -> Identity | None:
         raise RuntimeError("trace is gone")
 
-    stamping.add_resolver(broken)
-    stamping.add_resolver(lambda: next(answers))
-    stamping.install(wire.library)
+    stamping.resolvers += [broken, lambda: next(answers)]
+    patches = Patches()
+    stamping.install(wire.library, patches)
     active = attempt()
     try:
         with wire.library.Client(transport=wire.transport) as client, running(active):
@@ -196,7 +197,7 @@ def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> Non
             with identify("entered"):
                 client.get(f"{BASE}/v1")
     finally:
-        stamping.uninstall()
+        patches.restore()
     assert [stamp.get("x-agl-agent") for stamp in wire.stamps()] == [None, "from-trace", "entered"]
     assert active.recording.problems == ("Asking a framework who makes a call failed: RuntimeError: trace is gone",)
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from agl_core.capture.attach.imports import WhenImported
+from agl_core.capture.attach.methods import Patches
 from agl_core.capture.attach.requests import HTTP_LIBRARIES, Stamping
-from agl_core.capture.attach.threads import ThreadCarrying
+from agl_core.capture.attach.threads import carry_into_threads
 from agl_core.capture.reports import report_problem
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import Adapter
@@ -20,12 +21,12 @@ class Attachment:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
         """The frameworks whose adapter could not be attached, and why."""
-        self._stamping, self._threads, self._imports = Stamping(), ThreadCarrying(), WhenImported()
+        self._stamping, self._patches, self._imports = Stamping(), Patches(), WhenImported()
         self._known: set[tuple[str, type]] = set()
 
     def install(self, adapters: Iterable[Adapter]) -> None:
         """Stamp requests, carry attempts into threads, and attach each adapter when its framework is imported."""
-        self._threads.install()
+        carry_into_threads(self._patches)
         for library in HTTP_LIBRARIES:
             self._imports.do(library, self._stamp)
         for adapter in adapters:
@@ -38,12 +39,12 @@ class Attachment:
         self._known.clear()
         self.failed.clear()
         self._imports.stop()
-        self._stamping.uninstall()
-        self._threads.uninstall()
+        self._stamping.resolvers.clear()
+        self._patches.restore()
 
     def _stamp(self, library: ModuleType) -> None:
         try:
-            self._stamping.install(library)
+            self._stamping.install(library, self._patches)
         except Exception as error:
             report_problem(f"Attaching to {library.__name__}", error)
 
@@ -55,7 +56,7 @@ class Attachment:
             report_problem(f"Attaching to {adapter.framework}", error)
         else:
             if resolver is not None:
-                self._stamping.add_resolver(resolver)
+                self._stamping.resolvers.append(resolver)
 
 
 def attach(adapters: Iterable[Adapter] | None = None) -> Attachment:

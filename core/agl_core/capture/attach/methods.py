@@ -48,6 +48,30 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 _WRAPPED = "_agl_wrapped"
 """Marks what `wrap_once` made; whoever wraps that again with `functools.wraps` keeps the mark."""
 
+
+class Patches:
+    """Functions of modules and classes that are replaced until `restore`."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        """The original and what replaced it, by owner and name."""
+
+    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replace the function `name` of `owner` by `wrap` of it; a second time changes nothing."""
+        if (owner, name) not in self._made:
+            original = getattr(owner, name)
+            patched = functools.wraps(original)(wrap(original))
+            setattr(owner, name, patched)
+            self._made[owner, name] = original, patched
+
+    def restore(self) -> None:
+        """Put the originals back, except where somebody else has replaced the function since."""
+        for (owner, name), (original, patched) in self._made.items():
+            if getattr(owner, name) is patched:
+                setattr(owner, name, original)
+        self._made.clear()
+
+
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 Start: TypeAlias = Callable[[Any, Arguments], Watch | None]
 """Called with `self` and the arguments when the method is called; None: this run is not watched."""

@@ -6,16 +6,17 @@ that sends it. Requests to any other host are left alone.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 from urllib.parse import quote, urlsplit
 
+from agl_core.capture.attach.methods import Patches
 from agl_core.capture.context import ActiveAttempt, Step, current_attempt, current_identity, current_scope, current_step
 from agl_core.capture.reports import report_problem
 from agl_core.capture.state import packed_variables
@@ -46,54 +47,39 @@ _sent: ContextVar[_Sent | None] = ContextVar("agl_sent", default=None)
 
 
 class Stamping:
-    """Patches `Client.send` and `AsyncClient.send` of an HTTP library."""
+    """Stamps what `Client.send` and `AsyncClient.send` of an HTTP library send."""
 
     def __init__(self) -> None:
-        self._resolvers: list[Resolver] = []
-        self._patched: list[tuple[type, Any, Any]] = []
+        self.resolvers: list[Resolver] = []
+        """Asked where no adapter has entered an identity; in this order, the first answer counts."""
 
-    def add_resolver(self, resolver: Resolver) -> None:
-        """Ask `resolver` where no adapter has entered an identity; in the order added, the first answer counts."""
-        self._resolvers.append(resolver)
-
-    def install(self, library: ModuleType) -> None:
+    def install(self, library: ModuleType, patches: Patches) -> None:
         """Patch an HTTP library; doing it again changes nothing."""
-        if any(patched is library.Client for patched, _, _ in self._patched):
-            return
-        send, async_send = library.Client.send, library.AsyncClient.send
+        patches.replace(library.Client, "send", self._stamping)
+        patches.replace(library.AsyncClient, "send", self._stamping_async)
 
-        @functools.wraps(send)
+    def _stamping(self, send: Callable[..., Any]) -> Callable[..., Any]:
         def stamped_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            step = self._stamp(request)
-            try:
+            with self._stamped(request):
                 return send(client, request, *args, **kwargs)
-            finally:
-                if step is not None:
-                    step.end_call()
 
-        @functools.wraps(async_send)
+        return stamped_send
+
+    def _stamping_async(self, send: Callable[..., Any]) -> Callable[..., Any]:
         async def stamped_async_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            step = self._stamp(request)
-            try:
-                return await async_send(client, request, *args, **kwargs)
-            finally:
-                if step is not None:
-                    step.end_call()
+            with self._stamped(request):
+                return await send(client, request, *args, **kwargs)
 
-        for patched, original, stamped in (
-            (library.Client, send, stamped_send),
-            (library.AsyncClient, async_send, stamped_async_send),
-        ):
-            patched.send = stamped
-            self._patched.append((patched, original, stamped))
+        return stamped_async_send
 
-    def uninstall(self) -> None:
-        """Forget the resolvers and restore what was patched, except where somebody else has patched it since."""
-        for patched, original, stamped in self._patched:
-            if patched.send is stamped:  # type: ignore[attr-defined]
-                patched.send = original  # type: ignore[attr-defined]
-        self._patched.clear()
-        self._resolvers.clear()
+    @contextmanager
+    def _stamped(self, request: Any) -> Iterator[None]:
+        step = self._stamp(request)
+        try:
+            yield
+        finally:
+            if step is not None:
+                step.end_call()
 
     def _stamp(self, request: Any) -> Step | None:
         """Stamp it, if it goes to the server; the step that it begins, if it begins one."""
@@ -127,7 +113,7 @@ class Stamping:
     def _resolved(self) -> Identity | None:
         """The first answer that names an agent, else the first answer."""
         answered: Identity | None = None
-        for resolver in self._resolvers:
+        for resolver in self.resolvers:
             try:
                 identity = resolver()
             except Exception as error:

@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from agl_core.capture.spans.spans import Span, loads
-from agl_core.types import Choice, FinishReason, Json, Logprobs, Sampling, Tokens
+from agl_core.capture.standalone import ids_of, logprobs_of
+from agl_core.types import Choice, FinishReason, Json, Tokens
 
 _SETTINGS = {
     "gen_ai.request.model": "model",
@@ -61,17 +60,7 @@ def choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
 
 def prompt_ids_of(spans: Sequence[Span]) -> Tokens | None:
     """The prompt's token ids, where OpenInference has kept the reply of an endpoint that returns them."""
-    return _ids(_raw_reply(spans).get("prompt_token_ids"))
-
-
-def sampling_of(request: Mapping[str, Json]) -> Sampling:
-    """The sampling that the agent's code asked for."""
-    return Sampling(
-        temperature=request.get("temperature"),
-        top_p=request.get("top_p"),
-        max_tokens=request.get("max_completion_tokens") or request.get("max_tokens"),
-        seed=request.get("seed"),
-    )
+    return ids_of(_raw_reply(spans).get("prompt_token_ids"))
 
 
 def input_of(root: Span) -> Json:
@@ -99,8 +88,8 @@ def _raw_choice(index: int, choice: Mapping[str, Any], is_whole: bool) -> Choice
         index=choice.get("index", index),
         message=message,
         finish_reason=_finish_reason(message, choice.get("finish_reason")),
-        response_ids=_ids(choice.get("token_ids")) if is_whole else None,
-        logprobs=_logprobs(choice.get("logprobs")) if is_whole else None,
+        response_ids=ids_of(choice.get("token_ids")) if is_whole else None,
+        logprobs=logprobs_of(choice.get("logprobs")) if is_whole else None,
     )
 
 
@@ -185,12 +174,3 @@ def _as_text(value: Json) -> str:
 def _finish_reason(message: Mapping[str, Json], reason: Json) -> FinishReason:
     told = _FINISHED.get(reason) if isinstance(reason, str) else None
     return told or (FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP)
-
-
-def _ids(found: Any) -> Tokens | None:
-    return np.array(found, np.int32) if isinstance(found, list) and found else None
-
-
-def _logprobs(found: Any) -> Logprobs | None:
-    content = found.get("content") if isinstance(found, Mapping) else None
-    return np.array([token["logprob"] for token in content], np.float32) if content else None

@@ -17,8 +17,7 @@ from typing import Any
 
 import orjson
 
-from agl_core.capture import running
-from agl_core.capture.recording import SentRecording
+from agl_core.capture import Recording, running
 from agl_core.wire.workers import Assignment
 from agl_core.worker.agent import Agent
 from agl_core.worker.environment import Ended, active_attempt, agent_context, attempt_variables, crashed
@@ -45,7 +44,7 @@ def run_job(files: list[int], load: Callable[[], Agent | None]) -> None:
 
 
 def _run(load: Callable[[], Agent | None], assignment: Assignment, base_url: str, channel: _Channel) -> Ended:
-    recording = SentRecording(lambda report: channel.send(**report.model_dump(mode="json", exclude_none=True)))
+    recording = Recording(lambda report: channel.send(**report.model_dump(mode="json", exclude_none=True)))
     try:
         with running(active_attempt(assignment, base_url, recording)):
             agent = load()

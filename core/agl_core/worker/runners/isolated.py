@@ -35,15 +35,28 @@ _MOST_ERRORS = 2000
 _ENDED = TypeAdapter(Ended)
 
 
-class ProcessPerAttempt:
+class _Isolated:
+    """Attempts in processes of their own, of which nothing is ever abandoned."""
+
+    abandoned = 0
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    async def start(self) -> None:
+        await self._processes.start()
+
+    async def close(self) -> None:
+        await self._processes.close()
+
+
+class ProcessPerAttempt(_Isolated):
     """Runs each attempt of a Python agent in a process of its own, which a forker makes of itself.
 
     Where the forker has imported the agent, that takes milliseconds. When time is up, the process and everything
     that it started are ended, so nothing is ever abandoned. `plugins` are files whose adapters are attached there,
     beside the installed ones (None: none are); `memory` is in bytes.
     """
-
-    abandoned = 0
 
     def __init__(
         self,
@@ -61,13 +74,7 @@ class ProcessPerAttempt:
             plugins=None if plugins is None else [str(each) for each in plugins],
             memory=memory,
         )
-        self._processes = Processes(setup, client_variables(base_url))
-
-    async def start(self) -> None:
-        await self._processes.start()
-
-    async def close(self) -> None:
-        await self._processes.close()
+        super().__init__(Processes(setup, client_variables(base_url)))
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         ended: Ended | None = None
@@ -100,7 +107,7 @@ class ProcessPerAttempt:
         return Ended(Ending.CRASHED, error=f"the agent's process {_fate(await process.exited)} before it had a result")
 
 
-class CommandPerAttempt:
+class CommandPerAttempt(_Isolated):
     """Runs a command for each attempt, with the attempt in its environment.
 
     The result is the last line that it prints if that is JSON, else its output: the end of it, with a note, if it is
@@ -108,8 +115,6 @@ class CommandPerAttempt:
     In its Python processes the installed adapters are attached, and those of the files `plugins` (None: none are).
     AgentError if there is no such program.
     """
-
-    abandoned = 0
 
     def __init__(
         self,
@@ -126,13 +131,7 @@ class CommandPerAttempt:
                 f"{folder}. Install it, or write its whole path."
             )
         self._command, self._folder, self._plugins = list(command), folder, plugins
-        self._processes = Processes(Setup(path=[each for each in sys.path if each], memory=memory), {})
-
-    async def start(self) -> None:
-        await self._processes.start()
-
-    async def close(self) -> None:
-        await self._processes.close()
+        super().__init__(Processes(Setup(path=[each for each in sys.path if each], memory=memory), {}))
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         with contextlib.ExitStack() as stack:
@@ -147,13 +146,7 @@ class CommandPerAttempt:
                 async with self._processes.started(its_stdout.fileno(), its_stderr.fileno()) as process:
                     its_stdout.close()
                     its_stderr.close()
-                    process.send(
-                        {
-                            "command": self._command,
-                            "folder": str(self._folder),
-                            "variables": variables,
-                        }
-                    )
+                    process.send({"command": self._command, "folder": str(self._folder), "variables": variables})
                     failed = [message["failed"] async for message in process.messages() if "failed" in message]
                     status = await process.exited
             except ForkerGoneError as error:

@@ -29,11 +29,6 @@ _START_PATIENCE = 300.0
 """Seconds that importing the agent may take."""
 
 
-def _without_keys(variables: Mapping[str, str]) -> dict[str, str]:
-    """What agents may know: the keys of workers and operators would let one act for others."""
-    return {name: value for name, value in variables.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
-
-
 class ForkerGoneError(RuntimeError):
     """The forker was killed, and with it every process that it had started."""
 
@@ -146,13 +141,15 @@ class Processes:
     async def _start_forker(self) -> int:
         """Start it and wait until it is ready; how many threads of Python it has."""
         ours, theirs = socket.socketpair()
+        # Agents may know no key of workers and operators, which would let one act for others.
+        environment = {name: value for name, value in os.environ.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
         with theirs:
             self._forker = await asyncio.to_thread(
                 subprocess.Popen,
                 [sys.executable, "-P", "-m", "agl_core.worker.runners.forker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**_without_keys(os.environ), **self._variables},
+                env={**environment, **self._variables},
                 start_new_session=True,
             )
         ours.setblocking(False)
