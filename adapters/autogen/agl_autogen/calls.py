@@ -48,13 +48,13 @@ class _ModelCall(Watch):
         self._captured = active.captured if isinstance(active, AloneAttempt) else None
         self._who, self._outer = current_identity() or Identity(), _open.get()
         self._span, self._started = uuid.uuid4().hex, time.time()
-        self._is_told = False
+        self._is_reported = False
         self.reply: Mapping[str, Any] = {}
-        """The endpoint's reply as AutoGen's event tells it, with its token ids; there is none when streaming."""
+        """The endpoint's reply in AutoGen's event, with its token ids; there is none when streaming."""
         if self._captured:
             self._sequence = self._captured.next_sequence()
             given, named = argument(arguments, 0, "messages"), arguments[1]
-            # A client's settings have no public name; without them the call is kept all the same.
+            # A client's settings have no public name; a call is kept without them too.
             settings = {**getattr(client, "_create_args", {}), **named.get("extra_create_args", {})}
             self._request = jsonable(words.request_body(given, named.get("tools", ()), settings), limit=_MAX_REQUEST)
 
@@ -63,12 +63,12 @@ class _ModelCall(Watch):
 
     @guarded
     def item(self, item: Any) -> None:
-        if self._is_told or not isinstance(item, CreateResult):
+        if self._is_reported or not isinstance(item, CreateResult):
             return
-        self._is_told = True
+        self._is_reported = True
         if self._outer:
             # A client around another one, a cache say: there was one call.
-            self._outer._is_told = True
+            self._outer._is_reported = True
         for asked in item.content:
             if isinstance(asked, FunctionCall):
                 arguments = loads(asked.arguments)

@@ -1,4 +1,4 @@
-"""AutoGen's messages, tools and replies in agl's words."""
+"""AutoGen's messages, tools and replies in agl's terms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FINISH_REASONS = {
 def request_body(
     messages: Sequence[LLMMessage], tools: Sequence[Tool | ToolSchema], settings: Mapping[str, Any]
 ) -> dict[str, Json]:
-    """A call as a chat completion request says it: model and sampling beside messages and tools."""
+    """A call as a chat completion request: model and sampling beside messages and tools."""
     body = {**settings, "messages": [each for message in messages for each in _openai_messages(message)]}
     if tools:
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]

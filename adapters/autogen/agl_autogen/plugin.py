@@ -1,4 +1,4 @@
-"""What this package registers: an adapter for each of AutoGen's packages, since neither may import the other early."""
+"""What this package registers: an adapter for each of AutoGen's packages: neither may import the other early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AgentChatAdapter:
     framework = "autogen_agentchat"
 
     def attach(self) -> None:
-        # Before our own modules are: its import attaches the other adapter, which must not find them half imported.
+        # Imported before our modules: it attaches the other adapter, which must not find them half imported.
         import autogen_core  # noqa: F401
 
         from agl_autogen import agents

@@ -1,4 +1,4 @@
-"""Recording with no server of agl's and any endpoint."""
+"""Recording without a server of agl, with any endpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Before our own modules are: its import attaches the adapter, which must not find them half imported.
+# Imported before our modules: it attaches the adapter, which must not find them half imported.
 import autogen_core  # noqa: F401
 
 from agl_autogen import calls
@@ -22,7 +22,7 @@ class Recorded:
     def __init__(self, rollout: CapturedRollout) -> None:
         self._rollout = rollout
         self.result: Any = None
-        """What the agent returned; set it in the block, for rewards that judge it."""
+        """What the agent returned; set it in the block if rewards need it."""
 
     def episode(self) -> Episode | None:
         """The block's calls as an episode; None before its end, and in a rollout of agl."""

@@ -41,7 +41,7 @@ class _ToolRun(Watch):
         self._outer = around if around and around._caller is self._caller else None
         self._result: Any = None
         self._raised: Exception | None = None
-        """What the tool raised; a workbench makes text of it, so the tool tells its workbench."""
+        """What the tool raised. A workbench makes text of it, so the tool's run passes it to that of its workbench."""
 
     def applied(self) -> AbstractContextManager[None]:
         return holding(_running, self)
@@ -64,7 +64,7 @@ class _ToolRun(Watch):
             self._report(text, message_status(text, "error" if self._result.is_error else None))
 
     def _runs(self, inner: _ToolRun) -> bool:
-        """Whether `inner` is this very run: a workbench's tool, or the base class of a tool that overrides it."""
+        """Whether `inner` is the same run: a workbench's tool, or the base class of a tool that overrides it."""
         return inner._id == self._id and (inner._runner is self._runner or isinstance(self._runner, Workbench))
 
     def _report(self, result: Any, decided: Decided | None = None) -> None:

@@ -69,7 +69,7 @@ class _Run:
 
 
 class _Handler(BaseCallbackHandler):
-    """Tells the running attempt who calls and what the tools did; outside any attempt it fills its own capture."""
+    """Reports to the running attempt who calls and what the tools did; outside any attempt it fills its own capture."""
 
     # A sync handler that runs inline is the only kind whose context variables reach the HTTP request.
     run_inline = True
@@ -241,13 +241,13 @@ class AglCallback(_Handler, Alone):
         capture = Capture(keep)
         _Handler.__init__(self, capture)
         Alone.__init__(self, capture)
-        # What it says of a call goes with the call's request.
+        # The agent's name travels with the call's request.
         agl_core.attach([])
 
 
 @functools.cache
 def attach() -> None:
-    """Hand a handler to every LangChain and LangGraph agent of this process.
+    """Give every LangChain and LangGraph agent of this process a handler.
 
     It reaches sync, async and batch calls and bare threads; an agent that is given an `AglCallback` is seen once.
     Outside any rollout it does nothing.

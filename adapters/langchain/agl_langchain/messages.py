@@ -1,4 +1,4 @@
-"""LangChain's messages, results and tool outputs in agl's words."""
+"""LangChain's messages, results and tool outputs in agl's terms."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tool_result(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
 
 
 def _reported(message: ToolMessage) -> str | None:
-    """A failure; a success only if the tool's author said so: LangChain says it of whatever a tool returned."""
+    """A failure; a success only if the tool's author set it: LangChain sets it for everything that a tool returned."""
     # LangChain sets the artifact too in each message that it makes of what a tool returned.
     by_author = "status" in message.model_fields_set and "artifact" not in message.model_fields_set
     return message.status if message.status == "error" or by_author else None

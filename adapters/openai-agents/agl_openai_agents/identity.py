@@ -11,7 +11,7 @@ from agents.tracing import AgentSpanData, GuardrailSpanData, Span, SpanData, Tur
 from agl_core.capture import Identity
 
 _UNTRACED = "no-op"
-"""The id of all spans of a run whose tracing is disabled; they know their agents all the same."""
+"""The id of all spans of a run whose tracing is disabled; they have their agents all the same."""
 
 
 def who_calls() -> Identity | None:
@@ -41,7 +41,7 @@ def _outwards(span: Span[Any] | None) -> Iterator[Span[Any]]:
 def _speaker(data: SpanData) -> str | None:
     if isinstance(data, TurnSpanData):
         return data.agent_name
-    # Turns can be switched off; and a guardrail that asks a model itself is another role than the agent it guards.
+    # Turns can be switched off. A guardrail that asks a model is another role than the agent that it guards.
     return data.name if isinstance(data, AgentSpanData | GuardrailSpanData) else None
 
 

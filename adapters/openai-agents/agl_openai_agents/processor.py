@@ -19,7 +19,7 @@ class AglProcessor(Alone, TracingProcessor):
 
         agents.add_trace_processor(AglProcessor())
 
-    In a rollout, agl is told who makes each call and what the tools did. Outside any rollout, with no server and any
+    In a rollout, it reports who makes each call and what the tools did. Outside any rollout, with no server and any
     endpoint, it keeps the latest `keep` traces; `episodes` and `transitions` give them as data.
     """
 
@@ -35,7 +35,7 @@ class AglProcessor(Alone, TracingProcessor):
         if current_attempt():
             return  # the gateway records the calls
         rollout = self._capture.start(trace.trace_id, trace.export())
-        # An agent may be run where another error is being handled; that one is no crash of it.
+        # An agent may run while another error is handled; that error is not its crash.
         self._open[trace.trace_id] = rollout, sys.exc_info()[1]
         keep_tool_results(rollout)
 
@@ -58,7 +58,7 @@ class AglProcessor(Alone, TracingProcessor):
             keep_call(self._open[span.trace_id][0], span, sequence)
 
     def shutdown(self) -> None:
-        """Nothing is open that has to be closed."""
+        """Do nothing: nothing has to be closed."""
 
     def force_flush(self) -> None:
-        """Nothing is sent anywhere."""
+        """Do nothing: nothing is sent anywhere."""

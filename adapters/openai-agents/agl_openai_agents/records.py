@@ -49,7 +49,7 @@ def _chat_request(data: Any) -> dict[str, Json]:
 
 
 def _responses_request(data: ResponseSpanData, reply: Mapping[str, Any]) -> dict[str, Json]:
-    """The request as chat messages; where the SDK has no words for an item (a hosted tool's), as its items."""
+    """The request as chat messages; as its items if the SDK cannot convert one (a hosted tool's)."""
     given, items = reply["instructions"], data.input or ()
     system = [{"role": "system", "content": given}] if isinstance(given, str) else []
     try:

@@ -1,4 +1,4 @@
-"""The agent's semantic variables: the context object that the user gave the run, as it is at each call."""
+"""The agent's semantic variables: the fields of the run's context object, as they are at each call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from agl_core.types import Json
 _asking: ContextVar[IdentityScope | None] = ContextVar("agl_openai_agents_asking", default=None)
 
 
-def tells_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Around what asks the model: its requests carry the fields of the run's context."""
+def carries_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a function that asks the model: its requests carry the fields of the run's context."""
 
     async def asking(*args: Any, **kwargs: Any) -> Any:
         scope = _enter((*args, *kwargs.values()))
@@ -31,7 +31,7 @@ def tells_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
 
 
 def has_answered() -> None:
-    """What follows is no call of the agent's, but what its tools do."""
+    """The model has answered: later calls are those of tools."""
     scope = _asking.get()
     if scope is not None:
         scope.close()

@@ -1,8 +1,8 @@
 """What the tools did, seen where the SDK runs them; and the seams at which the SDK is watched.
 
-By the time the SDK's hooks and spans tell of a tool, an exception or a timeout has become a text for the model. So
-some of its inner functions are wrapped (`_SEAMS`). What another version of the SDK does not have is reported as a
-problem; the agent, and the rest, go on.
+When the SDK's hooks and spans report a tool, an exception or a timeout has already become a text for the model. So some
+of its inner functions are wrapped (`_SEAMS`). One that another version of the SDK does not have is reported as a
+problem; the agent and the rest go on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _ToolRun:
     error: BaseException | None = None
     """What it raised, or the timeout that cut it off."""
     decided: Decided | None = None
-    """What its MCP server says, where it says more than the result does."""
+    """The status that its MCP server reports, if it reports a failure."""
 
 
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", default=None)
@@ -58,7 +58,7 @@ _kept: ContextVar[tuple[CapturedRollout, ...]] = ContextVar("agl_openai_agents_k
 
 
 def keep_tool_results(rollout: CapturedRollout) -> None:
-    """Outside any rollout of agl, tell this one what the tools of its trace do, in this context and its copies."""
+    """Outside any rollout of agl, report to this one what the tools of its trace do, in this context and its copies."""
     _kept.set((*(each for each in _kept.get() if not each.is_finished), rollout))
 
 
@@ -89,7 +89,7 @@ def _sees_results(invoke: _Function) -> _Function:
         run = _ToolRun(kwargs.get("function_tool"))
         try:
             with holding(_running, run):
-                result = await invoke(*args, **_telling_timeouts(run, kwargs))
+                result = await invoke(*args, **_seeing_timeouts(run, kwargs))
         except Exception as error:
             _report(kwargs.get("context"), error, started=run.started)
             raise
@@ -99,8 +99,8 @@ def _sees_results(invoke: _Function) -> _Function:
     return invoke_seen
 
 
-def _telling_timeouts(run: _ToolRun, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the user's function that words a timeout watched, where the tool has one."""
+def _seeing_timeouts(run: _ToolRun, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments with a tool whose function that words timeouts, if it has one, is watched."""
     word = getattr(run.tool, "timeout_error_function", None)
     if word is None:
         return kwargs
@@ -201,7 +201,7 @@ def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
 
 @guarded
 def _report(source: Any, result: Any, decided: Decided | None = None, started: float | None = None) -> None:
-    """Tell what a tool did; `source` is the tool's context, or the model's call of it."""
+    """Report what a tool did; `source` is the tool's context, or the model's call of it."""
     call, who = getattr(source, "tool_call", source), who_calls() or Identity()
     report = tool_result_report(
         uuid.uuid4().hex,
@@ -227,6 +227,6 @@ _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
     ("agents.run_internal.turn_resolution", "process_model_response", _sees_unknown_tools),
     ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _sees_failures),
     ("agents.mcp.util", "result_structured_content", _sees_mcp_results),
-    ("agents.run_internal.run_loop", "get_new_response", state.tells_context),
-    ("agents.run_internal.run_loop", "run_single_turn_streamed", state.tells_context),
+    ("agents.run_internal.run_loop", "get_new_response", state.carries_context),
+    ("agents.run_internal.run_loop", "run_single_turn_streamed", state.carries_context),
 )

@@ -1,4 +1,4 @@
-"""The SDK sends its traces to its vendor, whatever endpoint the agent uses; rollouts are not for it."""
+"""The SDK sends its traces to its vendor, whatever endpoint the agent uses; rollouts are kept from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans as data when there is no gateway to record the calls: text, and token ids where a span holds the raw reply."""
+"""Spans as data without a gateway that records the calls: text, and token ids if a span holds the raw reply."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class OtelAdapter:
 def attach() -> None:
     """See the spans of every tracer provider of this process, with no change to the agent; again changes nothing.
 
-    agl's workers do it by themselves. Outside any rollout it does nothing. Which spans there are is the agent's
-    affair: no client or framework is instrumented by this.
+    agl's workers do it by themselves. Outside any rollout it does nothing. It instruments no client or framework: the
+    agent makes the spans.
     """
     agl_core.attach([OtelAdapter()])
 

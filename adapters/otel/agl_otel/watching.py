@@ -87,7 +87,7 @@ class RunningSpans:
 
 
 class WatchingProcessor(SpanProcessor):
-    """Reports to the attempt that is running what its spans say."""
+    """Reports the tool results of spans to the attempt that is running."""
 
     def __init__(self) -> None:
         self.running = _of_this_process()
@@ -101,7 +101,7 @@ class WatchingProcessor(SpanProcessor):
         self.running.end(span)
 
     def shutdown(self) -> None:
-        """Nothing: what it kept stays."""
+        """Do nothing: what it kept stays."""
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return True

@@ -1,7 +1,7 @@
-"""Identity and tool results: what adapters fill in; header stamping; attaching without code.
+"""Identity and tool results, which adapters supply; stamping of requests; attaching without code.
 
-The gateway alone records tokens. What this package adds is who made a call (stamped on its HTTP request) and what
-the tools did (collected in the attempt's recording, which the worker sends when the attempt ends).
+The gateway alone records tokens. This package adds who made a call (a header of its HTTP request) and what the tools
+did (in the attempt's recording, which the worker sends when the attempt ends).
 """
 
 from agl_core.capture.attach.attach import Attachment, attach, installed_adapters

@@ -4,8 +4,8 @@ All three are context variables, so that concurrent rollouts can share an agent 
 
 An agent written from scratch asks the model, runs what the reply asks for, and asks again: each call begins a step,
 and the tools that run in it are that call's. The step's span is stamped on the call as its parent span, and reported
-as that of the tools. Where calls of one scope overlap, a tool belongs to the call of its own task; where that does
-not say, to none: no join is guessed.
+as that of the tools. If calls of one scope overlap, a tool belongs to the call of its own task. If that is not clear,
+it belongs to none: no join is guessed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Step:
         self._is_running = True
 
     def end_call(self) -> None:
-        """The call has its reply, or failed; what was said twice counts once."""
+        """The call has its reply, or failed; a second time changes nothing."""
         if self._is_running:
             self._is_running = False
             self.steps.ended()
@@ -52,12 +52,12 @@ _step: ContextVar[Step | None] = ContextVar("agl_step", default=None)
 
 
 def current_step() -> Step | None:
-    """The step that this context is in, of whatever scope."""
+    """The step that this context is in, of any scope."""
     return _step.get()
 
 
 def set_step(step: Step | None) -> None:
-    """Go back to a step, or forget it, when the scope that it was left for has ended."""
+    """Go back to an earlier step (None: to none) when the scope inside it has ended."""
     _step.set(step)
 
 
@@ -68,7 +68,7 @@ class Steps:
         self._lock = threading.Lock()
         self._running = 0
         self._elsewhere: Step | None = None
-        """The latest whose call was made in a task or thread of its own, as `asyncio.wait_for` does."""
+        """The latest step whose call was made in a task or thread of its own, for instance by `asyncio.wait_for`."""
         self._is_ambiguous = False
 
     def begin(self) -> Step:
@@ -90,7 +90,7 @@ class Steps:
             self._running -= 1
 
     def span(self) -> str | None:
-        """The span of the step that a tool run here belongs to; None before any call, and where it is not clear."""
+        """The span of the step that a tool run here belongs to; None before any call, and if it is not clear."""
         here = self._here()
         if here is not None:
             return None if here.followed else here.span
@@ -116,10 +116,10 @@ class ActiveAttempt:
 
 
 class IdentityScope:
-    """The stretch in which an identity holds; the innermost open one counts.
+    """The time in which an identity holds; the innermost open scope counts.
 
-    It is closed, not reset: a framework may report the end of a call from another task, thread or context than
-    its start, where the token of a context variable is of no use.
+    It is closed, not reset: a framework may report a call's end from another task, thread or context than its start,
+    where the token of a context variable cannot be used.
     """
 
     __slots__ = ("_outer", "identity", "is_open", "steps", "variables")
@@ -133,12 +133,12 @@ class IdentityScope:
     ) -> None:
         self.identity, self._outer, self.is_open = identity, outer, True
         self.variables: Mapping[str, Json] = variables or (outer.variables if outer else {})
-        """The semantic variables that the framework told; those of the scope around it where it told none."""
+        """The semantic variables that the framework has; if it has none, those of the scope around this one."""
         self.steps = steps
-        """Where each call begins a step; None where the framework itself has a span around each call."""
+        """In which each call begins a step; None if the framework itself has a span around each call."""
 
     def close(self) -> None:
-        """End it, in every context that it reached; closing it again changes nothing."""
+        """End it in all contexts; closing it again changes nothing."""
         self.is_open = False
 
     def innermost_open(self) -> IdentityScope | None:
@@ -193,18 +193,18 @@ def start_running(active: ActiveAttempt | None) -> None:
 
 
 def current_variables() -> Mapping[str, Json]:
-    """The agent's semantic variables: its framework's, and those that it told in this context, which win."""
+    """The agent's semantic variables: its framework's, and those that it set in this context, which win."""
     scope = current_scope()
     return {**(scope.variables if scope else {}), **(_variables.get() or {})}
 
 
-def tell_variables(variables: Mapping[str, Json]) -> None:
+def set_variables(variables: Mapping[str, Json]) -> None:
     """From now on, in this context and those copied from it, these are among the agent's semantic variables."""
     _variables.set({**(_variables.get() or {}), **variables})
 
 
 def current_identity() -> Identity | None:
-    """Who makes a call that is sent now; None if nobody said so."""
+    """Who makes a call that is sent now; None if it is not known."""
     scope = current_scope()
     return scope.identity if scope else None
 
@@ -265,7 +265,7 @@ class Carried:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, this context has what was carried."""
+        """Inside, this context has the carried values."""
         with (
             holding(_attempt, self.attempt),
             holding(_scope, self.scope),

@@ -1,4 +1,4 @@
-"""Any Python value as JSON of bounded size, for records of what tools were given and what they gave."""
+"""Any Python value as JSON of bounded size, for the records of arguments and results of tools."""
 
 from __future__ import annotations
 

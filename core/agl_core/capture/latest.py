@@ -9,7 +9,9 @@ V = TypeVar("V")
 
 
 class Latest(dict[K, V]):
-    """The latest `most` entries: one more drops the oldest. Frameworks never report the end of some runs.
+    """The latest `most` entries: one more drops the oldest.
+
+    It holds what is open: frameworks do not report the end of every run, and those would pile up.
 
     >>> latest = Latest(2)
     >>> for number in range(3):

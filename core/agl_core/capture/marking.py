@@ -1,4 +1,4 @@
-"""Agents written from scratch: plain code around a model client that says who it is and what its tools are."""
+"""Agents written from scratch: decorators that mark which code is an agent or a tool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from agl_core.types import Identity
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_UNTOLD: Any = object()
+_NOT_SET: Any = object()
 
 
 class _Run(Protocol):
@@ -45,7 +45,7 @@ class _Run(Protocol):
 R = TypeVar("R", bound=_Run)
 
 _entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered", default=())
-"""The markers that this context has entered by `with`, and the run of each: one marker may be shared."""
+"""The markers that this context has entered by `with`, with their runs: concurrent contexts may share a marker."""
 
 
 class Marker(Generic[R]):
@@ -143,7 +143,7 @@ class ToolRun:
     """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result` to what the tool gave."""
 
     def __init__(self, tool: str, call_id: str | None, arguments: Any) -> None:
-        self.result: Any = _UNTOLD
+        self.result: Any = _NOT_SET
         self._tool, self._call_id, self._arguments = tool, call_id, arguments
         self._agent: str | None = None
         self._parent_span: str | None = None
@@ -162,7 +162,7 @@ class ToolRun:
         if self._arguments is None:
             self._arguments = arguments()
         self._outer, self._started = current_step(), time.time()
-        # What the tool itself asks a model is no step of the agent that runs the tool.
+        # Calls that the tool makes are no steps of the agent that runs the tool.
         self._scope = enter_identity(Identity(self._agent, span=new_span()), Steps())
 
     @guarded
@@ -172,14 +172,14 @@ class ToolRun:
         self._scope.close()
         set_step(self._outer)
         span = self._scope.identity.span or new_span()
-        # Of a block that told no result it is not known that it gave nothing.
-        is_untold = error is None and self.result is _UNTOLD
+        # A block that sets no result may well have had one.
+        is_not_set = error is None and self.result is _NOT_SET
         record_tool_result(
             tool_result_report(
                 span,
                 self._tool,
-                error if error is not None else None if is_untold else self.result,
-                decided=unknown_status() if is_untold else None,
+                error if error is not None else None if is_not_set else self.result,
+                decided=unknown_status() if is_not_set else None,
                 tool_call_id=self._call_id,
                 arguments=self._arguments,
                 agent=self._agent,
@@ -195,7 +195,7 @@ def agent(name: str) -> Marker[AgentRun]:
     """The calls made inside are this agent's, and so are its tools: a decorator or a context manager, sync or async.
 
     Inside, each model call begins a step, and a tool (see `tool`) that runs without a call id belongs to the call of
-    its step. Agents nest; concurrent runs, in tasks or threads, are told apart.
+    its step. Agents nest; concurrent runs, in tasks or threads, are kept apart.
 
     >>> @agent("writer")
     ... def write(topic):
@@ -211,11 +211,11 @@ def tool(tool: F) -> F: ...
 @overload
 def tool(tool: str, *, call_id: str | None = None, arguments: Any = None) -> Marker[ToolRun]: ...
 def tool(tool: F | str, *, call_id: str | None = None, arguments: Any = None) -> F | Marker[ToolRun]:
-    """What is done inside is a tool's work: its tool result (ok, error, timeout or empty) is recorded.
+    """The code inside is a tool: its tool result (ok, error, timeout or empty) is recorded.
 
     A decorator or a context manager, sync or async. `call_id` is the id of the tool call that asked for it, where
     the model's API has one; without it, the tool belongs to the latest call of the `agent` around it. A decorated
-    function tells its arguments and result by itself. Outside any rollout nothing is recorded.
+    function reports its arguments and result by itself. Outside any rollout nothing is recorded.
 
     >>> @tool
     ... def add(a, b):
@@ -234,7 +234,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, as far as the function says how they are called."""
+    """The arguments by name, as far as the function names them."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):

@@ -29,7 +29,7 @@ class ToolRequest:
     parent_span: str | None = None
     """The span that encloses the call."""
     spans: frozenset[str] = frozenset()
-    """All spans around the call, which tell requests with one id apart: endpoints number them from 0 again."""
+    """All spans around the call. They distinguish requests with one id: some endpoints number them from 0 each time."""
 
 
 class Report(BaseModel):
@@ -129,7 +129,7 @@ class Recording:
         return is_new
 
     def asked(self, request: ToolRequest) -> None:
-        """Remember that a response asked for a tool, so that its tool result can be told from older ones."""
+        """Remember that a response asked for a tool: a later tool result with this id answers it."""
         with self._lock:
             if not self._closed:
                 self._requests.setdefault(request.tool_call_id, []).append(request)
@@ -138,7 +138,7 @@ class Recording:
     def request(self, tool_call_id: str, spans: Collection[str] = ()) -> ToolRequest | None:
         """The request with this id, if a response of this attempt made it.
 
-        Of several, it is the one that shares most of these spans, which are around what asks; of those, the latest.
+        If several have the id, the one that shares most of `spans` counts; among equals, the latest.
         """
         with self._lock:
             made = self._requests.get(tool_call_id, ())
@@ -175,9 +175,9 @@ def spooled(folder: Path) -> Recording:
 
 
 def read_spool(folder: Path, recording: Recording) -> None:
-    """Add what all processes reported in `folder`; what cannot be read is a problem of the recording.
+    """Add the reports of all processes in `folder`; one that cannot be read is a problem of the recording.
 
-    Any process that the command started could write there, whatever a report says of its source.
+    Their source is the command, whatever they claim: any process that it started could write there.
     """
     for file in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
         for text in file.read_bytes().splitlines():

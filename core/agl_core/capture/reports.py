@@ -1,4 +1,4 @@
-"""The doors through which adapters and agents report to the attempt that is running."""
+"""How adapters and agents report to the attempt that is running."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tool_result_report(
     """What a tool returned, or the exception that it raised, as a report of bounded size.
 
     `id` names this run of the tool: the same id is recorded once. The status is decided by the result unless
-    `decided` says more; times are Unix seconds. `adapter` names who saw it, if that is an adapter: of two that
+    `decided` says more; times are Unix seconds. `adapter` is the adapter that saw it, if one did: of two that
     saw one tool call, one counts.
 
     >>> tool_result_report("1", "search", ["a", "b"]).status

@@ -1,4 +1,4 @@
-"""What an adapter keeps when it is used alone: with no gateway there is nobody else to record the calls."""
+"""What an adapter keeps when it is used alone, without a gateway that records the calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Records: TypeAlias = tuple[Rollout, Attempt, list[Call], list[ToolResult]]
 
 
 class CapturedRollout:
-    """One run of an agent as its framework told it: text, without token ids."""
+    """One run of an agent, as its framework reports it."""
 
     def __init__(self, id: str, input: Any) -> None:
         self.id = id
@@ -113,7 +113,7 @@ class CapturedRollout:
             restart=0,
             group=self.id,
             task=self._task,
-            # Nobody fixed the sampling, so it is not training data.
+            # The sampling was not fixed by agl, so it is not training data.
             mode=Mode.EVAL_SAMPLED,
             step=0,
             member=0,
@@ -178,7 +178,7 @@ def logprobs_of(found: Any) -> Logprobs | None:
 
 
 def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> None:
-    """Write episodes to a file, one JSON object a line; it is there whole or not at all.
+    """Write episodes to a file, one JSON object a line; after an error there is no file, or the earlier one.
 
         agl_core.save_episodes("episodes.jsonl", callback.episodes())
 
@@ -193,7 +193,7 @@ def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> 
 
 
 def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
-    """The episodes that `save_episodes` wrote. EpisodesError names the line that is no episode.
+    """The episodes that `save_episodes` wrote. EpisodesError names a line that is not an episode.
 
     episodes = agl_core.load_episodes("episodes.jsonl")
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from agl_core.capture.context import current_attempt, current_variables, tell_variables
+from agl_core.capture.context import current_attempt, current_variables, set_variables
 from agl_core.capture.jsonable import jsonable
 from agl_core.types import Json
 
@@ -22,16 +22,16 @@ _MAX_UNPACKED = 1 << 20
 
 
 def state(**values: Any) -> None:
-    """Tell the agent's semantic variables: the calls made from now on in this context carry them.
+    """Set the agent's semantic variables: the calls made from now on in this context carry them.
 
     They are kept as JSON with each call, as `Transition.state`, at most 16 KiB of it; what does not fit is replaced by
-    a note that says so. A name that is told again has the new value, other names keep theirs. Outside any rollout it
+    a note that says so. A name that is set again has the new value, other names keep theirs. Outside any rollout it
     does nothing.
 
     >>> state(plan=["search", "answer"], budget=3)
     """
     if current_attempt() is not None:
-        tell_variables({name: jsonable(value, _MAX_STATE) for name, value in values.items()})
+        set_variables({name: jsonable(value, _MAX_STATE) for name, value in values.items()})
 
 
 def packed_variables() -> str | None:

@@ -42,7 +42,7 @@ _HEAD = 200
 
 
 class Decided(NamedTuple):
-    """What became of a tool call, and the rule that says so."""
+    """What became of a tool call, and the rule that decided it."""
 
     status: ToolStatus
     rule: str
@@ -53,18 +53,18 @@ class Seen:
     """What is known of one run of a tool."""
 
     text: str = ""
-    """What it gave, as text; of other values none."""
+    """Its result, if that is a text."""
     value: Any = None
-    """What it gave, if that is no text."""
+    """Its result, if that is another value."""
     raised: BaseException | None = None
     reported: Json = None
     """"error", or "success" if the tool's author set it."""
     is_known: bool = True
-    """Whether it is known what it gave."""
+    """Whether its result is known."""
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """Those of the JSON object that it gave, if it gave one."""
+        """The fields of its result, if that is a JSON object."""
         if isinstance(self.value, Mapping):
             return self.value
         try:
@@ -81,7 +81,7 @@ class Seen:
 
 
 Finder: TypeAlias = Callable[[Seen], str | None]
-"""What the failure says of itself, as far as it says anything; None if the rule does not match."""
+"""The words of the failure, which may be none; None if the rule does not match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,12 +330,12 @@ def failure_status(error: str) -> Decided:
 
 
 def unknown_status() -> Decided:
-    """Of a tool that did not fail, and of which nothing else is known."""
+    """The status of a tool that did not fail, and of which nothing else is known."""
     return decide(Seen(is_known=False))
 
 
 def _is_timeout(error: BaseException) -> bool:
-    # HTTP clients and subprocess have timeouts that are no TimeoutError; agl must not import them to know them.
+    # HTTP clients and subprocess have timeouts that are no TimeoutError; they are known by name, without their import.
     names = (kind.__name__ for kind in type(error).__mro__)
     if isinstance(error, TimeoutError) or any("Timeout" in name for name in names):
         return True

@@ -1,4 +1,4 @@
-"""Records in requests that the server can take, however many they are."""
+"""Splitting many records into requests that the server can take."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Chunk: TypeAlias = tuple[Operation[Any, Any], BaseModel]
 
 
 def enqueuing(rollouts: Sequence[Rollout]) -> Iterator[Chunk]:
-    """The requests that have these run, in their order."""
+    """The requests that add these rollouts, in order."""
     for part in _packed(list(rollouts)):
         yield ENQUEUE, EnqueueRequest.model_construct(rollouts=part)
 
 
 def putting(records: Iterable[Record]) -> Iterator[Chunk]:
-    """The requests that write these records, all or none: one, or several of which the last one writes."""
+    """The requests that write these records, all or none: one, or several, of which the last commits them all."""
     parts = _packed(list(records))
     first, second = next(parts), next(parts, None)
     if second is None:
@@ -51,7 +51,7 @@ def putting(records: Iterable[Record]) -> Iterator[Chunk]:
 
 
 def _packed(records: Sequence[Record]) -> Iterator[PackedRecords]:
-    """In so many equal parts that none is too large, as far as that can be known; at least one."""
+    """Equal parts, at least one, of which none should be too large."""
     packed = pack(records)
     size = len(packed.model_dump_json())
     if size <= LARGE or len(records) < 2:

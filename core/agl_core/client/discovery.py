@@ -25,9 +25,9 @@ class ServerAddress:
 def find_server(
     config: RunConfig | None, folder: Path | None, url: str | None, chosen: Mapping[str, str], name: str = WORKER_KEY
 ) -> ServerAddress | None:
-    """The server of a run: at `url`, else where the file in the run's `folder` says, or in the newest run of its name.
+    """The server of a run: at `url`, else as the file in the run's `folder` says, or in the newest run of its name.
 
-    Without a configuration it is the one at `url`, with the key that the user chose.
+    Without a configuration it is at `url`, with the key that the user chose.
 
     `name` is the variable of the key that is needed. The key is the `chosen` one of this name (`take_keys`), else the
     one in that file. None if there is no such file yet; ConfigError if only the key is missing, or if it is invalid.

@@ -1,9 +1,9 @@
-"""The typed HTTP clients of a Lightning Server, for code that awaits and for code that blocks.
+"""The typed HTTP clients of a Lightning Server: one for async code, one for blocking code.
 
 `ask` sends any operation of `agl_core.wire.workers` and `agl_core.wire.trainers`. The other methods do more: they pack
 records, send them in several requests, or find the path and the key of an attempt.
-A worker's key is good for `LEASE` and `HEARTBEAT`, an operator's for what trainers ask, both for `health`;
-`close_attempt` shows the secret of the lease.
+A worker's key allows `LEASE` and `HEARTBEAT`, an operator's key what trainers ask, and both allow `health`.
+`close_attempt` sends the secret of the lease.
 
 Every method raises UnreachableError if the server did not answer or failed: the same request may succeed later. It
 raises RefusedError if the server refused the request, and will again; ConfigError if a request cannot carry the key.
@@ -49,11 +49,11 @@ _TIMEOUT = httpx.Timeout(30, read=90)
 
 
 class UnreachableError(ServerError):
-    """The server did not answer, or cannot now: the same request may succeed later."""
+    """The server did not answer, or cannot handle the request now: the same request may succeed later."""
 
 
 class FailingError(UnreachableError):
-    """The server answered that it cannot now: other requests may succeed meanwhile."""
+    """The server answered that it cannot handle this request now: others may succeed meanwhile."""
 
 
 class RefusedError(ServerError):
@@ -65,7 +65,7 @@ class RefusedError(ServerError):
 
 
 class _Requests(ABC):
-    """What both clients can ask; how a request is sent is theirs."""
+    """The requests of both clients; each sends them in its own way."""
 
     def __init__(self, base_url: str, key: str) -> None:
         self.base_url, self.key = base_url, key
@@ -89,7 +89,7 @@ class _Requests(ABC):
             await self.ask(operation, body)
 
     async def done(self, ids: Sequence[str], wait: float = 0.0) -> list[Rollout]:
-        """Those of `ids` that are done; waits up to so many seconds for the first one."""
+        """Those of `ids` that are done; it waits for the first one, for the given number of seconds at most."""
         found = unpack(await self.ask(DONE, DoneRequest(ids=list(ids), wait=wait)))
         return [record for record in found if isinstance(record, Rollout)]
 
@@ -130,7 +130,7 @@ class _Requests(ABC):
         return _answered(response, operation.reply)
 
     def _content(self, operation: Operation[Any, Any], body: BaseModel) -> bytes:
-        """The body as bytes; RefusedError if the server would not read so many, and hang up while they come."""
+        """The body as bytes. RefusedError if it is larger than the server reads: it would hang up meanwhile."""
         content, most = body.model_dump_json().encode(), operation.largest
         if len(content) > most:
             reason = f"The request body has {len(content)} bytes; {most} ({most >> 20} MiB) are the limit."
@@ -157,7 +157,7 @@ class LightningClient(_Requests):
         )
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> LightningClient:
@@ -175,7 +175,7 @@ class LightningClient(_Requests):
 
 
 class _BlockingRequests(_Requests):
-    """Sends each request at once, so that its coroutines never wait."""
+    """Sends each request at once: its coroutines never wait."""
 
     def __init__(self, base_url: str, key: str, timeout: float | None) -> None:
         super().__init__(base_url, key)
@@ -195,7 +195,7 @@ class _BlockingRequests(_Requests):
 def _blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[BlockingClient, P], Result]:
-    """A method of the client that awaits, for the one that blocks."""
+    """The blocking form of an async client's method."""
 
     @wraps(method)
     def blocking(client: BlockingClient, /, *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -230,7 +230,7 @@ class BlockingClient:
     query = _blocking(_Requests.query)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._requests.http.close()
 
     def __enter__(self) -> BlockingClient:

@@ -24,7 +24,7 @@ class Link:
     """Logs once that the server is gone, and once that it is back; for any thread.
 
     Several parts ask the server at the same time, and it may answer only some of them: with a full disk it takes
-    heartbeats and no reports. It is back once it answers, and no part is left that it does not answer.
+    heartbeats and no reports. It is back once it answers every part again.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -34,7 +34,7 @@ class Link:
         self._gone_since: float | None = None
 
     def failed(self, asker: object, error: Exception) -> None:
-        """The server could not be reached by `asker`, or failed it."""
+        """`asker` could not reach the server, or got a failure."""
         with self._lock:
             if isinstance(error, FailingError):
                 self._failing.add(asker)
@@ -85,7 +85,7 @@ async def persistently(
 
 
 class Backoff:
-    """Seconds to wait before each next try: twice as many each time, up to ten, with some chance in them."""
+    """Seconds to wait before each next try: doubled each time, up to ten, with some randomness."""
 
     def __init__(self) -> None:
         self._delay = _FIRST_DELAY

@@ -1,6 +1,6 @@
-"""A Lightning Server elsewhere, with the interface that one in the trainer's own process has.
+"""A Lightning Server elsewhere, with the interface of one in the trainer's own process.
 
-While the server is away, every request waits for it; one line of the log says so.
+While the server is away, every request waits for it; the log has one line about it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 Kind = TypeVar("Kind", Run, Rollout, Attempt, Call, ToolResult, Reward, TrainingRecord)
 
 _WAIT = 20.0
-"""Seconds that one question for what is done waits."""
+"""Seconds that one request for finished rollouts waits."""
 _CALLS_AT_ONCE = 256
 """Attempts per request for calls, which are large."""
 _TRIES_AT_THE_END = 4
@@ -64,15 +64,15 @@ _TRIES_AT_THE_END = 4
 _KEEP_ALIVE_TIMEOUT = 10.0
 _RETRY = 1.0
 _REFUSED = frozenset({413, 422})
-"""The answers to records, or a question, that are wrong as they are."""
+"""The statuses that say that a request's content is wrong."""
 _NAMED = 3
 """The most records that an error names."""
 
 
 class RemoteServer:
-    """A server at `base_url`, of which `key` is the operator's; see `agl_core.training.serving.TrainingServer`.
+    """A server at `base_url`, with the operator's `key`; see `agl_core.training.serving.TrainingServer`.
 
-    It counts the trainer as gone after `lease` seconds without a word from it.
+    The server counts the trainer as gone if it hears nothing for `lease` seconds.
     """
 
     worker_key = None
@@ -95,8 +95,8 @@ class RemoteServer:
 class RemoteRun:
     """The run that such a server serves; see `agl_core.training.serving.RunControl`.
 
-    A thread repeats where the engine serves, so that nothing in the trainer's event loop delays it. `check` raises
-    once another trainer has taken the run over.
+    A thread repeats the engine's address, so that the trainer's event loop cannot delay it. `check` raises once another
+    trainer has taken over the run.
     """
 
     def __init__(self, client: LightningClient, lease: float) -> None:
@@ -107,7 +107,7 @@ class RemoteRun:
         self._presence = _Presence(client.base_url, client.key, self._link)
 
     def check(self) -> None:
-        """ServerError if the server no longer hears this trainer."""
+        """ServerError if the server no longer listens to this trainer."""
         if self._presence.refused is not None:
             raise self._presence.refused
 
@@ -116,7 +116,7 @@ class RemoteRun:
         return await persistently(self._link, lambda: self._client.ask(BEGIN, request))
 
     async def serve(self, registration: Registration) -> None:
-        """Say where the engine serves, and repeat it until the trainer stops."""
+        """Report the engine's address, and repeat it until the trainer stops."""
         registration = registration.model_copy(update={"expires": self._lease})
         await persistently(self._link, lambda: self._client.ask(SERVE, registration))
         self._presence.start(registration, self._lease / 4)
@@ -132,7 +132,7 @@ class RemoteRun:
         await _at_the_end(self._link, lambda: self._client.ask(FINISH, request))
 
     async def fall_silent(self) -> None:
-        """Repeat nothing any more."""
+        """Stop repeating the engine's address."""
         await self._presence.stop()
 
 
@@ -143,7 +143,7 @@ class RemoteQueue:
         self._client, self._link = client, link
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Have these run; ServerError if the server refuses some of them: those before may run then."""
+        """Add these rollouts. ServerError if the server refuses some of them; those before it may run."""
         await persistently(self._link, lambda: self._client.enqueue(rollouts))
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
@@ -168,10 +168,10 @@ class RemoteStore(Store):
         self._client, self._link = client, link
 
     async def open(self) -> None:
-        """Nothing: the server has it open."""
+        """Do nothing: the server has the store open."""
 
     async def close(self) -> None:
-        """Nothing: the server goes on with it."""
+        """Do nothing: the server goes on using the store."""
 
     async def put(self, *records: Record) -> None:
         if not records:
@@ -210,7 +210,7 @@ class RemoteStore(Store):
     async def _recorded(
         self, name: RecordsName, attempts: Iterable[AttemptKey], kind: type[Kind], at_once: int = MAX_ATTEMPTS
     ) -> list[Kind]:
-        """What was recorded of these attempts, in as many requests as it takes."""
+        """The records of these attempts, in as many requests as needed."""
         refs = [AttemptRef(rollout=key.rollout, attempt=key.attempt) for key in dict.fromkeys(attempts)]
         found: list[Kind] = []
         for start in range(0, len(refs), at_once):
@@ -226,7 +226,7 @@ class RemoteStore(Store):
 
 
 class _Presence:
-    """Repeats from a thread where the engine serves."""
+    """Repeats the engine's address from a thread."""
 
     def __init__(self, base_url: str, key: str, link: Link) -> None:
         self._base_url, self._key, self._link = base_url, key, link
@@ -235,7 +235,7 @@ class _Presence:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.refused: ServerError | None = None
-        """Why the server does not hear this trainer any more."""
+        """Why the server no longer listens to this trainer."""
 
     def start(self, registration: Registration, interval: float) -> None:
         self._registration = registration
@@ -243,7 +243,7 @@ class _Presence:
         self._thread.start()
 
     def publish(self, versions: dict[str, int]) -> None:
-        """The versions to name from now on."""
+        """From now on, report these versions."""
         with self._lock:
             if self._registration is not None:
                 known = {**self._registration.versions, **versions}
@@ -276,7 +276,7 @@ class _Presence:
 
 
 async def _at_the_end(link: Link, ask: Callable[[], Coroutine[Any, Any, object]]) -> None:
-    """Ask a few times. A server that does not hear it, or refuses it, finds out by itself."""
+    """Ask a few times. A server that gets no request, or refuses it, finds out by itself."""
     failures = count(1)
     try:
         await persistently(link, ask, lambda: next(failures) >= _TRIES_AT_THE_END)

@@ -1,4 +1,4 @@
-"""How large and deep values are as JSON, and less of them."""
+"""The size and depth of values as JSON, and how they are cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTE = 48
 
 
 def bounded_text(text: str, most: int, *, from_end: bool = False) -> str:
-    """As much of a text as is `most` bytes of JSON, from its start or end, with a note of what is left out.
+    """A text cut to `most` bytes of JSON, from its start or its end, with a note of what is left out.
 
     JSON writes a control character as six bytes. Lone surrogates, which cannot be sent, become question marks.
 
@@ -36,7 +36,7 @@ def bounded_text(text: str, most: int, *, from_end: bool = False) -> str:
 
 
 def bounded_json(value: Json, most: int) -> Json:
-    """As much of a value as is `most` bytes of JSON, with notes of what is left out; `most` is `LEAST` or more."""
+    """A value cut to `most` bytes of JSON, with notes of what is left out; `most` is `LEAST` or more."""
     if isinstance(value, str):
         return bounded_text(value, most)
     less, limit = value, most
@@ -57,7 +57,7 @@ def json_size(value: Json) -> int | None:
 
 
 def depth_of(value: Json) -> int:
-    """How many arrays and objects are in one another.
+    """How deep arrays and objects are nested.
 
     >>> depth_of([1, {"a": []}]), depth_of("[[")
     (3, 0)

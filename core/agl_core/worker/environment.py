@@ -1,4 +1,4 @@
-"""One attempt on the worker's side: what an agent gets, how it ended, and what runs it."""
+"""One attempt in a worker: what the agent gets, how it ended, and the interface of what runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agl_core.worker.bounds import MAX_ERROR, bounded_text, depth_of
 
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 PLACEHOLDER_KEY = "agl"
-"""What a client made outside any attempt gets as its key; each of its requests is stamped with its attempt's."""
+"""The key of a client that is made outside any attempt; each of its requests gets the key of its attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Runner(Protocol):
 
     @property
     def abandoned(self) -> int:
-        """Attempts that could not be ended; whatever they do later does not count."""
+        """Attempts that could not be ended; what they do later does not count."""
         ...
 
     async def start(self) -> None:
@@ -47,12 +47,12 @@ class Runner(Protocol):
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         """Run one attempt to its end.
 
-        When this is cancelled, nothing of the attempt is left running; if it has ended already, it returns how.
+        When this is cancelled, nothing of the attempt is left running; if it has ended already, its end is returned.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of what `start` took; no attempt is running any more."""
+        """Release what `start` took; no attempt is running any more."""
 
 
 def finished(result: Any) -> Ended:
@@ -89,7 +89,7 @@ def crashed(error: BaseException) -> Ended:
 
 
 def active_attempt(assignment: Assignment, base_url: str, recording: Recording) -> ActiveAttempt:
-    """What the context of this attempt's code carries."""
+    """The attempt that the context of its code carries."""
     return ActiveAttempt(assignment.rollout, assignment.attempt, base_url, assignment.key, recording)
 
 
@@ -127,8 +127,8 @@ def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str
 
 def _without_proxy(host: str) -> str:
     """The hosts that no proxy is used for: those that the environment names, and this one."""
-    told = ",".join(os.environ.get(name, "") for name in _NO_PROXY).split(",")
-    hosts = dict.fromkeys(each.strip() for each in (*told, host) if each.strip())
+    named = ",".join(os.environ.get(name, "") for name in _NO_PROXY).split(",")
+    hosts = dict.fromkeys(each.strip() for each in (*named, host) if each.strip())
     return "*" if "*" in hosts else ",".join(hosts)
 
 
@@ -144,7 +144,7 @@ def attempt_variables(assignment: Assignment, base_url: str) -> dict[str, str]:
 
 @contextmanager
 def agent_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment with these variables; as it was, afterwards."""
+    """Inside, this process's environment has these variables."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""The report of an attempt's end, made so that the server can take it: what is too much is cut, and said to be."""
+"""The report of an attempt's end, in a size that the server takes: what is too much is cut, with a note."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _MAX_NAME = 4096
 """Bytes of an id or a name as JSON, in a report of which something has to be cut."""
 _NAMES = ("id", "tool", "tool_call_id", "agent", "span", "parent_span", "adapter", "status_rule")
 _VALUES = ("arguments", "result", "error")
-"""What of a tool result is cut where there is too much of it."""
+"""The fields of a tool result that are cut if there is too much of it."""
 
 
 def closing(ended: Ended, recording: Recording) -> CloseRequest:
     """The report of an attempt's end; a number as its result is a reward too.
 
-    A result that is too large, or too deep, makes it a crash. Of what tools were given and gave, the largest values are
-    cut to what has room beside the result, each with a note in it. Tool results and rewards that have no room even so
-    are left out: the last ones.
+    A result that is too large or too deep makes it a crash. Beside the result, the largest arguments and results of
+    tools are cut until all have room, each with a note in it. If there is still no room, the last tool results and
+    rewards are left out.
     """
     ended = _bounded(ended)
     rewards = list(recording.rewards)
@@ -52,18 +52,18 @@ def closing(ended: Ended, recording: Recording) -> CloseRequest:
 
 
 def is_too_much(error: RefusedError) -> bool:
-    """Whether the server refused a report for what is in it."""
+    """Whether the server refused a report for its content."""
     return error.status in _TOO_MUCH
 
 
 def instead_of_refused(error: RefusedError) -> CloseRequest:
-    """What to report where the server refused a report for what is in it."""
+    """The report to send instead of one that the server refused for its content."""
     reason = bounded_text(str(error), MAX_ERROR // 2)
     return CloseRequest(ending=Ending.CRASHED, error=f"the report of how the attempt ended was refused: {reason}")
 
 
 def _bounded(ended: Ended) -> Ended:
-    """It with a result and an error that can be reported."""
+    """The same end, with a result and an error that can be reported."""
     if ended.result is not None and (checked := finished(ended.result)).ending is not Ending.FINISHED:
         return checked
     return Ended(ended.ending, ended.result, None if ended.error is None else bounded_text(ended.error, MAX_ERROR))
@@ -81,7 +81,7 @@ def _can_be_taken(request: CloseRequest) -> bool:
 
 def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
     """The report with less of what tools were given and gave."""
-    _tell(
+    _warn(
         recording,
         f"What an attempt reported of its tools and rewards was more than a report can carry ({MAX_BODY >> 20} MiB): "
         f"the largest values were cut.",
@@ -96,7 +96,7 @@ def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
 
 
 def _smaller(tool_results: Sequence[ToolResultReport], room: int, recording: Recording) -> list[ToolResultReport]:
-    """These in so many bytes: small values as they are, large ones cut to one size."""
+    """These in `room` bytes: small values as they are, large ones cut to one size."""
     names = [_names_only(each) for each in tool_results]
     values: list[list[Json]] = [
         [bounded_json(getattr(each, field), MAX_BODY) for field in _VALUES] for each in tool_results
@@ -118,7 +118,7 @@ def _names_only(tool_result: ToolResultReport) -> ToolResultReport:
 
 
 def _share(sizes: Iterable[int], room: int) -> int:
-    """To which size what is larger has to be cut, so that all have room together.
+    """The size to which larger values have to be cut, so that all have room together.
 
     >>> _share([10, 500, 900], 710)
     350
@@ -133,22 +133,22 @@ def _share(sizes: Iterable[int], room: int) -> int:
 
 
 def _fitting(sizes: Iterable[int], room: int) -> int:
-    """How many of these have room, from the first on."""
+    """How many of these have room, counted from the first."""
     return sum(total <= room for total in accumulate(sizes))
 
 
 def _size(report: CloseRequest | ToolResultReport | RewardReport) -> int:
-    """Bytes of it in a list, as JSON."""
+    """Its bytes as JSON in a list."""
     return len(report.model_dump_json().encode()) + 1
 
 
 def _first(found: Sequence[Report], count: int, what: str, recording: Recording) -> list[Report]:
     if count < len(found):
-        _tell(recording, f"An attempt reported more {what} than a report can carry; only the first ones are kept.")
+        _warn(recording, f"An attempt reported more {what} than a report can carry; only the first ones are kept.")
         logger.warning("Of its %d %s %d are kept.", len(found), what, count)
     return list(found[:count])
 
 
-def _tell(recording: Recording, problem: str) -> None:
+def _warn(recording: Recording, problem: str) -> None:
     recording.problem(problem)
     logger.warning("%s", problem)

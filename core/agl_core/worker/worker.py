@@ -41,16 +41,16 @@ _HEARTBEAT_TIMEOUT = 10.0
 _BEFORE_FIRST_LEASE = 5.0
 """Seconds between heartbeats until the first lease says how often the server wants them."""
 _NOTICE = 0.5
-"""Seconds to notice that an agent has ended by itself: if this process was stopped, it learns all at once that time is
-up, that the lease is gone, and that the agent had ended long before."""
+"""Seconds to notice that an agent has ended by itself. A process that was stopped for a while learns several things at
+once: that time is up, that the lease is gone, and that the agent ended long before."""
 
 
 class Worker:
     """Runs one agent for one server, in the event loop that calls `run`.
 
     An attempt that exceeds its timeout, or that the server no longer counts, is ended; one that had ended by then is
-    reported all the same. While the server is away, the worker waits for it, and what has ended meanwhile is reported
-    when it is back; `moved` is asked each time whether the server is to be looked for elsewhere instead.
+    reported all the same. While the server is away, the worker waits for it, and later reports what has ended
+    meanwhile. Each time it asks `moved` whether to look for the server elsewhere instead.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Worker:
         self._link = Link(client.base_url)
         self._running: dict[AttemptKey, asyncio.Task[None]] = {}
         self._lost: dict[AttemptKey, asyncio.Future[None]] = {}
-        """Done for those that the server no longer counts."""
+        """A future is done when the server no longer counts its attempt."""
         self._stopped, self._hurried = asyncio.Event(), asyncio.Event()
         self._patience = 0.0
         self._left = Ending.CANCELLED
@@ -88,10 +88,10 @@ class Worker:
         """
         loop = asyncio.get_running_loop()
 
-        def told(lost: Collection[AttemptKey], closed: bool) -> None:
-            loop.call_soon_threadsafe(self._told, lost, closed)
+        def answered(lost: Collection[AttemptKey], closed: bool) -> None:
+            loop.call_soon_threadsafe(self._heard, lost, closed)
 
-        heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, self._link, told)
+        heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, self._link, answered)
         await self._runner.start()
         heartbeats.start()
         try:
@@ -107,7 +107,7 @@ class Worker:
             await self._runner.close()
 
     def drain(self, seconds: float) -> None:
-        """Lease no more and return from `run`: once all attempts have ended, or after so many seconds.
+        """Lease no more and return from `run`: when all attempts have ended, or after `seconds`.
 
         What is still running then is given back, to be tried again elsewhere. A second call hurries: it is given
         back at once.
@@ -136,7 +136,7 @@ class Worker:
             task.add_done_callback(functools.partial(self._ended, key, heartbeats))
 
     async def _finish(self) -> None:
-        """Let what runs go on, for as long as `drain` allows."""
+        """Wait for running attempts, for as long as `drain` allows."""
         if self._running and self._patience > 0:
             everything = asyncio.ensure_future(asyncio.wait(self._running.values()))
             hurried = asyncio.ensure_future(self._hurried.wait())
@@ -149,8 +149,8 @@ class Worker:
         self._running.pop(key, None)
         self._lost.pop(key, None)
 
-    def _told(self, lost: Collection[AttemptKey], closed: bool) -> None:
-        """What a heartbeat was answered."""
+    def _heard(self, lost: Collection[AttemptKey], closed: bool) -> None:
+        """The server answered a heartbeat."""
         if closed:
             self._stopped.set()
         for key in lost:
@@ -194,7 +194,7 @@ class Worker:
     async def _report(self, lease: Lease, request: CloseRequest, tries: int | None = None) -> None:
         """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled.
 
-        If the server refuses the report for what is in it, the attempt has crashed.
+        If the server refuses the report for its content, the attempt counts as crashed.
         """
         self.endings[request.ending] += 1
         try:
@@ -224,7 +224,7 @@ class Worker:
             raise
 
     async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
-        """The server's answer, however long it takes to be back."""
+        """The server's answer, however long the server is away."""
         failures = itertools.count(1)
 
         def gives_up() -> bool:
@@ -238,7 +238,7 @@ class Worker:
         return await persistently(self._link, ask, gives_up)
 
     async def _unless_stopped(self, asked: Coroutine[Any, Any, T]) -> T | None:
-        """What was asked for, or None if the worker is to stop before that."""
+        """The answer, or None if the worker is to stop before it comes."""
         asking, stopping = asyncio.ensure_future(asked), asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -259,15 +259,15 @@ async def _any_of(tasks: Collection[asyncio.Task[None]]) -> None:
 class Heartbeats:
     """Sends heartbeats for the attempts that are held, if any, from a thread and an HTTP client of its own.
 
-    Those that name none tell the server that this worker sends heartbeats: what it is lent in a reply that never
-    arrives is then soon lost, and tried again. An agent that blocks the worker's event loop loses no lease. `told` is
-    called in that thread with the attempts that no longer count, and whether the run is over.
+    A heartbeat without attempts shows the server that this worker sends heartbeats: if the reply to a lease never
+    arrives, the attempts in it are soon lost, and tried again. An agent that blocks the worker's event loop loses no
+    lease. `answered` is called in that thread with the attempts that no longer count, and whether the run is over.
     """
 
     def __init__(
-        self, base_url: str, key: str, worker: str, link: Link, told: Callable[[Collection[AttemptKey], bool], None]
+        self, base_url: str, key: str, worker: str, link: Link, answered: Callable[[Collection[AttemptKey], bool], None]
     ) -> None:
-        self._base_url, self._key, self._worker, self._link, self._told = base_url, key, worker, link, told
+        self._base_url, self._key, self._worker, self._link, self._answered = base_url, key, worker, link, answered
         self._lock = threading.Lock()
         self._held: dict[AttemptKey, HeldAttempt] = {}
         self._due = threading.Event()
@@ -281,12 +281,12 @@ class Heartbeats:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more; does not wait for one under way."""
+        """Send no more; this does not wait for one that is under way."""
         self._stopped = True
         self._due.set()
 
     def hold(self, lease: Lease) -> None:
-        """Send for this one too, the first time at once, then as often as it says."""
+        """Send for this attempt too: at once, and then as often as its lease says."""
         held = HeldAttempt(rollout=lease.rollout, attempt=lease.attempt, secret=lease.secret)
         with self._lock:
             self._held[AttemptKey(lease.rollout, lease.attempt)] = held
@@ -305,8 +305,9 @@ class Heartbeats:
                 self._due.clear()
                 with self._lock:
                     held = list(self._held.values())
-                for start in range(0, 0 if self._stopped else max(len(held), 1), MAX_LEASES):
-                    self._send(client, held[start : start + MAX_LEASES])
+                if not self._stopped:
+                    for start in range(0, max(len(held), 1), MAX_LEASES):
+                        self._send(client, held[start : start + MAX_LEASES])
 
     def _send(self, client: BlockingClient, held: list[HeldAttempt]) -> None:
         try:
@@ -319,7 +320,7 @@ class Heartbeats:
             return
         self._link.worked(self)
         if reply.lost or reply.closed:
-            self._told([AttemptKey(each.rollout, each.attempt) for each in reply.lost], reply.closed)
+            self._answered([AttemptKey(each.rollout, each.attempt) for each in reply.lost], reply.closed)
 
 
 class WorkerThread:

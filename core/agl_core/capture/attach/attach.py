@@ -16,7 +16,7 @@ from agl_core.protocols import Adapter
 
 
 class Attachment:
-    """What is installed in this process so that agents are seen without a change to their code."""
+    """What is patched in this process, so that agents are seen without a change to their code."""
 
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
@@ -35,7 +35,7 @@ class Attachment:
                 self._imports.do(adapter.framework, functools.partial(self._attach, adapter))
 
     def detach(self) -> None:
-        """Stamp and carry no more. What adapters hooked into their frameworks stays, and has nothing to report to."""
+        """Stop stamping and carrying. The hooks of adapters stay in their frameworks, and have nothing to report to."""
         self._known.clear()
         self.failed.clear()
         self._imports.stop()

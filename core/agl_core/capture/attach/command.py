@@ -17,7 +17,7 @@ class Exit:
     """How a command ended."""
 
     code: int
-    """As a shell tells it: the exit status, or 128 and the number of the signal that ended it."""
+    """As in a shell: the exit status, or 128 and the number of the signal that ended it."""
     interrupted: bool
     """Whether a signal was passed on to it."""
 
@@ -36,7 +36,7 @@ async def launch(command: Sequence[str], environment: Mapping[str, str]) -> Exit
         came.append(number)
         pass_on(number)
 
-    with _handled(handle):  # Before the command starts: it may be what tells somebody to send one.
+    with _handled(handle):  # Before the command starts: a signal may come as soon as it does.
         process = await asyncio.create_subprocess_exec(*command, env=environment)
         for number in tuple(came):
             pass_on(number)

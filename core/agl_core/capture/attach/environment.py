@@ -1,4 +1,4 @@
-"""Attaching to every Python process of a command, with no change to its code: by the environment that it inherits."""
+"""Attaching to every Python process of a command, through its environment, with no change to its code."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def bootstrapped(
     environment: Mapping[str, str],
     plugins: Sequence[Path] = (),
 ) -> Iterator[dict[str, str]]:
-    """What to set beside `environment` for a command that is run inside, so that its Python processes attach.
+    """The variables to add to `environment` for a command that is run inside, so that its Python processes attach.
 
-    At the end, however it comes, what they reported is in `recording`. See `bootstrap_variables`.
+    At the end, also after an error, their reports are in `recording`. See `bootstrap_variables`.
     """
     with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
         reports = Path(folder)
@@ -54,7 +54,7 @@ def bootstrap_variables(
     environment: Mapping[str, str],
     plugins: Sequence[Path] = (),
 ) -> dict[str, str]:
-    """What to set beside `environment`, so that each Python process of a command attaches itself to an attempt.
+    """The variables to add to `environment`, so that each Python process of a command attaches itself to an attempt.
 
     Requests to the server at `base_url` are stamped and carry `api_key`. What adapters and the agent report is written
     below `reports` (see `read_spool`). `plugins` are files whose adapters are attached beside the installed ones.
@@ -77,7 +77,7 @@ def bootstrap_variables(
 
 @functools.cache
 def _own_frameworks(*files: Path) -> frozenset[str]:
-    # What is installed stays so, and a worker asks for each attempt.
+    # What is installed does not change, and a worker asks for each attempt.
     return frozenset(adapter.framework for adapter in _adapters(files))
 
 

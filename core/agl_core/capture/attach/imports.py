@@ -1,4 +1,4 @@
-"""Does something when a module is imported, now or later."""
+"""Actions at the import of a module, now or later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WhenImported(importlib.abc.MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Wait for nothing any more."""
+        """Do nothing at later imports."""
         self._actions.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -61,7 +61,7 @@ class WhenImported(importlib.abc.MetaPathFinder):
             for action in self._actions.pop(module.__name__, ()):
                 action(module)
 
-        # On the instance, so that the loader stays what it is for everybody who asks for its type.
+        # On the instance, so that the loader keeps its type.
         try:
             loader.exec_module = exec_module
         except Exception as error:

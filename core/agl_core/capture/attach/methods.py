@@ -1,7 +1,4 @@
-"""Watches methods of a framework's classes, without changing what they return, yield or raise.
-
-For frameworks that have no hook where an adapter needs one: the methods are wrapped, in subclasses too.
-"""
+"""Wrapping functions of frameworks and libraries, where they have no hook; what they do stays as it is."""
 
 from __future__ import annotations
 
@@ -163,7 +160,7 @@ def _stream(method: Callable[..., Any], start: Start) -> Callable[..., Any]:
 async def _items(source: AsyncIterator[Any], watch: Watch) -> AsyncGenerator[Any, None]:
     try:
         while True:
-            # Not around the yield: what the consumer does between two items is not the method's doing.
+            # Not around the yield: between two items the consumer runs, not the method.
             with watch.applied():
                 item = await anext(source)
             watch.item(item)

@@ -1,4 +1,4 @@
-"""Stamps who calls, and for which attempt, on the requests of httpx and httpx2 that go to the Lightning Server.
+"""Headers that say who calls, and for which attempt, on requests of httpx and httpx2 to the Lightning Server.
 
 A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
 that sends it. Requests to any other host are left alone.
@@ -24,10 +24,10 @@ from agl_core.types import Identity
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
 
 HTTP_LIBRARIES = ("httpx", "httpx2")
-"""openai 1.x, 2.x and anthropic speak through the first, openai 3.x through the second."""
+"""openai 1.x, 2.x and anthropic use the first, openai 3.x the second."""
 
 Resolver: TypeAlias = Callable[[], Identity | None]
-"""Asks a framework who is making the request that is being sent; None if it does not know."""
+"""Asks a framework who makes the request that is being sent; None if it does not know."""
 
 _RETRY_COUNT = "x-stainless-retry-count"
 """How the clients of OpenAI and Anthropic number the retries of a request, 0 first."""
@@ -82,7 +82,7 @@ class Stamping:
                 step.end_call()
 
     def _stamp(self, request: Any) -> Step | None:
-        """Stamp it, if it goes to the server; the step that it begins, if it begins one."""
+        """Stamp a request that goes to the server; returns the step that it begins, if it begins one."""
         active = current_attempt()
         step = None
         if active is None:
@@ -126,7 +126,7 @@ class Stamping:
 
 
 def header_value(text: str) -> str:
-    """Text as the value of a header, percent-encoded where ASCII cannot say it (`urllib.parse.unquote` decodes it).
+    """Text as the value of a header; other characters than ASCII are percent-encoded (`urllib.parse.unquote`).
 
     >>> header_value("write_query"), header_value("Übersetzer")
     ('write_query', '%C3%9Cbersetzer')
@@ -145,14 +145,14 @@ def _is_below(url: Any, base_url: str) -> bool:
 
 
 def _authorize(request: Any, active: ActiveAttempt) -> None:
-    """Show the attempt's own key, whatever the client was made with: one client may serve many attempts."""
+    """Send the attempt's own key, whatever key the client has: one client may serve many attempts."""
     if "x-api-key" in request.headers:
         request.headers["x-api-key"] = active.api_key
     request.headers["authorization"] = f"Bearer {active.api_key}"
 
 
 def _begun_step(request: Any) -> Step | None:
-    """The step that a call begins, where its scope has steps; a retry goes on with the one of its first try."""
+    """The step that a call begins, if its scope has steps; a retry stays in the step of its first try."""
     scope = current_scope()
     if scope is None or scope.steps is None or request.method != "POST":
         return None
@@ -162,9 +162,9 @@ def _begun_step(request: Any) -> Step | None:
 
 
 def _retry_marker(request: Any) -> str | None:
-    """One value for a request and its retries, where the client numbers them; None where it cannot be known.
+    """One value for a request and its retries, if the client numbers them; None if it cannot be known.
 
-    A client retries in the context of its first try, with the same body: nothing else is taken for a retry.
+    A client retries in the context of its first try, with the same body; nothing else counts as a retry.
     """
     count = request.headers.get(_RETRY_COUNT)
     if count is None:

@@ -1,1 +1,1 @@
-"""OpenTelemetry spans, whatever vocabulary they were written in."""
+"""OpenTelemetry spans, in any vocabulary."""

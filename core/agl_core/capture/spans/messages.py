@@ -1,4 +1,4 @@
-"""What was said in an LLM call's span, in any vocabulary, as OpenAI's chat completions say it."""
+"""The messages in an LLM call's span, in any vocabulary, in the form of OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _FINISHED = {
 
 
 def request_of(spans: Sequence[Span]) -> dict[str, Json]:
-    """The request body of one call, from its spans; the agent's own where OpenInference has kept it."""
+    """The request body of one call, from its spans: the agent's own if OpenInference kept it."""
     settings: dict[str, Json] = {}
     for span in spans:
         raw = loads(span.attributes.get("input.value"))
         if isinstance(raw, Mapping) and isinstance(raw.get("messages"), list):
             return dict(raw)
         settings.update(_settings(span))
-    told = (list(_told(span, "input")) for span in spans)
-    return {**settings, "messages": next(filter(None, told), [])}
+    found = (list(_messages(span, "input")) for span in spans)
+    return {**settings, "messages": next(filter(None, found), [])}
 
 
 def choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
-    """The responses of one call, from its spans; with token ids where OpenInference has kept the endpoint's reply."""
+    """The responses of one call, from its spans; with token ids if OpenInference kept the endpoint's reply."""
     if raw := _raw_reply(spans):
-        # Of a stream it keeps what its chunks have in common with a reply: its ids would not be all of them.
+        # Of a stream, it keeps only some fields of the chunks, and so not all token ids.
         is_whole = raw.get("object") == "chat.completion"
         return tuple(_raw_choice(index, each, is_whole) for index, each in enumerate(raw["choices"]))
-    told = next(filter(None, (list(_told(span, "output")) for span in spans)), [])
+    found = next(filter(None, (list(_messages(span, "output")) for span in spans)), [])
     reasons = next(filter(None, (span.attributes.get("gen_ai.response.finish_reasons") for span in spans)), ())
     reason_of = dict(enumerate(reasons))
     return tuple(
@@ -54,22 +54,22 @@ def choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
             message={name: value for name, value in message.items() if name != "finish_reason"},
             finish_reason=_finish_reason(message, message.get("finish_reason") or reason_of.get(index)),
         )
-        for index, message in enumerate(told)
+        for index, message in enumerate(found)
     )
 
 
 def prompt_ids_of(spans: Sequence[Span]) -> Tokens | None:
-    """The prompt's token ids, where OpenInference has kept the reply of an endpoint that returns them."""
+    """The prompt's token ids, if OpenInference kept the reply of an endpoint that returns them."""
     return ids_of(_raw_reply(spans).get("prompt_token_ids"))
 
 
 def input_of(root: Span) -> Json:
-    """What the root of a trace was given, if it says so."""
+    """The input of a trace's root, if the span has it."""
     return loads(root.attributes.get("input.value", root.attributes.get("traceloop.entity.input")))
 
 
 def output_of(root: Span) -> Json:
-    """What the root of a trace gave back, if it says so."""
+    """The output of a trace's root, if the span has it."""
     return loads(root.attributes.get("output.value", root.attributes.get("traceloop.entity.output")))
 
 
@@ -103,7 +103,7 @@ def _settings(span: Span) -> dict[str, Json]:
     return {**settings, **invocation} if isinstance(invocation, Mapping) else settings
 
 
-def _told(span: Span, side: str) -> Iterator[dict[str, Json]]:
+def _messages(span: Span, side: str) -> Iterator[dict[str, Json]]:
     """The messages of one side, `input` or `output`."""
     found = loads(span.attributes.get(f"gen_ai.{side}.messages"))
     instructions = loads(span.attributes.get("gen_ai.system_instructions"))
@@ -117,7 +117,7 @@ def _told(span: Span, side: str) -> Iterator[dict[str, Json]]:
 
 
 def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    """A message of the GenAI conventions; a `tool` message answers each of its calls by itself, as OpenAI's do."""
+    """A message of the GenAI conventions; one that answers several tool calls becomes a `tool` message for each."""
     content: list[Json] = []
     tool_calls, said = [], {name: value for name, value in message.items() if name in ("role", "name", "finish_reason")}
     for part in message["parts"]:
@@ -139,7 +139,7 @@ def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
 
 
 def _from_flat(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
-    """A message of OpenInference, whose fields were attributes of their own; a plain one is as it is."""
+    """A message of OpenInference, which has an attribute for each field; a plain message stays as it is."""
     said = {name: value for name, value in message.items() if "." not in name}
     said.setdefault("content", None)
     tool_calls = [
@@ -172,5 +172,5 @@ def _as_text(value: Json) -> str:
 
 
 def _finish_reason(message: Mapping[str, Json], reason: Json) -> FinishReason:
-    told = _FINISHED.get(reason) if isinstance(reason, str) else None
-    return told or (FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP)
+    known = _FINISHED.get(reason) if isinstance(reason, str) else None
+    return known or (FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP)

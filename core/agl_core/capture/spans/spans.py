@@ -1,4 +1,4 @@
-"""OpenTelemetry spans in agl's words, whatever vocabulary they were written in and whichever way they came.
+"""OpenTelemetry spans in agl's terms, in process or over OTLP.
 
 Three vocabularies are read: OpenTelemetry's GenAI conventions (`gen_ai.*`), OpenInference (`openinference.*`,
 `llm.*`, `tool.*`) and OpenLLMetry (`traceloop.*`), whose opentelemetry-instrumentation-openai writes the first.
@@ -16,13 +16,13 @@ from agl_core.capture.status import Decided, failure_status, status_of, unknown_
 from agl_core.types import Json, ToolStatus
 
 _CALLS = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
-"""Operations that are an LLM invocation; embeddings, for instance, are none."""
+"""Operations that are LLM calls; embeddings, for instance, are not."""
 _MAX_ERROR = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One ended (or, in process, running) span as OpenTelemetry tells it."""
+    """One ended (or, in process, running) span in OpenTelemetry's terms."""
 
     trace: str
     """32 hex digits."""
@@ -68,7 +68,7 @@ class ToolExecution:
 
 @dataclass(frozen=True, slots=True)
 class SeenSpan:
-    """What agl takes from one span: its place in the trace, whom it names, and what it did."""
+    """What agl takes from one span: its place in the trace, the agent that it names, and what it did."""
 
     trace: str
     id: str
@@ -78,7 +78,7 @@ class SeenSpan:
     agent: str | None = None
     """The agent that this span names."""
     node: str | None = None
-    """The node of a graph that this span is; it counts where no agent is named."""
+    """The graph node that this span is; it counts if no agent is named."""
     is_agent: bool = False
     """It is the invocation of an agent."""
     did: ModelCall | ToolExecution | None = None
@@ -185,14 +185,14 @@ def _tool(span: Span) -> ToolExecution:
 
 
 def _status(span: Span, error_type: str | None) -> Decided:
-    """Of a tool that failed: by the error's type, as where its exception is at hand; else by how the message begins."""
+    """The status of a tool that failed: by the error's type if the span has it, else by how the message begins."""
     return failure_status((span.description if error_type in (None, "_OTHER") else error_type) or "")
 
 
 def _result_status(attributes: Mapping[str, Json], result: Json) -> Decided:
-    told = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
-    if not any(name in attributes for name in told):
-        return unknown_status()  # results may be left out of spans for privacy: that is no empty result
+    places = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
+    if not any(name in attributes for name in places):
+        return unknown_status()  # users may leave results out of spans for privacy: that is no empty result
     return status_of(loads(result))
 
 

@@ -1,7 +1,4 @@
-"""What the spans of an agent tell together: who made each call, and what the tools did.
-
-Everything here goes by parentage and by ids, never by time.
-"""
+"""Who made each call, and what the tools did, from all spans of an agent: by parentage and ids, never by time."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from agl_core.types import Identity, ToolStatus
 from agl_core.wire.workers import ToolResultReport
 
 SPANS = "otel"
-"""The `adapter` of tool results that spans told."""
+"""The `adapter` of tool results from spans."""
 _MAX_DEPTH = 1000
 
 
@@ -39,7 +36,7 @@ def agent_of(lineage: Iterable[SeenSpan]) -> str | None:
 
 
 def identity_of(lineage: Sequence[SeenSpan]) -> Identity:
-    """Who makes a call inside these spans (innermost first), and the nearest span around it that is no call itself."""
+    """Who makes a call inside these spans (innermost first), with the nearest span around it that is not a call."""
     calls = [span for span in lineage if isinstance(span.did, ModelCall)]
     around = next((span for span in lineage if not isinstance(span.did, ModelCall)), None)
     # The outermost call's parent may not be known here (another process has it), but the call says its id.
@@ -50,7 +47,7 @@ def identity_of(lineage: Sequence[SeenSpan]) -> Identity:
 def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
     """Of a tool's span and those around it, the outermost that is the same run of the tool.
 
-    Two instrumentations may each have a span for it: the same tool, and ids that do not contradict each other.
+    Two instrumentations may each have a span for it: with the same tool, and with ids that agree or are missing.
     """
     spans = iter(lineage)
     outermost = next(spans)
@@ -73,22 +70,22 @@ def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResultRe
     first = min(spans, key=lambda span: span.ended or 0.0)
     seen = [span.did for span in spans if isinstance(span.did, ToolExecution)]
     failed = [each for each in (seen[-1], seen[0]) if each.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
-    told = next((each for each in (*failed, *seen) if failed or each.result is not None), seen[0])
+    counts = next((each for each in (*failed, *seen) if failed or each.result is not None), seen[0])
     return ToolResultReport(
         id=f"{first.trace}:{first.id}",
         tool=seen[0].tool,
-        status=told.status,
+        status=counts.status,
         tool_call_id=next((each.tool_call_id for each in seen if each.tool_call_id), None),
         arguments=next((each.arguments for each in seen if each.arguments is not None), None),
-        result=told.result,
-        error=told.error,
+        result=counts.result,
+        error=counts.error,
         agent=agent,
         span=outermost.id,
         parent_span=outermost.parent,
         started=outermost.started,
         ended=outermost.ended,
         adapter=SPANS,
-        status_rule=told.rule,
+        status_rule=counts.rule,
     )
 
 
@@ -104,7 +101,7 @@ class SpanTree:
         return len(self._spans)
 
     def add(self, span: SeenSpan) -> None:
-        """Add a span; what comes later with the same ids changes nothing."""
+        """Add a span; a later one with the same ids changes nothing."""
         self._spans.setdefault(span.key, span)
 
     def lineage(self, span: SeenSpan) -> list[SeenSpan]:

@@ -1,6 +1,6 @@
-"""What a process does that was forked for one attempt: call the agent and tell the worker, or become a command.
+"""The process that was forked for one attempt: it calls the agent and reports to the worker, or becomes a command.
 
-The job comes as one line of JSON over the channel; back go `{"tool_result": …}`, `{"reward": …}` and `{"problem": …}`
+The job comes as one line of JSON over the channel. It sends `{"tool_result": …}`, `{"reward": …}` and `{"problem": …}`
 as they happen, and at last `{"ended": {"ending", "result", "error"}}`, or `{"failed": reason}` if nothing could be run.
 """
 
@@ -25,7 +25,7 @@ from agl_core.worker.runners.in_process import call_agent
 
 
 def run_job(files: list[int], load: Callable[[], Agent | None]) -> None:
-    """Do the job that comes over the first of `files`; a command's output goes to the other two."""
+    """Do the job that comes over the first of `files`; a command writes its output to the other two."""
     channel = _Channel(socket.socket(fileno=files[0]))
     job = channel.receive()
     if "command" in job:
@@ -85,6 +85,6 @@ class _Channel:
             return orjson.loads(lines.readline())
 
     def send(self, **message: Any) -> None:
-        """Tell the worker; if it is gone, nobody wants to know."""
+        """Send the worker a message; if it is gone, do nothing."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(orjson.dumps(message) + b"\n")

@@ -1,4 +1,4 @@
-"""Which way of running attempts a configuration asks for; and the one that changes its way when an agent blocks."""
+"""Which runner a configuration asks for; and a runner that changes from tasks to processes when an agent blocks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 _TICK = 0.1
 _MOST_MISSED = 20
-"""Ticks of the watching thread, without one of the event loop and all in one agent's code, after which that blocks it.
+"""An agent blocks the event loop if the loop misses so many ticks of the watching thread, all in that agent's code.
 
-Counted, not measured: while the whole process stands still, or is short of the processor, neither of them ticks.
+Ticks are counted and not seconds: while the whole process is stopped or starved, neither of the two ticks.
 """
 _OURS = tuple(str(Path(file).parent) for file in (asyncio.__file__, Path(__file__).parent))
 
@@ -33,11 +33,11 @@ _OURS = tuple(str(Path(file).parent) for file in (asyncio.__file__, Path(__file_
 def choose_runner(
     agent: AgentSection, workers: WorkerSection, *, folder: Path, plugins: Sequence[Path], base_url: str
 ) -> Runner:
-    """What runs the attempts of this agent, for the server at `base_url`.
+    """The runner of this agent's attempts, for the server at `base_url`.
 
-    `folder` is where its module is found too, or where its command runs; `plugins` are files whose adapters are to be
-    attached. A Python agent is imported, so adapters are to be attached here before. AgentError if that fails, or if
-    there is no such command.
+    Its module is also looked for in `folder`, and its command runs there; `plugins` are files whose adapters are to be
+    attached. A Python agent is imported, so attach adapters in this process before. AgentError if the import fails, or
+    if there is no such command.
     """
     attached = plugins if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
@@ -55,9 +55,9 @@ def choose_runner(
 
 
 class MovesOut:
-    """Runs attempts in this process until an agent blocks the event loop for two seconds, later ones by `processes`.
+    """Runs attempts in this process; once an agent blocks the event loop for two seconds, later ones by `processes`.
 
-    The attempt that blocks, and those that are running beside it, end where they are.
+    The attempt that blocks, and those that run beside it, stay in this process.
     """
 
     def __init__(self, here: InProcess, processes: Runner) -> None:
@@ -114,7 +114,7 @@ class MovesOut:
 
 
 def _agents_frame(frame: FrameType | None) -> FrameType | None:
-    """The outermost frame of the agent's code that this thread runs; None if it runs nobody's."""
+    """The outermost frame of the agent's code that this thread runs; None if it runs no agent's."""
     found: FrameType | None = None
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         found, frame = frame, frame.f_back

@@ -2,13 +2,13 @@
 
     worker ──socket──▶ forker (single-threaded, the agent imported) ──fork──▶ one process per attempt
 
-It is a program of its own: a worker has threads, and a forked process with threads may hang. What the worker sends is
-a line of JSON each: `{"start": id, "files": n}` with n file descriptors, and `{"end": id}`; what it gets is
-`{"ready": …}` or `{"failed": reason}` once, and `{"exited": [id, status]}` for each process, status as from waitpid.
-When the worker is gone, so is everything that was started for it.
+It is a program of its own: a worker has threads, and a forked process with threads may hang. Messages are lines of
+JSON. The worker sends `{"start": id, "files": n}` with n file descriptors, and `{"end": id}`. It gets `{"ready": …}` or
+`{"failed": reason}` once, and `{"exited": [id, status]}` for each process, with the status from waitpid. When the
+worker is gone, everything that was started for it is ended.
 
-On Linux nothing escapes: each process adopts what it started and lost sight of, sessions of their own included, and the
-forker adopts what such a process leaves behind. Elsewhere the process group is what is ended.
+On Linux nothing escapes: each process adopts its orphaned descendants, also those in sessions of their own, and the
+forker adopts what such a process leaves behind. Elsewhere the process group is ended.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def main() -> None:
             reason = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
             control.sendall(json.dumps({"failed": reason}).encode() + b"\n")
             return
-    gc.freeze()  # What is imported is garbage in no fork: their collectors leave its pages shared.
+    gc.freeze()  # No fork should collect what is imported here: its pages stay shared.
     control.sendall(json.dumps({"ready": {"threads": threading.active_count()}}).encode() + b"\n")
     _Forker(control, setup, agent).serve()
 
 
 def load_prepared(setup: Setup) -> Agent | None:
-    """Attach adapters, then import the agent; None where commands are run instead."""
+    """Attach adapters, then import the agent; None if commands are run instead."""
     if setup.entry is None:
         return None
     if setup.plugins is not None:
@@ -98,7 +98,7 @@ class _Forker:
         for pid in self._ids:
             _signal_tree(pid, signal.SIGKILL)
         self._ids.clear()
-        while left := _children_of_this():  # What these leave behind becomes a child of this process in turn.
+        while left := _children_of_this():  # Their own children then become children of this process.
             self._end_orphans()
             for pid in left:
                 os.waitpid(pid, 0)
@@ -107,7 +107,7 @@ class _Forker:
         return max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
 
     def _receive(self) -> bool:
-        """Do what the worker asks; False if it is gone."""
+        """Carry out the worker's messages; False if it is gone."""
         try:
             data, files, _, _ = socket.recv_fds(self._control, 2**16, _MOST_FILES)
         except ConnectionError:
@@ -163,7 +163,7 @@ class _Forker:
             del self._kill_at[pid]
 
     def _reap(self) -> None:
-        """Say which processes have exited, and end what they left behind."""
+        """Report which processes have exited, and end what they left behind."""
         exited: list[list[int]] = []
         any_ended = False
         with contextlib.suppress(ChildProcessError):
@@ -188,12 +188,12 @@ class _Forker:
                     os.kill(pid, signal.SIGKILL)
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # The worker is gone, which the next read shows.
+        with contextlib.suppress(OSError):  # The worker is gone; the next read shows it.
             self._control.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _fork() -> int:
-    """`os.fork`, without Python's warning (from 3.12 on) of native threads: their library sees to forks itself."""
+    """`os.fork` without Python's warning of native threads (from 3.12 on): their libraries handle forks themselves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         return os.fork()

@@ -23,8 +23,8 @@ _CANCEL_GRACE = 2.0
 class InProcess:
     """Runs attempts in this process. Cheap, and nothing can be ended by force.
 
-    A thread, or a task that swallows its cancellation, is abandoned when its time is up: counted in `abandoned`,
-    and refused whatever it asks for later. An async agent that blocks keeps all others waiting.
+    A thread, or a task that swallows its cancellation, is abandoned when its time is up: it is counted in `abandoned`,
+    and its later requests are refused. An async agent that blocks keeps all others waiting.
     """
 
     def __init__(self, agent: Agent) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -26,11 +25,11 @@ from agl_core.worker.environment import Ended, attempt_variables, client_variabl
 from agl_core.worker.runners.processes import ForkerGoneError, Process, Processes, Setup
 
 _EXIT_GRACE = 2.0
-"""Seconds that a process gets to exit after its result came, and its output to end after it exited."""
+"""Seconds for a process to exit after its result came, and for its output to end after it exited."""
 _MOST_OUTPUT = MAX_RESULT - 1024
-"""Bytes of a command's output that are kept, from its end; beside them there is room for a note."""
+"""Bytes that are kept of the end of a command's output; there is room left for a note."""
 _MOST_ERRORS = 2000
-"""Bytes of what a command that failed wrote to stderr."""
+"""Bytes that are kept of the stderr of a command that failed."""
 
 _ENDED = TypeAdapter(Ended)
 
@@ -51,9 +50,9 @@ class _Isolated:
 
 
 class ProcessPerAttempt(_Isolated):
-    """Runs each attempt of a Python agent in a process of its own, which a forker makes of itself.
+    """Runs each attempt of a Python agent in a process of its own, which is a fork of the forker.
 
-    Where the forker has imported the agent, that takes milliseconds. When time is up, the process and everything
+    If the forker has imported the agent, a start takes milliseconds. When time is up, the process and everything
     that it started are ended, so nothing is ever abandoned. `plugins` are files whose adapters are attached there,
     beside the installed ones (None: none are); `memory` is in bytes.
     """
@@ -68,7 +67,6 @@ class ProcessPerAttempt(_Isolated):
         memory: int | None = None,
     ) -> None:
         setup = Setup(
-            path=[each for each in sys.path if each],
             entry=entry,
             folder=str(folder),
             plugins=None if plugins is None else [str(each) for each in plugins],
@@ -110,9 +108,10 @@ class ProcessPerAttempt(_Isolated):
 class CommandPerAttempt(_Isolated):
     """Runs a command for each attempt, with the attempt in its environment.
 
-    The result is the last line that it prints if that is JSON, else its output: the end of it, with a note, if it is
-    more than a result may be. Any exit status but 0 is a crash. `folder` is where it runs, and `memory` is in bytes.
-    In its Python processes the installed adapters are attached, and those of the files `plugins` (None: none are).
+    The result is the last line that it prints if that is JSON, else its output. Of an output that is too long for a
+    result, the end is kept, with a note. Any exit status but 0 is a crash. It runs in `folder`, and `memory` is in
+    bytes. In its Python processes the installed adapters are attached, and those of the files `plugins` (None: none
+    are).
     AgentError if there is no such program.
     """
 
@@ -131,7 +130,7 @@ class CommandPerAttempt(_Isolated):
                 f"{folder}. Install it, or write its whole path."
             )
         self._command, self._folder, self._plugins = list(command), folder, plugins
-        super().__init__(Processes(Setup(path=[each for each in sys.path if each], memory=memory), {}))
+        super().__init__(Processes(Setup(memory=memory), {}))
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         with contextlib.ExitStack() as stack:
@@ -168,7 +167,7 @@ def is_there(program: str, folder: Path) -> bool:
 
 
 async def _read(process: Process, recording: Recording) -> Ended | None:
-    """Note what the process reports, until it ends or says how the attempt ended."""
+    """Record the process's reports, until it ends or reports how the attempt ended."""
     async for message in process.messages():
         try:
             if "failed" in message:
@@ -204,7 +203,7 @@ class _Tail(asyncio.Protocol):
 
 
 async def _piped(stack: contextlib.ExitStack, most: int) -> tuple[_Tail, IO[bytes]]:
-    """A pipe: what keeps the end of what comes through it, and the file to write to."""
+    """A pipe: the reader, which keeps the end of what comes through, and the file to write to."""
     ours, theirs = os.pipe()
     transport, tail = await asyncio.get_running_loop().connect_read_pipe(lambda: _Tail(most), os.fdopen(ours, "rb"))
     stack.callback(transport.close)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -30,15 +30,13 @@ _START_PATIENCE = 300.0
 
 
 class ForkerGoneError(RuntimeError):
-    """The forker was killed, and with it every process that it had started."""
+    """The forker was killed, and every process that it had started with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a forker is told at its start."""
+    """The first message to a forker."""
 
-    path: list[str]
-    """Where modules are found: the worker's `sys.path`."""
     entry: str | None = None
     """The agent; None: commands are run, and nothing is imported."""
     folder: str | None = None
@@ -48,6 +46,8 @@ class Setup:
     """Import the agent once and fork with it; else each process imports it anew."""
     memory: int | None = None
     """Bytes that one process may ask for."""
+    path: list[str] = field(default_factory=lambda: [each for each in sys.path if each])
+    """Where modules are found: the worker's `sys.path`."""
 
 
 class Process:
@@ -56,13 +56,13 @@ class Process:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, exited: asyncio.Future[int]) -> None:
         self._reader, self._writer = reader, writer
         self.exited = exited
-        """Its status, as from waitpid; ForkerGoneError if that is not known. What it left behind is ended by then."""
+        """Its status, as from waitpid; ForkerGoneError if it is not known. By then, what it left behind has ended."""
 
     def send(self, message: Mapping[str, Any]) -> None:
         self._writer.write(orjson.dumps(message) + b"\n")
 
     async def messages(self) -> AsyncIterator[dict[str, Any]]:
-        """What the process says, until its end of the channel is closed. ValueError if it is not what it should be."""
+        """The process's messages, until it closes its end of the channel. ValueError for one that is no object."""
         with contextlib.suppress(ConnectionError):
             while line := await self._reader.readline():
                 message = orjson.loads(line)
@@ -139,7 +139,7 @@ class Processes:
             self._exited.pop(id, None)
 
     async def _start_forker(self) -> int:
-        """Start it and wait until it is ready; how many threads of Python it has."""
+        """Start it and wait until it is ready; returns how many Python threads it has."""
         ours, theirs = socket.socketpair()
         # Agents may know no key of workers and operators, which would let one act for others.
         environment = {name: value for name, value in os.environ.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
