@@ -82,7 +82,7 @@ policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour; it can be interrupted)
-	@$(BIN)/python tests/faults/nightly.py
+	@$(BIN)/python -m tests.faults.nightly
 
 fuzz: install ## Run the property tests with other examples than `make test` (ten minutes)
 	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,import (hypothesis|schemathesis)|from (hypothesis|schemathesis)))
@@ -92,7 +92,7 @@ comparison: install ## Train the examples with every algorithm and credit rule (
 
 docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py
-	@$(BIN)/python tests/conformance/make_page.py
+	@$(BIN)/python -m tests.conformance.make_page
 
 clean: ## Remove the environment and all caches; runs are kept
 	rm -rf $(VENV) $(ORACLES) $(VERL) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,10 @@
-"""For all tests of the repository: how many examples are drawn, how long a test may take, and one thread a process."""
+"""For all tests of the repository: how many examples are drawn, how long a test may take, and one thread a process.
+
+What tests of several packages share is public, in `agl_core.testing`. What one package's tests share lies beside them
+and is imported relatively (`from .road import …`, `from ..posting import …`). This needs no `__init__.py`, because
+pytest names each test module by its path. A module that is a script too is run by its name, for instance with
+`python -m tests.faults.nightly`. No test adds to `sys.path`.
+"""
 
 import importlib.util
 import os

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 VERL = Path(__file__).parents[2] / "algorithms" / "verl"
 
 

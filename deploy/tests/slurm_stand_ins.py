@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from deployed import DEPLOY
+
+from .deployed import DEPLOY
 
 BESIDE_PYTHON = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 NODES = 3

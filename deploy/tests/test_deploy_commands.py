@@ -14,11 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 import typer
-from deployed import CONFIGS, DEPLOY, ROOT, CommandLine, command_lines, container, kustomization, pod_templates
 
 from agl_core.cli import app
 from agl_core.config.check import cautions, check
 from agl_core.config.load import load
+
+from .deployed import CONFIGS, DEPLOY, ROOT, CommandLine, command_lines, container, kustomization, pod_templates
 
 COMMANDS = list(command_lines())
 CALC = ROOT / "examples" / "calc"

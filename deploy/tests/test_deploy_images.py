@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from build_context import BuildContext
-from deployed import DEPLOY, ROOT, container, named, pod_templates
 
 from agl_verl.cluster.versions import KNOWN
+
+from .build_context import BuildContext
+from .deployed import DEPLOY, ROOT, container, named, pod_templates
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 CONTEXT = BuildContext(DEPLOY / "Dockerfile.dockerignore")

@@ -11,10 +11,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from deployed import CONFIGS, DEPLOY, container, kustomization, manifests, named, pod_templates
 
 from agl_core.config.load import LoadedConfig, load
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
+
+from .deployed import CONFIGS, DEPLOY, container, kustomization, manifests, named, pod_templates
 
 KUBERNETES = "1.34"
 SCHEMA = yaml.safe_load((Path(__file__).parent / "rayjob.schema.yaml").read_text())

@@ -17,8 +17,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from deployed import DEPLOY
-from slurm_stand_ins import BESIDE_PYTHON, NODES, Cluster
+
+from .deployed import DEPLOY
+from .slurm_stand_ins import BESIDE_PYTHON, NODES, Cluster
 
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 SAVE = DEPLOY / "slurm" / "save_store.py"

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import ssl
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-
-import pytest
-import pytest_asyncio
-
-sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[2] / "core" / "tests" / "server"))
 
 import anthropic._base_client
 import openai._base_client
-from agl_conformance.bench import Bench, running_bench
-from agl_conformance.driver import Driver
-from agl_conformance.matrix import cells, pairwise
+import pytest
+import pytest_asyncio
+from langchain_core.tracers import context as langchain_context
+from opentelemetry.sdk.trace import TracerProvider
+
+from agl_core.testing.adapters.bench import Bench, running_bench
+from agl_core.testing.adapters.driver import Driver
+from agl_core.testing.adapters.matrix import cells, pairwise
+from agl_langchain import callback
+from agl_otel import watching
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +35,7 @@ def chosen_drivers(config: pytest.Config) -> tuple[Driver, ...]:
     name = config.getoption("--driver", default=None)
     if name is None:
         # A third party needs their own framework alone.
-        from agl_conformance.drivers import DRIVERS
+        from .drivers import DRIVERS
 
         return DRIVERS
     module, _, kind = name.partition(":")
@@ -65,6 +64,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     async with running_bench(tmp_path_factory.mktemp("conformance")) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """What LangChain's and OpenTelemetry's adapters hook in is taken out again: each cell finds the process as a user's
+    program would. The others report to an attempt that runs, and to nobody else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(langchain_context, "_configure_hooks", list(langchain_context._configure_hooks))
+        patch.setattr(TracerProvider, "__init__", TracerProvider.__init__)
+        yield
+    callback.attach.cache_clear()
+    watching.watch.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

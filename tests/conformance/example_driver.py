@@ -1,10 +1,10 @@
 import json
 
 import openai
-from agl_conformance import CHAT, Driver, Gap, InexpressibleError
-from agl_conformance.tools import TOOLS
 
 import agl_core.capture
+from agl_core.testing.adapters import CHAT, Driver, Gap, InexpressibleError
+from agl_core.testing.adapters.tools import TOOLS
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 

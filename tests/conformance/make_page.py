@@ -1,6 +1,6 @@
 """Writes docs/conformance.md from the scenarios and what the drivers declare.
 
-`python tests/conformance/make_page.py` writes it, `--check` fails if it is not up to date.
+`python -m tests.conformance.make_page` writes it, `--check` fails if it is not up to date.
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[2] / "core" / "tests" / "server"))
-
-from agl_conformance.drivers import DRIVERS
-from agl_conformance.page import render
+from .drivers import DRIVERS
+from .page import render
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "conformance.md"

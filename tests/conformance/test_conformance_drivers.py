@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agl_conformance.driver import Driver, Gap
-from agl_conformance.matrix import cells
-from example_driver import TinyDriver
 
 import agl_core.capture
 from agl_core.capture import current_attempt, tool_result_report
+from agl_core.testing.adapters.driver import Driver, Gap
+from agl_core.testing.adapters.matrix import cells
+
+from .example_driver import TinyDriver
 
 HERE = Path(__file__).parent
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agl_conformance.catalogue import SCENARIOS
-from agl_conformance.driver import CHAT, MESSAGES, RESPONSES
-from agl_conformance.drivers import DRIVERS
-from agl_conformance.matrix import cells, pairwise
-from agl_conformance.page import render
+from agl_core.testing.adapters.catalogue import SCENARIOS
+from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES
+from agl_core.testing.adapters.matrix import cells, pairwise
+
+from .drivers import DRIVERS
+from .page import render
 
 
 def test_the_page_is_up_to_date() -> None:
     here = Path(__file__).parent
     page = render(DRIVERS, (here / "example_driver.py").read_text())
-    assert (here.parents[1] / "docs" / "conformance.md").read_text() == page, "python tests/conformance/make_page.py"
+    assert (here.parents[1] / "docs" / "conformance.md").read_text() == page, "python -m tests.conformance.make_page"
 
 
 def test_the_page_names_every_scenario_driver_and_gap() -> None:

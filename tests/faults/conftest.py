@@ -1,22 +1,19 @@
-"""Runs that are struck at random moments; helpers beside this file and the server's are importable from the tests."""
+"""Runs that are struck at random moments."""
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "core" / "tests" / "server")]
-
-pytest.register_assert_rewrite("fault_checks", "fault_run", "fault_storm")
+pytest.register_assert_rewrite(*(f"{__package__}.{name}" for name in ("fault_checks", "fault_run", "fault_storm")))
 
 if TYPE_CHECKING:
-    from fault_run import TinyRun
+    from .fault_run import TinyRun
 
 Begin: TypeAlias = "Callable[..., TinyRun]"
 
@@ -37,7 +34,7 @@ def chance(seed: int) -> random.Random:
 @pytest.fixture
 def tiny_run(tmp_path: Path) -> Iterator[Begin]:
     """Makes a run, see `TinyRun`; nothing of it is left afterwards."""
-    from fault_run import TinyRun
+    from .fault_run import TinyRun
 
     made: list[TinyRun] = []
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fault_parts import LEDGER, checksum
-from fault_run import Recorded, TinyRun
-from scripted_upstream import END_TOKEN, logprob
 
+from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey, Call, Ending, Mode, Rollout, RolloutState, Run, TransitionKey
+
+from .fault_parts import LEDGER, checksum
+from .fault_run import Recorded, TinyRun
 
 
 def check_acknowledged(run: TinyRun) -> int:

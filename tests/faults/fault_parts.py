@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,13 +20,10 @@ from pydantic import BaseModel, ConfigDict
 import agl_core
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
 from agl_core.registering import NoOptions, RegisterAlgorithm, RegisterEngine, RegisterReward, RegisterTaskSource
+from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Logprobs, Task, Tokens
 from agl_core.wire.headers import HEADER_POLICY
-
-sys.path.append(str(Path(__file__).parents[2] / "core" / "tests" / "server"))
-
-from fault_proxy import FaultyProxy
-from scripted_upstream import Drop, Fail, Hold, Raw, Say, ScriptedUpstream
 
 LEDGER = "ledger.json"
 """In a checkpoint: by update, the keys and the checksum of each transition that it trained on."""
@@ -54,7 +50,7 @@ class LedgerEngine:
     def __init__(self, options: LedgerOptions, context: EngineContext) -> None:
         self._options, self._context = options, context
         self._upstream = ScriptedUpstream()
-        self._proxy: FaultyProxy | None = None
+        self._proxy: Any = None
         self._ledger: list[list[Any]] = []
         self._version = 0
 
@@ -64,6 +60,9 @@ class LedgerEngine:
         if options.failing:
             self._upstream.script(*_failing(random.Random(options.seed), options.failing))
         if options.breaking:
+            # Here agl has loaded this file by its path, and its folder is where modules are found.
+            from fault_proxy import FaultyProxy
+
             self._proxy = FaultyProxy(url, random.Random(options.seed), options.breaking)
             url = self._proxy.start()
         self._publish(0)

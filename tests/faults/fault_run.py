@@ -20,10 +20,11 @@ from typing import Any
 
 import psutil
 import tomli_w
-from fault_agent import NOTES
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Attempt, Call, Rollout, Run, TrainingRecord
+
+from .fault_agent import NOTES
 
 HERE = Path(__file__).parent
 AGL = Path(sys.executable).with_name("agl")

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fault_checks import check_acknowledged, check_ended
-from fault_run import TinyRun
+from .fault_checks import check_acknowledged, check_ended
+from .fault_run import TinyRun
 
 AGENT, WORKER = "agent", "worker"
 

@@ -1,4 +1,4 @@
-"""A run on a small disk that gets full: `unshare -rm python full_disk.py FOLDER SEED`, which may mount one there.
+"""A run on a small disk that gets full, which `unshare -rm python -m tests.faults.full_disk FOLDER SEED` may mount.
 
 The disk is filled up to a random rest, training says that it is full, space is made, and training goes on to its end.
 """
@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "core" / "tests" / "server")]
-
-from fault_checks import check_acknowledged, check_ended
-from fault_run import PATIENCE, HungError, TinyRun
-from fault_storm import wait_for_replies
+from .fault_checks import check_acknowledged, check_ended
+from .fault_run import PATIENCE, HungError, TinyRun
+from .fault_storm import wait_for_replies
 
 FULL = "cannot grow: the disk is full. Free some space"
 MEBIBYTE = 2**20

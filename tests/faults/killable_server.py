@@ -1,4 +1,4 @@
-"""A Lightning Server in a process that a test may kill: `python killable_server.py STORE SCRIPTED_UPSTREAM_FOLDER`.
+"""A Lightning Server in a process that a test may kill: `python killable_server.py STORE`.
 
 Prints one line of JSON (base URL, and path and key of each attempt that it leased out) and serves until it is killed.
 """
@@ -16,6 +16,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Mode, Rollout, Task
 from agl_core.wire.workers import LeaseRequest
 
@@ -23,8 +24,6 @@ ROLLOUTS = 16
 
 
 async def serve(store_path: Path) -> None:
-    from scripted_upstream import ScriptedUpstream
-
     async with SqliteStore(store_path) as store, ScriptedUpstream() as scripted:
         upstream = Upstream((scripted.url,), {"default": "default"}, "key")
         async with LightningServer(
@@ -42,5 +41,4 @@ async def serve(store_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(sys.argv[2])
     asyncio.run(serve(Path(sys.argv[1])))

@@ -18,10 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "core" / "tests" / "server")]
-
-from fault_run import SHAPES, TinyRun
-from fault_storm import drawn_run, storm
+from .fault_run import SHAPES, TinyRun
+from .fault_storm import drawn_run, storm
 
 KILLS_PER_STORM = 10
 FAILED = "failed"

@@ -9,12 +9,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fault_checks import check_ended
-from fault_proxy import Direction, FaultyProxy, How
-from fault_run import TinyRun, free_port
-from scripted_upstream import ScriptedUpstream
 
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.wire.keys import WORKER_KEY
+
+from .fault_checks import check_ended
+from .fault_proxy import Direction, FaultyProxy, How
+from .fault_run import TinyRun, free_port
 
 STEPS = 6
 

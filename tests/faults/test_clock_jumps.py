@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from fault_checks import check_ended
-from fault_run import TinyRun
-from fault_storm import wait_for_replies
 
 from agl_core.types import Ending
+
+from .fault_checks import check_ended
+from .fault_run import TinyRun
+from .fault_storm import wait_for_replies
 
 LEASE = 8.0
 JUMPING = 1.5 * LEASE

@@ -11,8 +11,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fault_run import PATIENCE, Part, TinyRun
-from fault_storm import wait_for_replies
+
+from .fault_run import PATIENCE, Part, TinyRun
+from .fault_storm import wait_for_replies
 
 PAGE = 4096
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from fault_agent import RETRIES
-from fault_checks import check_ended
-from fault_run import TinyRun
 
 from agl_core.types import Ending
+
+from .fault_agent import RETRIES
+from .fault_checks import check_ended
+from .fault_run import TinyRun
 
 STEPS = 5
 

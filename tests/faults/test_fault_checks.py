@@ -10,9 +10,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fault_checks import check_ended
-from fault_parts import LEDGER
-from fault_run import TinyRun
+
+from .fault_checks import check_ended
+from .fault_parts import LEDGER
+from .fault_run import TinyRun
 
 STEPS = 2
 SETTINGS = {"train.steps": STEPS}

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_run import PATIENCE
 
-SCRIPT = Path(__file__).with_name("full_disk.py")
+from .fault_run import PATIENCE
+
+SCRIPT = "tests.faults.full_disk"
+ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 """Where one may mount a disk of one's own, which nobody else sees."""
 
@@ -28,6 +30,10 @@ def may_mount() -> bool:
 @pytest.mark.skipif(not may_mount(), reason="this system lets users mount no disk of their own (unshare)")
 def test_a_full_disk_only_costs_time(tmp_path: Path, seed: int) -> None:
     done = subprocess.run(
-        [*NAMESPACE, sys.executable, SCRIPT, tmp_path, str(seed)], capture_output=True, text=True, timeout=3 * PATIENCE
+        [*NAMESPACE, sys.executable, "-m", SCRIPT, tmp_path, str(seed)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,13 +14,12 @@ import aiohttp
 import pytest
 
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.upstream import END_TOKEN
 from agl_core.types import AttemptKey, Call
 
 HERE = Path(__file__).parent
-SCRIPTED = HERE.parents[1] / "core" / "tests" / "server"
 KILLS = 10
 CLIENTS = 32
-END_TOKEN = 256
 
 
 async def talk(session: aiohttp.ClientSession, ready: dict[str, Any], number: int, log: list[dict[str, Any]]) -> None:
@@ -45,7 +44,7 @@ async def talk(session: aiohttp.ClientSession, ready: dict[str, Any], number: in
 async def acknowledged_before_kill(store: Path, chance: random.Random) -> list[dict[str, Any]]:
     """Start a server, talk to it from many clients, kill it at a random moment."""
     server = await asyncio.create_subprocess_exec(
-        sys.executable, HERE / "killable_server.py", store, SCRIPTED, stdout=asyncio.subprocess.PIPE
+        sys.executable, HERE / "killable_server.py", store, stdout=asyncio.subprocess.PIPE
     )
     assert server.stdout is not None
     ready = json.loads(await server.stdout.readline())

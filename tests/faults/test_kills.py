@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from fault_run import SHAPES, TinyRun
-from fault_storm import drawn_run, storm
+
+from .fault_run import SHAPES, TinyRun
+from .fault_storm import drawn_run, storm
 
 KILLS = 6
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scripted_upstream import ScriptedUpstream
 
 from agl_core.config.models import SamplingSection
 from agl_core.learning.transitions import counted_calls
@@ -16,6 +15,7 @@ from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.gateway.retries import HEADER_STAINLESS
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
 from agl_core.wire.headers import HEADER_RETRY
 from agl_core.wire.workers import Lease, LeaseRequest

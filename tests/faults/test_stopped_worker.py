@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable
 
 import psutil
 import pytest
-from fault_checks import check_ended
-from fault_run import PATIENCE, Part, TinyRun
 
 from agl_core.types import Attempt, AttemptKey, Ending
+
+from .fault_checks import check_ended
+from .fault_run import PATIENCE, Part, TinyRun
 
 STEPS = 8
 

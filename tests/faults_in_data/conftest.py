@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "settings")]
-
-from learning_line import Line
-from recorded_data import Data
-from tiny_policy import make_checkpoint
+from ..settings.tiny_policy import make_checkpoint
+from .learning_line import Line
+from .recorded_data import Data
 
 
 @pytest.fixture(scope="module", autouse=True)

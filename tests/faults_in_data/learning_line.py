@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from recorded_data import Data
 
 from agl_algorithms.gae import discounted_sums
 from agl_algorithms.prepared import samples_of
@@ -27,6 +26,8 @@ from agl_core.training.collect import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
 from agl_torch.models.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
+
+from .recorded_data import Data
 
 PLUGINS = Plugins.load()
 JUDGED = dict.fromkeys(Ending, "score")

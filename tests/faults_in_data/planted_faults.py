@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from tiny_policy import CONTEXT, VOCABULARY
 
 from agl_core.types import (
     Attempt,
@@ -26,6 +25,8 @@ from agl_core.types import (
     ToolResult,
     ToolStatus,
 )
+
+from ..settings.tiny_policy import CONTEXT, VOCABULARY
 
 NAN, INF = float("nan"), float("inf")
 TRAINED = "trained"

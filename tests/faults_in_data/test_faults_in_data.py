@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learning_line import JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged
-from planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids, logprobs
-from recorded_data import Data
-from tiny_policy import CONTEXT
 
 from agl_core.errors import StoreError
 from agl_core.learning import ScoringRule, score
@@ -30,6 +26,11 @@ from agl_core.types import (
     Reward,
     TransitionKey,
 )
+
+from ..settings.tiny_policy import CONTEXT
+from .learning_line import JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged
+from .planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids, logprobs
+from .recorded_data import Data
 
 GRPO = WAYS[0]
 

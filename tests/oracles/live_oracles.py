@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 
-import make_fixture
-import oracle_fixture
 import pytest
 import torch
-from oracle_cases import Case, check, every_case
+
+from . import make_fixture, oracle_fixture
+from .oracle_cases import Case, check, every_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 

@@ -1,13 +1,13 @@
 """Makes fixture.jsonl anew by asking veRL and TRL themselves; `make oracles` has their environment.
 
-.venv-oracles/bin/python tests/oracles/make_fixture.py
+.venv-oracles/bin/python -m tests.oracles.make_fixture
 """
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
-import oracle_fixture
+from . import oracle_fixture
 
 ORACLES = ("verl", "trl", "torch", "transformers")
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import oracle_ours as ours
 import torch
-from oracle_batches import Batch, draw
 from torch import Tensor
+
+from . import oracle_ours as ours
+from .oracle_batches import Batch, draw
 
 Outputs = Mapping[str, Tensor]
 
@@ -35,7 +36,7 @@ class Case:
 
     def theirs(self, batch: Batch) -> Outputs:
         module, function = self.function.split(".")
-        found: Outputs = getattr(importlib.import_module(module), function)(batch, **self.arguments)
+        found: Outputs = getattr(importlib.import_module(f".{module}", __package__), function)(batch, **self.arguments)
         return found
 
     def batch(self, seed: int) -> Batch:

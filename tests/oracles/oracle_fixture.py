@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oracle_batches import Batch, Transition
-from oracle_cases import Case, Outputs, every_case
 from torch import Tensor
+
+from .oracle_batches import Batch, Transition
+from .oracle_cases import Case, Outputs, every_case
 
 PATH = Path(__file__).with_name("fixture.jsonl")
 SEEDS = (1, 2)

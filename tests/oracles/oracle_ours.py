@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from oracle_batches import Batch
 from torch import Tensor
 
 from agl_algorithms import plugin
 from agl_algorithms.interface import CriticAlgorithm, Logprobs, Samples
 from agl_core.plugins import Kind, Plugins
+
+from .oracle_batches import Batch
 
 Options = Mapping[str, Any]
 Outputs = dict[str, Tensor]

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from oracle_batches import Batch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+
+from .oracle_batches import Batch
 
 Outputs = dict[str, Tensor]
 

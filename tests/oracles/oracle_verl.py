@@ -9,12 +9,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from oracle_batches import Batch
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.workers.config import ActorConfig
+
+from .oracle_batches import Batch
 
 Outputs = dict[str, Tensor]
 Step = Literal["token", "transition", "call", "rollout"]

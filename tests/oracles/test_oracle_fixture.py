@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import oracle_fixture
 import pytest
-from oracle_cases import Case, check, every_case
+
+from . import oracle_fixture
+from .oracle_cases import Case, check, every_case
 
 FIXTURE = oracle_fixture.read()
 EACH = [(case, oracle_fixture.batch_name(case, seed)) for case in every_case() for seed in oracle_fixture.SEEDS]

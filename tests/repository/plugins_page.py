@@ -47,7 +47,17 @@ MADE = {
 
 
 def examples() -> dict[str, str]:
-    """The page's files by name."""
+    """The page's plugin files by name."""
+    return {name: code for name, code in _files().items() if not name.startswith("test_")}
+
+
+def example_of_a_test() -> str:
+    """The page's test of a plugin."""
+    (code,) = (code for name, code in _files().items() if name.startswith("test_"))
+    return code
+
+
+def _files() -> dict[str, str]:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     return {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks}
 

@@ -94,7 +94,13 @@ def test_the_core_names_no_sibling(distributions: dict[str, Any]) -> None:
 
 
 def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
-    found = [each.place for each in distributions["agl-core"].imports if each.package in NEVER_IN_THE_CORE]
+    """Except that its tools for tests use OpenAI's client, as agents do."""
+    found = [
+        each.place
+        for each in distributions["agl-core"].imports
+        if each.package in NEVER_IN_THE_CORE
+        and not (each.importer.startswith("agl_core.testing") and each.package == "openai")
+    ]
 
     assert found == []
 
@@ -102,20 +108,24 @@ def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
 def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
     """Importing a module needs nothing but the distribution's own dependencies.
 
-    Only the server's rooms may need the extra `server`, and what uses it (`agl-core[server]`).
+    Only the server's rooms may need the extra `server`, and what uses it (`agl-core[server]`); `agl_core.testing` may
+    need the extra `testing`, and pytest for its fixtures.
     """
     providers = {**NOT_INSTALLED, **importlib.metadata.packages_distributions()}
     undeclared = []
     for distribution in distributions.values():
         project = distribution.project
         base = _names(project["dependencies"])
-        server = base | _names(project.get("optional-dependencies", {}).get("server", []))
+        extras = project.get("optional-dependencies", {})
+        server = base | _names(extras.get("server", []))
+        testing = server | _names(extras.get("testing", [])) | {"pytest"}
         if "agl-core[server]" in project["dependencies"]:
             server |= _names(distributions["agl-core"].project["optional-dependencies"]["server"])
         for each in distribution.imports:
             if not each.always or each.package in sys.stdlib_module_names or each.package == distribution.package:
                 continue
-            allowed = base if _is_light(each.importer) else server
+            is_testing = each.importer.startswith("agl_core.testing")
+            allowed = testing if is_testing else base if _is_light(each.importer) else server
             if not allowed & _names(providers.get(each.package, [each.package])):
                 undeclared.append(f"{each.place}: {each.package}")
 

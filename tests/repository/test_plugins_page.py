@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,13 @@ def test_every_kind_and_every_hook_has_an_example(files: list[Path]) -> None:
 
 def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
     PAGE.exercise(Plugins.load(files))
+
+
+async def test_the_example_of_a_test_passes() -> None:
+    code = PAGE.example_of_a_test()
+    names: dict[str, Any] = {}
+    exec(compile(code, "test_my_agent.py", "exec"), names)
+    await names["test_my_agent"]()
 
 
 def test_a_run_with_the_examples_is_accepted(files: list[Path], tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import torch
-from policy_effects import trained
 from pydantic import BaseModel, ValidationError
-from settings_bench import Bench, Effect, Given
-from tiny_policy import make_batch
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
 from agl_core.plugins import Component, Kind, Plugins
+
+from .policy_effects import trained
+from .settings_bench import Bench, Effect, Given
+from .tiny_policy import make_batch
 
 TRIED = (True, False, 2, 3, 0.5, 0.05)
 """Values for any setting, besides the words that its type names; what it does not take is passed over."""

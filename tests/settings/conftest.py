@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "core" / "tests" / "server")]
-
-from settings_bench import Bench
-from tiny_policy import make_checkpoint
+from .settings_bench import Bench
+from .tiny_policy import make_checkpoint
 
 
 @pytest.fixture(scope="session")

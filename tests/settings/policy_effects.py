@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from settings_bench import Bench, Effect, Given, ran
-from tiny_policy import CONTEXT, VOCABULARY, make_batch, make_checkpoint
 
 from agl_core.config import LoadedConfig
 from agl_core.errors import EngineError
@@ -25,6 +23,9 @@ from agl_core.training.session import engine_context
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
+
+from .settings_bench import Bench, Effect, Given, ran
+from .tiny_policy import CONTEXT, VOCABULARY, make_batch, make_checkpoint
 
 TORCH: Given = {"engine.name": "torch"}
 CUSTOM_CODE = """

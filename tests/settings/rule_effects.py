@@ -12,8 +12,6 @@ from unittest import mock
 
 import numpy as np
 from aiohttp import web
-from run_effects import train_tasks
-from settings_bench import Bench, Effect, Given, Ran, ran
 
 from agl_core.errors import ConfigError
 from agl_core.types import (
@@ -29,6 +27,9 @@ from agl_core.types import (
     TransitionKey,
 )
 from agl_rewards import JudgeError
+
+from .run_effects import train_tasks
+from .settings_bench import Bench, Effect, Given, Ran, ran
 
 METADATA = {"result": "Ann 5.001", "also": "nothing"}
 COUNTED = 300_000

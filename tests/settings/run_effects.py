@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from settings_bench import HERE, Bench, Effect, Given, Ran, ran
-
 from agl_core.capture import attach
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind
 from agl_core.training.run import new_run_dir
+
+from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
 
 
 def refusal(bench: Bench, given: Given) -> str | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scripted_upstream import ScriptedUpstream
 
 import agl_core
 from agl_core import Capability
@@ -18,6 +17,7 @@ from agl_core.builtin.fifo import Fifo
 from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.registering import NoOptions, RegisterBuffer, RegisterEngine, RegisterStore, RegisterTaskSource
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Task
 
 SEEN = "seen.json"

@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from settings_bench import Bench, Effect, Given
-from stack import make_rollout
-
 from agl_core.server import LightningServer
+from agl_core.testing import episodes as make
 from agl_core.training.report import Silent
 from agl_core.training.run import new_run_dir
 from agl_core.training.serving import local_server
 from agl_core.training.session import open_session
 from agl_core.wire.keys import SERVER_FILE
 from agl_core.wire.workers import LeaseRequest
+
+from .settings_bench import Bench, Effect, Given
 
 
 def _free_port() -> int:
@@ -70,7 +70,7 @@ async def takes_spans_over_grpc(server: LightningServer, url: str) -> bool:
 
 async def terms(server: LightningServer, url: str) -> tuple[float, float]:
     """What a lease says of heartbeats."""
-    await server.queue.enqueue([make_rollout("a")])
+    await server.queue.enqueue([make.rollout("a")])
     (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
     return lease.heartbeat, lease.expires
 

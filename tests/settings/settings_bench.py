@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import tomli_w
-from scripted_parts import SEEN
 
 from agl_core.config import LoadedConfig, load
 from agl_core.training.report import Silent, Summary
 from agl_core.training.run import new_run_dir, train
 from agl_core.types import Attempt
+
+from .scripted_parts import SEEN
 
 HERE = Path(__file__).parent
 

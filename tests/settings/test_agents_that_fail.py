@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import scripted_parts
-from settings_bench import Bench
 
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
 from agl_core.training.report import Silent
 from agl_core.training.run import new_run_dir, train
+
+from . import scripted_parts
+from .settings_bench import Bench
 
 
 class Said(Silent):

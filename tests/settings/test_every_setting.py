@@ -7,18 +7,21 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import algorithm_effects
-import policy_effects
 import pytest
-import rule_effects
-import run_effects
-import server_effects
-import settings_found
-import training_effects
-from settings_bench import Bench, Effect, Given
-from settings_found import every_setting
 
 from agl_core.plugins import Plugins
+
+from . import (
+    algorithm_effects,
+    policy_effects,
+    rule_effects,
+    run_effects,
+    server_effects,
+    settings_found,
+    training_effects,
+)
+from .settings_bench import Bench, Effect, Given
+from .settings_found import every_setting
 
 PLUGINS = Plugins.load()
 SETTINGS = every_setting(PLUGINS)

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scripted_agent
-import scripted_parts
 import tomli_w
-from scripted_parts import SEEN, WEIGHTS
-from settings_bench import Bench
 from typer.testing import CliRunner
 
 from agl_core.analysis.rollouts import superseded
@@ -26,6 +22,10 @@ from agl_core.training.report import Silent, Summary
 from agl_core.training.run import evaluate, new_run_dir, train
 from agl_core.training.serving import standalone_server
 from agl_core.types import Rollout, Run
+
+from . import scripted_agent, scripted_parts
+from .scripted_parts import SEEN, WEIGHTS
+from .settings_bench import Bench
 
 
 class Heard(Silent):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from settings_bench import Bench
 
 from agl_core.errors import ConfigError, ServerError
 from agl_core.training.report import Silent
@@ -21,6 +20,8 @@ from agl_core.training.session import open_session
 from agl_core.types import Mode, Rollout, Task
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
+
+from .settings_bench import Bench
 
 OF_THE_ENGINE = {"seen.json"}
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from settings_bench import Bench
 
 from agl_core.config import check
+
+from .settings_bench import Bench
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce++", "ppo"])

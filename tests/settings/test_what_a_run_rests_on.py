@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from settings_bench import Bench
 
 from agl_core.training.cautions import Assertions
+
+from .settings_bench import Bench
 
 TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
 

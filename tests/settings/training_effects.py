@@ -6,13 +6,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import replace
 from typing import Any
 
-from memory_store import MemoryStore
-from policy_effects import rows_computed_together
-from settings_bench import Bench, Effect, Given, Ran, ran
-
 from agl_core.errors import TrainingError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
+from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.collect import Collector
 from agl_core.training.plan import plan_train_group
 from agl_core.training.report import Silent
@@ -20,6 +17,9 @@ from agl_core.training.run import new_run_dir
 from agl_core.training.serving import local_server
 from agl_core.training.session import open_session
 from agl_core.types import Attempt, Ending, Rollout, RolloutState
+
+from .policy_effects import rows_computed_together
+from .settings_bench import Bench, Effect, Given, Ran, ran
 
 
 class EndedQueue:

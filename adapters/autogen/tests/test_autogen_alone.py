@@ -24,11 +24,12 @@ from autogen_core.models import (
 from autogen_ext.models.cache import ChatCompletionCache
 from autogen_ext.models.replay import ReplayChatCompletionClient
 from PIL import Image as Pixels
-from scripted_upstream import CallTools, Fail, Say, ScriptedUpstream, logprob
 
 import agl_core
 from agl_autogen import record
 from agl_core.capture import current_attempt
+from agl_core.testing.scripts import CallTools, Fail, Say
+from agl_core.testing.upstream import ScriptedUpstream, logprob
 from agl_core.types import Ending, FinishReason
 
 SETTINGS = {"temperature": 0.5, "max_tokens": 200, "seed": 7}

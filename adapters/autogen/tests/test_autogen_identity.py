@@ -25,9 +25,9 @@ from autogen_agentchat.teams import (
 from autogen_agentchat.tools import AgentTool, TeamTool
 from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
 from autogen_core.models import SystemMessage, UserMessage
-from scripted_upstream import CallTools, Fail, Hold, Say
 
 from agl_core.capture import current_identity, identify
+from agl_core.testing.scripts import CallTools, Fail, Hold, Say
 from agl_core.worker.environment import PLACEHOLDER_KEY
 
 QUESTION = [TextMessage(content="hello", source="user")]
@@ -333,7 +333,7 @@ async def test_cancelling_reaches_the_user(world: Any, trial: Any) -> None:
         with pytest.raises(asyncio.CancelledError):
             await run
     hold.release.set()
-    assert trial.tool_results == []
+    assert trial.tool_results == ()
 
 
 async def test_outside_a_rollout_nothing_is_stamped(world: Any, trial: Any, model_client: Any) -> None:

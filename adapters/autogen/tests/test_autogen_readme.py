@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_upstream import CallTools, Say
+
+from agl_core.testing.scripts import CallTools, Say
 
 README = Path(__file__).parent.parent / "README.md"
 

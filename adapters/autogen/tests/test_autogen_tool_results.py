@@ -22,9 +22,9 @@ from autogen_core.tools import (
     StaticWorkbench,
 )
 from pydantic import BaseModel
-from scripted_upstream import CallTools, Say
 
 import agl_autogen.tools
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import ToolStatus
 
 
@@ -113,8 +113,8 @@ async def test_a_tool_that_does_not_exist_is_an_error_although_nothing_ran(run: 
     assert not tool_result.id.startswith("messages:")
 
 
-async def test_arguments_that_are_no_json(world: Any, trial: Any, broken_arguments: Any) -> None:
-    world.upstream.script(broken_arguments("add"))
+async def test_arguments_that_are_no_json(world: Any, trial: Any) -> None:
+    world.upstream.script(CallTools([("add", "{a", "call_broken")]))
     with trial.running():
         await AssistantAgent("solver", world.client(), tools=[add]).run(task="hello")
     (tool_result,) = trial.tool_results
@@ -144,7 +144,7 @@ async def test_a_handoff_is_no_failure(world: Any, trial: Any) -> None:
     with trial.running():
         alice = AssistantAgent("alice", client, tools=[add], handoffs=["bob"])
         await Swarm([alice, AssistantAgent("bob", client)], max_turns=2).run(task="hello")
-    tool_results = (await trial.episode()).transitions[0].tool_results
+    tool_results = (await trial.close()).transitions[0].tool_results
     assert [(o.tool, str(o.status), o.agent) for o in tool_results] == [
         ("transfer_to_bob", "ok", "alice"),
         ("add", "ok", "alice"),
@@ -164,7 +164,7 @@ async def test_an_agent_as_a_tool_is_an_tool_result_as_are_its_own_tools(
     with trial.running():
         await AssistantAgent("boss", client, tools=tools, model_client_stream=streaming).run(task="hello")
     assert await trial.agents() == ["boss", "expert", "expert"]
-    episode = await trial.episode()
+    episode = await trial.close()
     assert [[(o.tool, str(o.status), o.agent) for o in t.tool_results] for t in episode.transitions] == [
         [("expert", "ok", "boss")],
         [("broken", "error", "expert"), ("lost", "error", "expert")],
@@ -196,7 +196,7 @@ async def test_a_tool_without_an_id_is_joined_with_the_one_call_of_the_turn(worl
     with trial.running():
         agent = ReAct(world.client(), FunctionTool(add, "Add."), {"a": 1, "b": 2})
         await RoundRobinGroupChat([agent], max_turns=3).run(task="hello")
-    episode = await trial.episode()
+    episode = await trial.close()
     assert [[o.result for o in t.tool_results] for t in episode.transitions] == [["3"]] * 3
 
 
@@ -214,7 +214,7 @@ async def test_a_tool_that_calls_another_handles_its_failure(world: Any, trial: 
     with trial.running():
         await AssistantAgent("solver", world.client(), tools=[careful]).run(task="hello")
         await ReAct(world.client(), FunctionTool(careful, "Try."), {}).run(task="hello")
-    for transition in (await trial.episode()).transitions:
+    for transition in (await trial.close()).transitions:
         (joined,) = transition.tool_results
         assert (joined.tool, joined.status, joined.result) == ("careful", ToolStatus.OK, "handled")
     assert Counter((o.tool, str(o.status)) for o in trial.tool_results) == {
@@ -258,7 +258,7 @@ async def test_tools_that_another_agent_runs_are_the_tool_results_of_who_asked(w
         assert await runtime.send_message(Ask("1 + 2?"), AgentId("worker", "default")) == "3"
     await runtime.stop()
     assert await trial.agents() == ["worker", "worker"]
-    tool_results = (await trial.episode()).transitions[0].tool_results
+    tool_results = (await trial.close()).transitions[0].tool_results
     assert [(o.tool, str(o.status), o.agent) for o in tool_results] == [
         ("add", "ok", "worker"),
         ("broken", "error", "worker"),
@@ -281,7 +281,7 @@ async def test_a_cancelled_tool_has_no_tool_result(trial: Any) -> None:
         token.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
-    assert trial.tool_results == []
+    assert trial.tool_results == ()
 
 
 async def test_concurrent_attempts_record_their_own_tool_results(world: Any) -> None:
@@ -322,7 +322,7 @@ async def test_what_the_program_sees_is_the_same(world: Any, trial: Any) -> None
         return told
 
     unwatched = await seen()
-    assert trial.tool_results == []
+    assert trial.tool_results == ()
     with trial.running():
         assert await seen() == unwatched
     assert len(trial.tool_results) == 3

@@ -13,6 +13,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 
+from agl_core.testing.scripts import CallTools, Received, Say, Step, in_turn
 from agl_core.types import Ending, FinishReason
 from agl_langchain import AglCallback
 
@@ -27,10 +28,8 @@ def add(a: int, b: int) -> int:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_agent_with_a_tool(
-    asynchronous: bool, streaming: bool, server: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+def test_an_agent_with_a_tool(asynchronous: bool, streaming: bool, server: Any) -> None:
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     agent = create_agent(ChatOpenAI(model="m", temperature=0.5, streaming=streaming), [add], name="solver")
     callback = AglCallback()
     config: Any = {"callbacks": [callback]}
@@ -53,8 +52,8 @@ def test_an_agent_with_a_tool(
     assert callback.transitions()[0].response == first.response
 
 
-def test_each_run_is_an_episode(server: Any, answer: Any) -> None:
-    server.script = lambda body: answer(f"re: {body['messages'][-1]['content']}")
+def test_each_run_is_an_episode(server: Any) -> None:
+    server.answer = lambda received: Say(f"re: {received.said}")
     callback = AglCallback()
     agent = create_agent(ChatOpenAI(model="m"), name="echo")
     agent.batch([{"messages": [("user", str(i))]} for i in range(5)], {"callbacks": [callback]})
@@ -105,15 +104,15 @@ def test_only_the_latest_runs_are_kept(server: Any) -> None:
     assert callback.episodes() == []
 
 
-def test_a_run_that_has_not_ended_is_no_episode_yet(server: Any, answer: Any) -> None:
+def test_a_run_that_has_not_ended_is_no_episode_yet(server: Any) -> None:
     arrived, go_on = threading.Event(), threading.Event()
 
-    def wait(body: dict[str, Any]) -> dict[str, Any]:
+    def wait(received: Received) -> Step:
         arrived.set()
         go_on.wait(20)
-        return answer("done")
+        return Say("done")
 
-    server.script = wait
+    server.answer = wait
     callback = AglCallback()
     thread = threading.Thread(target=lambda: ChatOpenAI(model="m").invoke("hi", {"callbacks": [callback]}))
     thread.start()

@@ -19,6 +19,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, Send
 
 from agl_core.capture import ActiveAttempt, current_identity, identify, running
+from agl_core.testing.scripts import CallTools, Fail, Received, Say, Step
 from agl_langchain import AglCallback
 
 QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
@@ -78,7 +79,7 @@ def test_two_nodes_of_a_graph_are_told_apart(call: Any, config: Any, server: Any
     with running(attempt("r7")):
         call(two_nodes(ChatOpenAI(model="m")), QUESTION, config)
     assert server.agents() == ["write_query", "check_query"]
-    assert {request.rollout for request in server.seen} == {"r7/0"}
+    assert {request.rollout for request in server.received} == {"r7/0"}
     assert current_identity() is None
 
 
@@ -120,13 +121,13 @@ def test_a_name_that_is_not_ascii(config: Any, server: Any, attempt: Any) -> Non
 
 def overlapping(server: Any, parties: int) -> None:
     """No request is answered before `parties` of them have arrived."""
-    barrier, reply = threading.Barrier(parties), server.script
+    barrier, reply = threading.Barrier(parties), server.answer
 
-    def script(body: dict[str, Any]) -> dict[str, Any]:
+    def script(received: Received) -> Step:
         barrier.wait(20)
-        return reply(body)
+        return reply(received)
 
-    server.script = script
+    server.answer = script
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -152,7 +153,7 @@ def test_parallel_nodes_and_send(asynchronous: bool, config: Any, server: Any, a
     assert Counter(server.agents()) == {"left": 1, "right": 1, "mapped": 3}
 
 
-def test_a_handoff_is_followed_and_is_no_failure(config: Any, server: Any, attempt: Any, ask: Any, answer: Any) -> None:
+def test_a_handoff_is_followed_and_is_no_failure(config: Any, server: Any, attempt: Any) -> None:
     @tool
     def to_bob() -> Any:
         """Hand over to bob."""
@@ -162,7 +163,7 @@ def test_a_handoff_is_followed_and_is_no_failure(config: Any, server: Any, attem
     graph.add_node("alice", create_agent(ChatOpenAI(model="m"), [to_bob], name="alice"))
     graph.add_node("bob", create_agent(ChatOpenAI(model="m"), name="bob"))
     graph.add_edge(START, "alice")
-    server.script = lambda body: ask(("c1", "to_bob", {})) if body.get("tools") else answer("done")
+    server.answer = lambda received: CallTools([("to_bob", {}, "c1")]) if received.body.get("tools") else Say("done")
     active = attempt()
     with running(active):
         graph.compile().invoke(QUESTION, config)
@@ -170,7 +171,7 @@ def test_a_handoff_is_followed_and_is_no_failure(config: Any, server: Any, attem
     assert [(o.tool, o.status, o.tool_call_id) for o in active.recording.tool_results] == [("to_bob", "ok", "c1")]
 
 
-def test_an_agent_called_inside_a_tool(config: Any, server: Any, attempt: Any, ask: Any, answer: Any) -> None:
+def test_an_agent_called_inside_a_tool(config: Any, server: Any, attempt: Any) -> None:
     expert = create_agent(ChatOpenAI(model="m"), name="expert", system_prompt="expert")
 
     @tool
@@ -179,10 +180,10 @@ def test_an_agent_called_inside_a_tool(config: Any, server: Any, attempt: Any, a
         return str(expert.invoke({"messages": [("user", question)]})["messages"][-1].content)
 
     boss = create_agent(ChatOpenAI(model="m"), [consult], name="boss")
-    server.script = lambda body: (
-        ask(("c1", "consult", {"question": "why"}))
-        if body.get("tools") and len(body["messages"]) == 1
-        else answer("because")
+    server.answer = lambda received: (
+        CallTools([("consult", {"question": "why"}, "c1")])
+        if received.body.get("tools") and not received.turns
+        else Say("because")
     )
     with running(attempt()):
         boss.invoke(QUESTION, config)
@@ -219,10 +220,10 @@ def test_concurrent_rollouts_share_one_client(
             thread.start()
         for thread in threads:
             thread.join()
-    assert {(request.said, request.rollout, request.agent) for request in server.seen} == {
+    assert {(request.said, request.rollout, request.agent) for request in server.received} == {
         (name, f"{name}/0", "shared") for name in names
     }
-    assert len(server.seen) == len(names)
+    assert len(server.received) == len(names)
 
 
 def test_batch_in_each_of_several_rollouts(config: Any, server: Any, attempt: Any) -> None:
@@ -238,7 +239,10 @@ def test_batch_in_each_of_several_rollouts(config: Any, server: Any, attempt: An
         thread.start()
     for thread in threads:
         thread.join()
-    assert Counter((request.said, request.rollout) for request in server.seen) == {("r1", "r1/0"): 3, ("r2", "r2/0"): 3}
+    assert Counter((request.said, request.rollout) for request in server.received) == {
+        ("r1", "r1/0"): 3,
+        ("r2", "r2/0"): 3,
+    }
 
 
 def test_a_bare_thread_inside_a_node_belongs_to_the_rollout_and_the_node(
@@ -255,7 +259,7 @@ def test_a_bare_thread_inside_a_node_belongs_to_the_rollout_and_the_node(
     graph = StateGraph(MessagesState).add_node("think", think).add_edge(START, "think").compile()
     with running(attempt("r3")):
         graph.invoke(QUESTION, config)
-    assert [(request.rollout, request.agent) for request in server.seen] == [("r3/0", "think")]
+    assert [(request.rollout, request.agent) for request in server.received] == [("r3/0", "think")]
 
 
 def test_the_openai_client_called_in_a_node(config: Any, server: Any, attempt: Any) -> None:
@@ -269,7 +273,7 @@ def test_the_openai_client_called_in_a_node(config: Any, server: Any, attempt: A
     with running(attempt()):
         graph.invoke(QUESTION, config)
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "outside"}])
-    assert [(request.said, request.agent) for request in server.seen] == [("raw", "raw"), ("outside", None)]
+    assert [(request.said, request.agent) for request in server.received] == [("raw", "raw"), ("outside", None)]
 
 
 def test_identity_does_not_leak_from_one_call_to_the_next(config: Any, server: Any, attempt: Any) -> None:
@@ -285,10 +289,10 @@ def test_identity_does_not_leak_from_one_call_to_the_next(config: Any, server: A
 
 
 def test_a_failed_call_leaves_no_identity(config: Any, server: Any, attempt: Any) -> None:
-    def fail(body: dict[str, Any]) -> dict[str, Any]:
+    def fail(received: Received) -> Step:
         raise RuntimeError("no model")
 
-    server.script = fail
+    server.answer = fail
     with running(attempt()), pytest.raises(openai.InternalServerError):
         create_agent(ChatOpenAI(model="m", max_retries=0), name="unlucky").invoke(QUESTION, config)
     assert current_identity() is None
@@ -321,29 +325,22 @@ def test_requests_to_another_host_are_not_stamped(config: Any, server: Any, othe
     with running(attempt()):
         create_agent(ChatOpenAI(model="m", base_url=other_host.url), name="judge").invoke(QUESTION, config)
         create_agent(ChatOpenAI(model="m"), name="solver").invoke(QUESTION, config)
-    assert [name for name in other_host.seen[0].headers if name.startswith("x-agl")] == []
+    assert [name for name in other_host.received[0].headers if name.lower().startswith("x-agl")] == []
     assert server.agents() == ["solver"]
 
 
 def test_outside_a_rollout_nothing_is_stamped(config: Any, server: Any) -> None:
     create_agent(ChatOpenAI(model="m"), name="solver").invoke(QUESTION, config)
-    assert [name for name in server.seen[0].headers if name.startswith("x-agl")] == []
+    assert [name for name in server.received[0].headers if name.lower().startswith("x-agl")] == []
 
 
 def test_retries_of_the_client_carry_one_marker(config: Any, server: Any, attempt: Any) -> None:
-    failures = iter([RuntimeError("busy")])
-
-    def script(body: dict[str, Any]) -> dict[str, Any]:
-        for failure in failures:
-            raise failure
-        return {"role": "assistant", "content": "done"}
-
-    server.script = script
+    server.script(Fail(500))
     agent = create_agent(ChatOpenAI(model="m", max_retries=2), name="solver")
     with running(attempt()):
         agent.invoke(QUESTION, config)
         agent.invoke(QUESTION, config)
-    first, retry, second = [request.headers["x-agl-retry"] for request in server.seen]
+    first, retry, second = [request.headers["x-agl-retry"] for request in server.received]
     assert first == retry != second
 
 
@@ -358,7 +355,7 @@ def test_text_completions(config: Any, server: Any, attempt: Any) -> None:
 
 
 def test_concurrent_attempts_record_their_own_tool_results(
-    config: Any, server: Any, attempt: Callable[..., ActiveAttempt], ask: Any, answer: Any
+    config: Any, server: Any, attempt: Callable[..., ActiveAttempt]
 ) -> None:
     @tool
     def echo(text: str) -> str:
@@ -366,10 +363,8 @@ def test_concurrent_attempts_record_their_own_tool_results(
         return text
 
     agent = create_agent(ChatOpenAI(model="m"), [echo], name="parrot")
-    server.script = lambda body: (
-        ask(("call_1", "echo", {"text": body["messages"][0]["content"]}))
-        if len(body["messages"]) == 1
-        else answer("ok")
+    server.answer = lambda received: (
+        CallTools([("echo", {"text": received.said}, "call_1")]) if not received.turns else Say("ok")
     )
     overlapping(server, 4)
     attempts = {name: attempt(name) for name in ("r1", "r2", "r3", "r4")}

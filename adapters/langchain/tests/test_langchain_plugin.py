@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agl_core.capture import installed_adapters
+from agl_core.testing.scripts import CallTools, Say, in_turn
 
 
 def test_it_is_found_as_an_installed_plugin() -> None:
@@ -39,11 +40,11 @@ def test_an_unmodified_agent_is_seen_after_agl_attaches(server: Any) -> None:
         assert not attachment.failed
     """
     run(program, server)
-    assert [(request.rollout, request.agent) for request in server.seen] == [("r1/0", "solver")]
+    assert [(request.rollout, request.agent) for request in server.received] == [("r1/0", "solver")]
 
 
 @pytest.mark.parametrize("line", ["callbacks = [AglCallback()]", "callbacks = []; agl_langchain.attach()"])
-def test_one_line_is_enough(line: str, server: Any, ask: Any, answer: Any, in_turn: Any) -> None:
+def test_one_line_is_enough(line: str, server: Any) -> None:
     """Nothing of agl's is attached in the process besides, as where [agent] attach is off."""
     program = """
         import sys
@@ -65,9 +66,9 @@ def test_one_line_is_enough(line: str, server: Any, ask: Any, answer: Any, in_tu
             agent.invoke({"messages": [("user", "hello")]}, {"callbacks": callbacks})
         assert [str(tool_result.status) for tool_result in active.recording.tool_results] == ["empty"]
     """
-    server.script = in_turn(ask(("c1", "find", {"what": "x"})), answer("3"))
+    server.answer = in_turn(CallTools([("find", {"what": "x"}, "c1")]), Say("3"))
     run(program.replace("LINE", line), server)
-    assert [(request.rollout, request.agent) for request in server.seen] == [("r1/0", "solver")] * 2
+    assert [(request.rollout, request.agent) for request in server.received] == [("r1/0", "solver")] * 2
 
 
 def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(server: Any) -> None:

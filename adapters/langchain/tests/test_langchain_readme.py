@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
+from agl_core.testing.scripts import CallTools, Say, in_turn
+
 README = Path(__file__).parent.parent / "README.md"
 
 
 def test_the_snippets(
     server: Any,
-    ask: Any,
-    answer: Any,
-    in_turn: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     snippets = [text for language, text in blocks if language == "python"]
     assert len(snippets) == 3

@@ -31,7 +31,7 @@ class DraftObject:
 
 
 def states(server: Any) -> list[Mapping[str, Any] | None]:
-    return [unpack_variables(request.headers.get("x-agl-state")) for request in server.seen]
+    return [unpack_variables(request.headers.get("x-agl-state")) for request in server.received]
 
 
 @pytest.mark.parametrize("schema", [Draft, DraftObject])

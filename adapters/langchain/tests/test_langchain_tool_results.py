@@ -20,6 +20,7 @@ from langgraph.types import interrupt
 
 import agl_langchain
 from agl_core.capture import running
+from agl_core.testing.scripts import CallTools, Received, Say, Step, in_turn
 from agl_core.types import ToolStatus
 
 QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
@@ -76,11 +77,11 @@ class TellTheModel(AgentMiddleware):
 
 
 @pytest.fixture
-def run(config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any) -> Callable[..., list[Any]]:
+def run(config: Any, server: Any, attempt: Any) -> Callable[..., list[Any]]:
     """Runs an agent whose model asks for the given tools, and gives the tool results."""
 
     def run(*calls: tuple[str, str, dict[str, Any]], tools: Any, asynchronous: bool = False) -> list[Any]:
-        server.script = in_turn(ask(*calls), answer("done"))
+        server.answer = in_turn(CallTools([(name, arguments, id) for id, name, arguments in calls]), Say("done"))
         agent = create_agent(ChatOpenAI(model="m"), tools, name="solver", middleware=[TellTheModel()])
         active = attempt()
         with running(active):
@@ -148,9 +149,7 @@ def test_parallel_tool_calls(run: Any) -> None:
     }
 
 
-def test_a_retried_tool_has_an_tool_result_for_each_try(
-    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
+def test_a_retried_tool_has_an_tool_result_for_each_try(config: Any, server: Any, attempt: Any) -> None:
     tries = iter([ValueError("busy"), None])
 
     @tool
@@ -168,16 +167,14 @@ def test_a_retried_tool_has_an_tool_result_for_each_try(
         except ValueError:
             return handler(request)
 
-    server.script = in_turn(ask(("c1", "flaky", {})), answer("done"))
+    server.answer = in_turn(CallTools([("flaky", {}, "c1")]), Say("done"))
     active = attempt()
     with running(active):
         create_agent(ChatOpenAI(model="m"), [flaky], middleware=[again]).invoke(QUESTION, config)
     assert [(o.tool_call_id, str(o.status)) for o in active.recording.tool_results] == [("c1", "error"), ("c1", "ok")]
 
 
-def test_in_a_graph_the_tool_result_is_the_callers_not_the_tool_nodes(
-    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
+def test_in_a_graph_the_tool_result_is_the_callers_not_the_tool_nodes(config: Any, server: Any, attempt: Any) -> None:
     llm = ChatOpenAI(model="m").bind_tools([add])
     graph = StateGraph(MessagesState)
     graph.add_node("plan", lambda state: {"messages": [llm.invoke(state["messages"])]})
@@ -185,7 +182,7 @@ def test_in_a_graph_the_tool_result_is_the_callers_not_the_tool_nodes(
     graph.add_edge(START, "plan")
     graph.add_conditional_edges("plan", lambda state: "tools" if state["messages"][-1].tool_calls else END)
     graph.add_edge("tools", "plan")
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     active = attempt()
     with running(active):
         graph.compile().invoke(QUESTION, config)
@@ -206,18 +203,18 @@ def test_a_tool_called_in_a_node_without_an_id_shares_the_calls_parent(config: A
         StateGraph(MessagesState).add_node("react", react).add_edge(START, "react").compile().invoke(QUESTION, config)
     (tool_result,) = active.recording.tool_results
     assert tool_result.tool_call_id is None
-    assert tool_result.parent_span == server.seen[0].headers["x-agl-parent-span"]
+    assert tool_result.parent_span == server.received[0].headers["x-agl-parent-span"]
 
 
 def test_several_callbacks_and_attach_see_each_thing_once(
-    seen_by_agl: None, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+    seen_by_agl: None, attached: None, server: Any, attempt: Any
 ) -> None:
     inner = create_agent(ChatOpenAI(model="m"), [add], name="solver")
 
     def solve(state: MessagesState) -> Any:
         return inner.invoke(state, {"callbacks": [agl_langchain.AglCallback(), agl_langchain.AglCallback()]})
 
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "divide", {})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1"), ("divide", {}, "c2")]), Say("3"))
     active = attempt()
     with running(active):
         StateGraph(MessagesState).add_node("solve", solve).add_edge(START, "solve").compile().invoke(QUESTION)
@@ -241,15 +238,13 @@ def test_an_old_tool_message_in_the_input_is_no_tool_result(config: Any, server:
     assert active.recording.tool_results == ()
 
 
-def test_an_interrupt_is_no_failure(
-    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
+def test_an_interrupt_is_no_failure(config: Any, server: Any, attempt: Any) -> None:
     @tool
     def approve() -> str:
         """Ask a human."""
         return str(interrupt("ok?"))
 
-    server.script = in_turn(ask(("c1", "approve", {})), answer("done"))
+    server.answer = in_turn(CallTools([("approve", {}, "c1")]), Say("done"))
     agent = create_agent(ChatOpenAI(model="m"), [approve], checkpointer=InMemorySaver())
     active = attempt()
     with running(active):
@@ -257,9 +252,7 @@ def test_an_interrupt_is_no_failure(
     assert active.recording.tool_results == ()
 
 
-def test_an_tool_result_after_the_end_is_counted_and_not_kept(
-    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
+def test_an_tool_result_after_the_end_is_counted_and_not_kept(config: Any, server: Any, attempt: Any) -> None:
     active = attempt()
 
     @tool
@@ -268,7 +261,7 @@ def test_an_tool_result_after_the_end_is_counted_and_not_kept(
         active.recording.close()
         return "late"
 
-    server.script = in_turn(ask(("c1", "ends", {})), answer("done"))
+    server.answer = in_turn(CallTools([("ends", {}, "c1")]), Say("done"))
     with running(active):
         create_agent(ChatOpenAI(model="m"), [ends]).invoke(QUESTION, config)
     assert active.recording.tool_results == ()
@@ -277,20 +270,20 @@ def test_an_tool_result_after_the_end_is_counted_and_not_kept(
 
 @pytest.mark.expects_problems
 def test_an_adapter_that_fails_does_not_break_the_agent(
-    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, monkeypatch: pytest.MonkeyPatch
+    config: Any, server: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a bug")
 
     monkeypatch.setattr(agl_langchain.callback._Handler, "_tool_result", fail)
     monkeypatch.setattr("agl_langchain.callback.enter_identity", fail)
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     active = attempt()
     with running(active):
         result = create_agent(ChatOpenAI(model="m"), [add], name="solver").invoke(QUESTION, config)
     assert result["messages"][-1].content == "3"
     assert any("on_tool_end failed: KeyError" in problem for problem in active.recording.problems)
-    assert {request.rollout for request in server.seen} == {"r1/0"}
+    assert {request.rollout for request in server.received} == {"r1/0"}
 
 
 @tool
@@ -320,9 +313,7 @@ def test_the_text_decides_where_the_tools_author_told_no_status(said: Any, statu
     assert tool_result.status is status
 
 
-def test_conversations_whose_tool_call_ids_repeat(
-    config: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
+def test_conversations_whose_tool_call_ids_repeat(config: Any, server: Any, attempt: Any) -> None:
     """Two agents, one after the other and both at once, each of whose endpoints numbers its calls from 0."""
     both_asked = threading.Barrier(2)
 
@@ -332,14 +323,13 @@ def test_conversations_whose_tool_call_ids_repeat(
         both_asked.wait(20)
         return name
 
-    def script(body: dict[str, Any]) -> dict[str, Any]:
-        name = body["messages"][0]["content"]
+    def script(received: Received) -> Step:
+        name = received.said
         tool_name = "add" if "add" in name else "meet"
         arguments = {"a": 1, "b": len(name)} if tool_name == "add" else {"name": name}
-        reply: dict[str, Any] = in_turn(ask(("call_0", tool_name, arguments)), answer("done"))(body)
-        return reply
+        return in_turn(CallTools([(tool_name, arguments, "call_0")]), Say("done"))(received)
 
-    server.script = script
+    server.answer = script
 
     def sub_agent(name: str) -> Any:
         agent = create_agent(ChatOpenAI(model="m"), [add, meet], name=name)
@@ -356,7 +346,7 @@ def test_conversations_whose_tool_call_ids_repeat(
     with running(active):
         graph.compile().invoke(QUESTION, config)
 
-    firsts = [r for r in server.seen if not any(m["role"] == "tool" for m in r.body["messages"])]
+    firsts = [r for r in server.received if not any(m["role"] == "tool" for m in r.body["messages"])]
     asked = {r.agent: r.headers["x-agl-parent-span"] for r in firsts}
     told = {
         tool_result.agent: (tool_result.result, tool_result.parent_span)

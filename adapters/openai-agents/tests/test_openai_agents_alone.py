@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -10,10 +11,13 @@ import agents
 import openai
 import pytest
 from agents import Agent, ModelSettings, RunConfig
-from sample_agents import add, broken
 
+from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
+from agl_core.testing.upstream import END_TOKEN
 from agl_core.types import Ending, FinishReason
 from agl_openai_agents import AglProcessor
+
+from .sample_agents import add, broken
 
 
 @pytest.fixture
@@ -27,10 +31,8 @@ def solver(*tools: Any, **options: Any) -> Agent[Any]:
     return Agent(name="solver", instructions="Solve it.", model="m", tools=list(tools), **options)
 
 
-def test_an_agent_with_tools(
-    run: Any, use: str, processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "broken", {})), answer("3"))
+def test_an_agent_with_tools(run: Any, use: str, processor: AglProcessor, server: Any) -> None:
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {}, "c2")]), Say("3"))
     run(solver(add, broken, model_settings=ModelSettings(temperature=0.5)), "1 + 2?")
 
     (episode,) = processor.episodes()
@@ -53,7 +55,9 @@ def test_an_agent_with_tools(
     assert (second.policy, second.temperature) == ("m", 0.5)
     assert not first.has_ids
     assert processor.transitions()[0].response == first.response
-    assert all(name not in headers for name in ("x-agl-agent", "x-agl-rollout") for headers in [server.seen[0].headers])
+    assert all(
+        name not in headers for name in ("x-agl-agent", "x-agl-rollout") for headers in [server.received[0].headers]
+    )
 
 
 def test_token_ids_where_the_endpoint_returned_them_and_the_sdk_kept_them(
@@ -62,21 +66,22 @@ def test_token_ids_where_the_endpoint_returned_them_and_the_sdk_kept_them(
     server.returns_ids = True
     run_briefly(solver(), "hello")
     (transition,) = processor.transitions()
-    if server.seen[0].api == "chat":
+    if not server.received[0].is_responses:
         assert not transition.has_ids
     else:
         assert transition.has_ids
         assert transition.prompt_ids is not None
         assert transition.response_ids is not None
-        assert (transition.prompt_ids.tolist(), transition.response_ids.tolist()) == ([1, 2, 1], [3, 1])
+        assert (transition.prompt_ids.tolist(), transition.response_ids.tolist()) == (
+            list(json.dumps(server.received[0].items).encode()),
+            [*b"done", END_TOKEN],
+        )
 
 
-def test_two_agents_in_one_episode(
-    run_briefly: Any, processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
-) -> None:
+def test_two_agents_in_one_episode(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
     bob = Agent(name="bob", instructions="bob", model="m")
     alice = Agent(name="alice", instructions="alice", model="m", handoffs=[bob])
-    server.script = by_agent(alice=in_turn(ask(("c1", "transfer_to_bob", {}))), bob=lambda seen: answer("done"))
+    server.answer = by_agent(alice=in_turn(CallTools([("transfer_to_bob", {}, "c1")])), bob=lambda seen: Say("done"))
     run_briefly(alice, "hello")
     first, second = processor.transitions()
     assert [(t.agent, t.turn, t.agent_turn) for t in (first, second)] == [("alice", 0, 0), ("bob", 1, 0)]
@@ -85,9 +90,9 @@ def test_two_agents_in_one_episode(
 
 
 def test_each_run_is_an_episode_and_so_is_a_workflow_of_several(
-    processor: AglProcessor, server: Any, answer: Any, loop: Any
+    processor: AglProcessor, server: Any, loop: Any
 ) -> None:
-    server.script = lambda seen: answer(f"re: {seen.said}")
+    server.answer = lambda seen: Say(f"re: {seen.said}")
 
     async def several() -> None:
         await asyncio.gather(*(agents.Runner.run(solver(), str(number)) for number in range(5)))
@@ -102,11 +107,9 @@ def test_each_run_is_an_episode_and_so_is_a_workflow_of_several(
     assert [t.response["content"] for t in both.transitions] == ["re: a", "re: b"]
 
 
-def test_a_trace_inside_a_trace_is_an_episode_of_its_own(
-    processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any, loop: Any
-) -> None:
-    with_tool = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
-    server.script = lambda seen: with_tool(seen) if seen.body.get("tools") else answer("hello")
+def test_a_trace_inside_a_trace_is_an_episode_of_its_own(processor: AglProcessor, server: Any, loop: Any) -> None:
+    with_tool = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
+    server.answer = lambda seen: with_tool(seen) if seen.body.get("tools") else Say("hello")
 
     async def nested() -> None:
         with agents.trace("outer"):
@@ -120,11 +123,9 @@ def test_a_trace_inside_a_trace_is_an_episode_of_its_own(
     assert [o.result for o in inner.transitions[0].tool_results] == [3]
 
 
-def test_concurrent_runs_keep_their_tool_results_apart(
-    processor: AglProcessor, server: Any, ask: Any, answer: Any, loop: Any
-) -> None:
-    server.script = lambda seen: (
-        answer("done") if seen.turns else ask((seen.said, "add", {"a": int(seen.said), "b": 0}))
+def test_concurrent_runs_keep_their_tool_results_apart(processor: AglProcessor, server: Any, loop: Any) -> None:
+    server.answer = lambda seen: (
+        Say("done") if seen.turns else CallTools([("add", {"a": int(seen.said), "b": 0}, seen.said)])
     )
 
     async def several() -> None:
@@ -135,17 +136,15 @@ def test_concurrent_runs_keep_their_tool_results_apart(
     assert sorted(found) == [(str(number), number) for number in range(6)]
 
 
-def test_an_agent_that_crashes(
-    run_briefly: Any, processor: AglProcessor, no_retries: None, server: Any, answer: Any
-) -> None:
+def test_an_agent_that_crashes(run_briefly: Any, processor: AglProcessor, no_retries: None, server: Any) -> None:
     def fail(seen: Any) -> Any:
         raise RuntimeError("no model")
 
-    server.script = fail
+    server.answer = fail
     try:
         run_briefly(solver(), "hello")
     except openai.InternalServerError:
-        server.script = lambda seen: answer("done")
+        server.answer = lambda seen: Say("done")
         run_briefly(solver(), "again, while the error is being handled")
     crashed, finished = processor.episodes()
     assert (crashed.ending, crashed.transitions) == (Ending.CRASHED, ())
@@ -162,15 +161,15 @@ def test_only_the_latest_traces_are_kept(run_briefly: Any, detached: None, serve
     assert processor.episodes() == []
 
 
-def test_a_trace_that_has_not_ended_is_no_episode_yet(processor: AglProcessor, server: Any, answer: Any) -> None:
+def test_a_trace_that_has_not_ended_is_no_episode_yet(processor: AglProcessor, server: Any) -> None:
     arrived, go_on = threading.Event(), threading.Event()
 
     def wait(seen: Any) -> Any:
         arrived.set()
         go_on.wait(20)
-        return answer("done")
+        return Say("done")
 
-    server.script = wait
+    server.answer = wait
     thread = threading.Thread(target=lambda: asyncio.run(agents.Runner.run(solver(), "hello")))
     thread.start()
     assert arrived.wait(20)
@@ -186,12 +185,10 @@ def test_what_is_not_in_the_trace_is_not_made_up(run_briefly: Any, processor: Ag
     assert [e.ending for e in processor.episodes()] == [Ending.NO_CALL]
 
 
-def test_two_processors_each_keep_everything(
-    run_briefly: Any, processor: AglProcessor, server: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
+def test_two_processors_each_keep_everything(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
     second = AglProcessor()
     agents.add_trace_processor(second)
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     run_briefly(solver(add), "hello")
     for each in (processor, second):
         assert [[o.result for o in t.tool_results] for t in each.transitions()] == [[3], []]

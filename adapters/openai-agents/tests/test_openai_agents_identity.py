@@ -13,6 +13,7 @@ import pytest
 from agents import Agent, GuardrailFunctionOutput, RunConfig, Runner, function_tool
 
 from agl_core.capture import current_identity, identify, running
+from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
 
 
 def named(name: str, **options: Any) -> Agent[Any]:
@@ -24,13 +25,13 @@ def test_an_agent(run_briefly: Any, observed: Any, server: Any, attempt: Any) ->
     with running(attempt("r7")):
         assert run_briefly(named("solver"), "hello").final_output == "done"
     assert server.agents() == ["solver"]
-    assert {request.rollout for request in server.seen} == {"r7/0"}
+    assert {request.rollout for request in server.received} == {"r7/0"}
     assert current_identity() is None
 
 
 def test_each_api_is_really_used(run: Any, use: str, server: Any) -> None:
     run(named("solver"), "hello")
-    assert [request.api for request in server.seen] == [use]
+    assert [request.is_responses for request in server.received] == [use == "responses"]
 
 
 def test_the_parent_span_is_the_turn(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
@@ -49,7 +50,7 @@ def test_the_parent_span_is_the_turn(run_briefly: Any, attached: None, server: A
     agents.add_trace_processor(Note())
     with running(attempt()):
         run_briefly(named("solver"), "hello")
-    data = spans[server.seen[0].headers["x-agl-parent-span"]]
+    data = spans[server.received[0].headers["x-agl-parent-span"]]
     assert (type(data).__name__, data.agent_name) == ("TurnSpanData", "solver")
 
 
@@ -61,9 +62,11 @@ LITTLE_TRACING: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def two_agents(server: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any) -> Agent[Any]:
+def two_agents(server: Any) -> Agent[Any]:
     bob = named("bob")
-    server.script = by_agent(alice=in_turn(ask(("c1", "transfer_to_bob", {}))), bob=lambda seen: answer("I am bob"))
+    server.answer = by_agent(
+        alice=in_turn(CallTools([("transfer_to_bob", {}, "c1")])), bob=lambda seen: Say("I am bob")
+    )
     return named("alice", handoffs=[bob])
 
 
@@ -105,15 +108,11 @@ def test_an_agent_used_as_a_tool(
     attached: None,
     server: Any,
     attempt: Any,
-    ask: Any,
-    answer: Any,
-    in_turn: Any,
-    by_agent: Any,
 ) -> None:
     expert = named("expert")
     boss = named("boss", tools=[expert.as_tool("consult", "Ask the expert.")])
-    server.script = by_agent(
-        boss=in_turn(ask(("c1", "consult", {"input": "why"})), answer("because")), expert=lambda seen: answer("so")
+    server.answer = by_agent(
+        boss=in_turn(CallTools([("consult", {"input": "why"}, "c1")]), Say("because")), expert=lambda seen: Say("so")
     )
     active = attempt()
     with running(active):
@@ -124,38 +123,34 @@ def test_an_agent_used_as_a_tool(
     ]
 
 
-def test_experts_asked_at_once(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
-) -> None:
+def test_experts_asked_at_once(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
     experts = ("left", "right", "middle")
     boss = named("boss", tools=[named(name).as_tool(name, "Ask.") for name in experts])
     together = threading.Barrier(len(experts))
 
     def expert(seen: Any) -> Any:
         together.wait(20)
-        return answer(f"I am {seen.instructions}")
+        return Say(f"I am {seen.instructions}")
 
-    asked = ask(*((f"c-{name}", name, {"input": "?"}) for name in experts))
-    server.script = by_agent(boss=in_turn(asked, answer("done")), **dict.fromkeys(experts, expert))
+    asked = CallTools([(name, {"input": "?"}, f"c-{name}") for name in experts])
+    server.answer = by_agent(boss=in_turn(asked, Say("done")), **dict.fromkeys(experts, expert))
     active = attempt()
     with running(active):
         run_briefly(boss, "hello")
     assert Counter(server.agents()) == {"boss": 2, "left": 1, "right": 1, "middle": 1}
-    assert [r.agent for r in server.seen] == [r.instructions for r in server.seen]
+    assert [r.agent for r in server.received] == [r.instructions for r in server.received]
     assert {o.tool_call_id: (o.agent, o.result) for o in active.recording.tool_results} == {
         f"c-{name}": ("boss", f"I am {name}") for name in experts
     }
 
 
-def test_guardrail_agents_run_beside_the_agent(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, answer: Any
-) -> None:
+def test_guardrail_agents_run_beside_the_agent(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
     together = threading.Barrier(2)
 
     def script(seen: Any) -> Any:
         if seen.instructions != "censor":  # the input's guardrail and the agent itself
             together.wait(20)
-        return answer("fine")
+        return Say("fine")
 
     async def judged_by(name: str, text: Any) -> GuardrailFunctionOutput:
         verdict = await Runner.run(named(name), text)
@@ -169,10 +164,10 @@ def test_guardrail_agents_run_beside_the_agent(
     async def polite(context: Any, agent: Any, output: Any) -> GuardrailFunctionOutput:
         return await judged_by("censor", output)
 
-    server.script = script
+    server.answer = script
     with running(attempt()):
         run_briefly(named("solver", input_guardrails=[on_topic], output_guardrails=[polite]), "hello")
-    assert [r.agent for r in server.seen] == [r.instructions for r in server.seen]
+    assert [r.agent for r in server.received] == [r.instructions for r in server.received]
     assert Counter(server.agents()) == {"solver": 1, "judge": 1, "censor": 1}
 
 
@@ -189,16 +184,16 @@ def test_a_guardrail_that_trips(run_briefly: Any, attached: None, server: Any, a
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_concurrent_rollouts_share_one_agent(
-    streamed: bool, use: str, attached: None, server: Any, attempt: Any, answer: Any, loop: Any
+    streamed: bool, use: str, attached: None, server: Any, attempt: Any, loop: Any
 ) -> None:
     names = [f"r{number}" for number in range(8)]
     together = threading.Barrier(len(names))
 
     def script(seen: Any) -> Any:
         together.wait(20)
-        return answer("done")
+        return Say("done")
 
-    server.script = script
+    server.answer = script
     agent = named("shared")
 
     async def one(name: str) -> None:
@@ -213,13 +208,13 @@ def test_concurrent_rollouts_share_one_agent(
         await asyncio.gather(*map(one, names))
 
     loop.run_until_complete(all_of_them())
-    assert sorted((r.said, r.rollout, r.agent) for r in server.seen) == [
+    assert sorted((r.said, r.rollout, r.agent) for r in server.received) == [
         (name, f"{name}/0", "shared") for name in names
     ]
 
 
 def test_the_openai_client_called_in_a_tool_and_in_a_guardrail(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
+    run_briefly: Any, attached: None, server: Any, attempt: Any
 ) -> None:
     def raw(said: str) -> None:
         messages: Any = [{"role": "system", "content": "raw"}, {"role": "user", "content": said}]
@@ -236,11 +231,11 @@ def test_the_openai_client_called_in_a_tool_and_in_a_guardrail(
         raw("in a guardrail")
         return GuardrailFunctionOutput(None, tripwire_triggered=False)
 
-    server.script = by_agent(raw=lambda seen: answer("hm"), solver=in_turn(ask(("c1", "think", {})), answer("done")))
+    server.answer = by_agent(raw=lambda seen: Say("hm"), solver=in_turn(CallTools([("think", {}, "c1")]), Say("done")))
     with running(attempt()):
         run_briefly(named("solver", tools=[think], input_guardrails=[on_topic]), "hello")
         raw("outside")
-    assert [(r.said, r.agent) for r in server.seen] == [
+    assert [(r.said, r.agent) for r in server.received] == [
         ("in a guardrail", "on_topic"),
         ("hello", "solver"),
         ("in a tool", "solver"),
@@ -250,16 +245,16 @@ def test_the_openai_client_called_in_a_tool_and_in_a_guardrail(
 
 
 def test_a_failed_run_leaves_no_identity(
-    run_briefly: Any, attached: None, no_retries: None, server: Any, attempt: Any, answer: Any
+    run_briefly: Any, attached: None, no_retries: None, server: Any, attempt: Any
 ) -> None:
     def fail(seen: Any) -> Any:
         raise RuntimeError("no model")
 
-    server.script = fail
+    server.answer = fail
     with running(attempt()):
         with pytest.raises(openai.InternalServerError):
             run_briefly(named("unlucky"), "hello")
-        server.script = lambda seen: answer("here again")
+        server.answer = lambda seen: Say("here again")
         openai.OpenAI().responses.create(model="m", input="after")
     assert server.agents() == ["unlucky", None]
 
@@ -285,7 +280,7 @@ def test_a_name_given_around_a_run_wins(run_briefly: Any, attached: None, server
 
 def test_outside_a_rollout_nothing_is_stamped(run_briefly: Any, observed: Any, server: Any) -> None:
     run_briefly(named("solver"), "hello")
-    assert [name for name in server.seen[0].headers if name.startswith("x-agl")] == []
+    assert [name for name in server.received[0].headers if name.lower().startswith("x-agl")] == []
 
 
 @pytest.mark.expects_problems
@@ -296,12 +291,12 @@ def test_a_resolver_that_fails_does_not_break_the_agent(
     active = attempt()
     with running(active):
         assert run_briefly(named("solver"), "hello").final_output == "done"
-    assert [(r.rollout, r.agent) for r in server.seen] == [("r1/0", None)]
+    assert [(r.rollout, r.agent) for r in server.received] == [("r1/0", None)]
     assert any("ZeroDivisionError" in problem for problem in active.recording.problems)
 
 
 def test_a_thread_that_a_tool_starts_belongs_to_the_rollout_but_to_no_agent(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
+    run_briefly: Any, attached: None, server: Any, attempt: Any
 ) -> None:
     @function_tool
     def think() -> str:
@@ -312,7 +307,9 @@ def test_a_thread_that_a_tool_starts_belongs_to_the_rollout_but_to_no_agent(
         thread.join()
         return "thought"
 
-    server.script = by_agent(thread=lambda seen: answer("hm"), solver=in_turn(ask(("c1", "think", {})), answer("done")))
+    server.answer = by_agent(
+        thread=lambda seen: Say("hm"), solver=in_turn(CallTools([("think", {}, "c1")]), Say("done"))
+    )
     with running(attempt()):
         run_briefly(named("solver", tools=[think]), "hello")
-    assert [(r.rollout, r.agent) for r in server.seen] == [("r1/0", "solver"), ("r1/0", None), ("r1/0", "solver")]
+    assert [(r.rollout, r.agent) for r in server.received] == [("r1/0", "solver"), ("r1/0", None), ("r1/0", "solver")]

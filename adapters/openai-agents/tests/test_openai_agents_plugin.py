@@ -10,6 +10,7 @@ from typing import Any
 
 import agl_core
 from agl_core.capture import installed_adapters
+from agl_core.testing.scripts import CallTools, Say, in_turn
 
 
 def test_it_is_found_as_an_installed_plugin() -> None:
@@ -38,7 +39,7 @@ def test_an_unmodified_agent_is_seen_after_agl_attaches(server: Any) -> None:
         assert not attachment.failed
     """
     run(program, server.root)
-    assert [(request.rollout, request.agent) for request in server.seen] == [("r1/0", "solver")]
+    assert [(request.rollout, request.agent) for request in server.received] == [("r1/0", "solver")]
 
 
 def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None:
@@ -57,9 +58,7 @@ def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None
     run(program, folder=tmp_path)
 
 
-def test_attaching_again_changes_nothing(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
+def test_attaching_again_changes_nothing(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
     from agents import Agent, function_tool
 
     import agl_openai_agents
@@ -71,7 +70,7 @@ def test_attaching_again_changes_nothing(
 
     agl_openai_agents.attach()
     agl_core.attach()
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     active = attempt()
     with agl_core.capture.running(active):
         run_briefly(Agent(name="solver", model="m", tools=[add]), "hello")

@@ -15,6 +15,7 @@ from agents import Agent, RunContextWrapper, function_tool
 
 import agl_core
 from agl_core.capture import running, unpack_variables
+from agl_core.testing.scripts import CallTools, Say
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Untold:
 
 
 def states(server: Any) -> list[Mapping[str, Any] | None]:
-    return [unpack_variables(request.headers.get("x-agl-state")) for request in server.seen]
+    return [unpack_variables(request.headers.get("x-agl-state")) for request in server.received]
 
 
 @function_tool
@@ -53,13 +54,13 @@ async def look_up(context: RunContextWrapper[Any], what: str) -> str:
 
 
 @pytest.fixture
-def script(server: Any, ask: Any, answer: Any) -> None:
+def script(server: Any) -> None:
     def reply(seen: Any) -> Any:
         if seen.said == "by the tool":
-            return answer("yes")
-        return (ask(("c1", "look_up", {"what": "Bern"})), answer("done"))[min(seen.turns, 1)]
+            return Say("yes")
+        return (CallTools([("look_up", {"what": "Bern"}, "c1")]), Say("done"))[min(seen.turns, 1)]
 
-    server.script = reply
+    server.answer = reply
 
 
 @pytest.mark.parametrize("make", [Notes, NotesModel, lambda: {"found": [], "budget": 2, "_client": object()}])
@@ -106,7 +107,7 @@ def test_concurrent_runs_have_their_own(attached: None, server: Any, attempt: An
     with running(attempt()):
         asyncio.run(main())
     assert sorted(
-        (request.said, state["number"]) for request, state in zip(server.seen, states(server), strict=True)
+        (request.said, state["number"]) for request, state in zip(server.received, states(server), strict=True)
     ) == [(f"{n}", n) for n in range(5)]
 
 

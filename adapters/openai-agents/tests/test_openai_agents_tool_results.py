@@ -10,10 +10,12 @@ import agents
 import pytest
 from agents import Agent, RunConfig, function_tool, tool_input_guardrail
 from agents.mcp import MCPServerStdio
-from sample_agents import add, broken, slow_in_own_words, solver
 
 from agl_core.capture import running
+from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
 from agl_core.types import ToolStatus
+
+from .sample_agents import add, broken, slow_in_own_words, solver
 
 
 @function_tool
@@ -66,13 +68,11 @@ async def in_time() -> str:
 
 
 @pytest.fixture
-def tool_results(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> Any:
+def tool_results(run_briefly: Any, attached: None, server: Any, attempt: Any) -> Any:
     """Runs an agent whose model asks for the given tools, and gives the tool results."""
 
     def run(*calls: tuple[str, str, Any], tools: Any, config: RunConfig | None = None, **options: Any) -> list[Any]:
-        server.script = in_turn(ask(*calls), answer("done"))
+        server.answer = in_turn(CallTools([(name, arguments, id) for id, name, arguments in calls]), Say("done"))
         active = attempt()
         with running(active):
             run_briefly(solver(*tools, **options), "hello", run_config=config)
@@ -87,13 +87,11 @@ def test_a_tool_that_returns(tool_results: Any, server: Any) -> None:
     assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == ("add", ToolStatus.OK, "c1")
     assert (tool_result.arguments, tool_result.result, tool_result.agent) == ({"a": 2, "b": 3}, 5, "solver")
     assert tool_result.started <= tool_result.ended
-    assert tool_result.parent_span == server.seen[0].headers["x-agl-parent-span"]
+    assert tool_result.parent_span == server.received[0].headers["x-agl-parent-span"]
 
 
-def test_each_way_to_observe_sees_it_once(
-    run_briefly: Any, observed: Any, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
-) -> None:
-    server.script = in_turn(ask(("c1", "add", {"a": 2, "b": 3}), ("c2", "broken", {})), answer("done"))
+def test_each_way_to_observe_sees_it_once(run_briefly: Any, observed: Any, server: Any, attempt: Any) -> None:
+    server.answer = in_turn(CallTools([("add", {"a": 2, "b": 3}, "c1"), ("broken", {}, "c2")]), Say("done"))
     active = attempt()
     with running(active):
         run_briefly(solver(add, broken), "hello")
@@ -131,9 +129,9 @@ def test_a_failure_that_became_a_text(disabled: bool, tool: Any, status: str, er
     ("tool", "status", "error"), [(fatal, "error", "ValueError: boom"), (fatally_slow, "timeout", None)]
 )
 def test_a_failure_that_ends_the_run(
-    tool: Any, status: str, error: str | None, run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any
+    tool: Any, status: str, error: str | None, run_briefly: Any, attached: None, server: Any, attempt: Any
 ) -> None:
-    server.script = lambda seen: ask(("c1", tool.name, {}))
+    server.answer = lambda seen: CallTools([(tool.name, {}, "c1")])
     active = attempt()
     with running(active), pytest.raises(agents.AgentsException):
         run_briefly(solver(tool), "hello")
@@ -160,8 +158,8 @@ def test_arguments_that_are_not_valid_are_one_error(arguments: Any, tool_results
     assert tool_result.error.startswith("ModelBehaviorError: Invalid JSON input for tool add")
 
 
-def test_a_tool_that_does_not_exist(run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any) -> None:
-    server.script = lambda seen: ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "divide", {"a": 1}))
+def test_a_tool_that_does_not_exist(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
+    server.answer = lambda seen: CallTools([("add", {"a": 1, "b": 2}, "c1"), ("divide", {"a": 1}, "c2")])
     active = attempt()
     with running(active), pytest.raises(agents.ModelBehaviorError):
         run_briefly(solver(add), "hello")
@@ -216,16 +214,14 @@ def test_a_tool_that_calls_a_failing_tool_by_itself_has_not_failed(tool_results:
     assert (tool_result.tool, tool_result.status) == ("careful", ToolStatus.OK)
 
 
-def test_an_agent_used_as_a_tool_that_fails(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any
-) -> None:
+def test_an_agent_used_as_a_tool_that_fails(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
     expert = Agent(name="expert", instructions="expert", model="m", tools=[broken])
     boss = Agent(
         name="boss", instructions="boss", model="m", tools=[expert.as_tool("consult", "Ask the expert.", max_turns=1)]
     )
-    server.script = by_agent(
-        boss=in_turn(ask(("c1", "consult", {"input": "why"})), answer("done")),
-        expert=lambda seen: ask((f"e{seen.turns}", "broken", {})),
+    server.answer = by_agent(
+        boss=in_turn(CallTools([("consult", {"input": "why"}, "c1")]), Say("done")),
+        expert=lambda seen: CallTools([("broken", {}, f"e{seen.turns}")]),
     )
     active = attempt()
     with running(active):
@@ -239,7 +235,7 @@ def test_an_agent_used_as_a_tool_that_fails(
 
 
 def test_an_agent_used_as_a_tool_that_waits_for_approval_has_no_tool_result_yet(
-    attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, by_agent: Any, loop: Any
+    attached: None, server: Any, attempt: Any, loop: Any
 ) -> None:
     @function_tool(needs_approval=True)
     def launch() -> str:
@@ -248,9 +244,9 @@ def test_an_agent_used_as_a_tool_that_waits_for_approval_has_no_tool_result_yet(
 
     expert = Agent(name="expert", instructions="expert", model="m", tools=[launch])
     boss = Agent(name="boss", instructions="boss", model="m", tools=[expert.as_tool("consult", "Ask the expert.")])
-    server.script = by_agent(
-        boss=in_turn(ask(("c1", "consult", {"input": "why"})), answer("done")),
-        expert=in_turn(ask(("e1", "launch", {})), answer("up")),
+    server.answer = by_agent(
+        boss=in_turn(CallTools([("consult", {"input": "why"}, "c1")]), Say("done")),
+        expert=in_turn(CallTools([("launch", {}, "e1")]), Say("up")),
     )
     active = attempt()
 
@@ -284,10 +280,8 @@ server.run()
 """
 
 
-def test_tools_of_an_mcp_server(
-    attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, loop: Any
-) -> None:
-    server.script = in_turn(ask(("c1", "double", {"number": 4}), ("c2", "refuse", {})), answer("done"))
+def test_tools_of_an_mcp_server(attached: None, server: Any, attempt: Any, loop: Any) -> None:
+    server.answer = in_turn(CallTools([("double", {"number": 4}, "c1"), ("refuse", {}, "c2")]), Say("done"))
     active = attempt()
 
     async def serve_and_run() -> None:

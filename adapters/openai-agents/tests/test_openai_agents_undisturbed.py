@@ -8,16 +8,20 @@ from typing import Any
 import agents
 import pytest
 from agents import RunConfig, function_tool
-from sample_agents import add, broken, slow_in_own_words, solver
 
 from agl_core.capture import running
+from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_openai_agents import tools
+
+from .sample_agents import add, broken, slow_in_own_words, solver
 
 
 def test_concurrent_rollouts_keep_their_tool_results_apart(
-    attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any, loop: Any
+    attached: None, server: Any, attempt: Any, loop: Any
 ) -> None:
-    server.script = lambda seen: answer("done") if seen.turns else ask(("c1", "add", {"a": int(seen.said), "b": 0}))
+    server.answer = lambda seen: (
+        Say("done") if seen.turns else CallTools([("add", {"a": int(seen.said), "b": 0}, "c1")])
+    )
     attempts = {str(number): attempt(f"r{number}") for number in range(6)}
     agent = solver(add)
 
@@ -35,7 +39,7 @@ def test_concurrent_rollouts_keep_their_tool_results_apart(
 
 
 def test_the_users_own_hooks_and_formatter_work_as_before(
-    run_briefly: Any, attached: None, server: Any, attempt: Any, ask: Any, answer: Any, in_turn: Any
+    run_briefly: Any, attached: None, server: Any, attempt: Any
 ) -> None:
     told: list[Any] = []
 
@@ -43,7 +47,7 @@ def test_the_users_own_hooks_and_formatter_work_as_before(
         async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
             told.append((tool, result))
 
-    server.script = in_turn(ask(("c1", "slow_in_own_words", {}), ("c2", "broken", {})), answer("done"))
+    server.answer = in_turn(CallTools([("slow_in_own_words", {}, "c1"), ("broken", {}, "c2")]), Say("done"))
     config = RunConfig(tool_error_formatter=lambda args: f"{args.kind}: {args.error}")
     with running(attempt()):
         run_briefly(solver(slow_in_own_words, broken), "hello", hooks=Hooks(), run_config=config)
@@ -53,9 +57,7 @@ def test_the_users_own_hooks_and_formatter_work_as_before(
     ]
 
 
-def test_a_run_that_is_cancelled_in_a_tool_is_cancelled(
-    attached: None, server: Any, attempt: Any, ask: Any, loop: Any
-) -> None:
+def test_a_run_that_is_cancelled_in_a_tool_is_cancelled(attached: None, server: Any, attempt: Any, loop: Any) -> None:
     started = asyncio.Event()
 
     @function_tool
@@ -65,7 +67,7 @@ def test_a_run_that_is_cancelled_in_a_tool_is_cancelled(
         await asyncio.Event().wait()
         return ""
 
-    server.script = lambda seen: ask(("c1", "forever", {}))
+    server.answer = lambda seen: CallTools([("forever", {}, "c1")])
     active = attempt()
 
     async def cancel() -> None:
@@ -86,21 +88,18 @@ def test_an_adapter_that_fails_does_not_break_the_agent(
     attached: None,
     server: Any,
     attempt: Any,
-    ask: Any,
-    answer: Any,
-    in_turn: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a bug")
 
     monkeypatch.setattr(tools, "tool_result_report", fail)
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2}), ("c2", "broken", {})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {}, "c2")]), Say("3"))
     active = attempt()
     with running(active):
         assert run_briefly(solver(add, broken), "hello").final_output == "3"
     assert any("KeyError" in problem for problem in active.recording.problems)
-    assert {(request.rollout, request.agent) for request in server.seen} == {("r1/0", "solver")}
+    assert {(request.rollout, request.agent) for request in server.received} == {("r1/0", "solver")}
 
 
 @pytest.mark.expects_problems
@@ -109,9 +108,6 @@ def test_a_version_of_the_sdk_without_one_of_the_functions(
     detached: None,
     server: Any,
     attempt: Any,
-    ask: Any,
-    answer: Any,
-    in_turn: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -121,7 +117,7 @@ def test_a_version_of_the_sdk_without_one_of_the_functions(
     monkeypatch.setattr(tools, "_SEAMS", (gone, *tools._SEAMS))
     agl_openai_agents.attach()
     assert "Watching agents.run_internal.tool_execution._gone of the OpenAI Agents SDK failed" in caplog.text
-    server.script = in_turn(ask(("c1", "add", {"a": 1, "b": 2})), answer("3"))
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
     active = attempt()
     with running(active):
         run_briefly(solver(add), "hello")

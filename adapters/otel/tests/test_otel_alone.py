@@ -16,8 +16,9 @@ from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from scripted_upstream import END_TOKEN, CallTools, Say, ScriptedUpstream, logprob
 
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream, logprob
 from agl_core.types import Ending, FinishReason, ToolStatus
 from agl_otel import AglSpanProcessor, episodes, transitions
 

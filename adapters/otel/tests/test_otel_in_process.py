@@ -12,9 +12,8 @@ from opentelemetry import context, trace
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
-from scripted_upstream import CallTools, Say
 
-from agl_core.capture import running
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import ToolStatus
 from agl_core.wire.workers import ToolResultReport
 from agl_otel import AglSpanProcessor, watching
@@ -42,14 +41,14 @@ async def ask(client: Any, *messages: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kinds", [[], [OpenLLMetry], [GenAI], [OpenInference], [OpenLLMetry, OpenInference]])
 async def test_agents_and_tool_results(
-    kinds: list[Any], stream: bool, attached: None, attempts: Any, instrument: Any, provider: TracerProvider
+    kinds: list[Any], stream: bool, attached: None, stack: Any, instrument: Any, provider: TracerProvider
 ) -> None:
     for kind in kinds:
         instrument(kind, provider)
-    tracer, active = provider.get_tracer("agent"), await attempts.start()
-    client = attempts.stack.client()  # one made once, whose base URL does not tell the rollout
-    attempts.stack.upstream.script(CallTools([("add", {}), ("add", {}), ("add", {})]), Say("3"))
-    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("Übersetzer")) as span:
+    tracer, attempt = provider.get_tracer("agent"), await stack.attempt()
+    client = stack.client()  # one made once, whose base URL does not tell the rollout
+    stack.upstream.script(CallTools([("add", {}), ("add", {}), ("add", {})]), Say("3"))
+    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("Übersetzer")) as span:
         message = await ask(client, tools=[ADD])
         ok, empty, broken = (each.id for each in message.tool_calls)
         with tracer.start_as_current_span(
@@ -61,7 +60,7 @@ async def test_agents_and_tool_results(
         with pytest.raises(ValueError, match="boom"), tracer.start_as_current_span("add", attributes=tool(broken)):
             raise ValueError("boom")
         await ask(client, stream=stream)
-    episode = await attempts.end(active)
+    episode = await attempt.close()
 
     assert [(t.agent, t.parent_span) for t in episode.transitions] == [
         ("Übersetzer", f"{span.get_span_context().span_id:016x}")
@@ -77,10 +76,10 @@ async def test_agents_and_tool_results(
 
 
 async def test_concurrent_agents_of_concurrent_rollouts(
-    attached: None, attempts: Any, instrument: Any, provider: TracerProvider
+    attached: None, stack: Any, instrument: Any, provider: TracerProvider
 ) -> None:
     instrument(OpenLLMetry, provider)
-    tracer, client = provider.get_tracer("agent"), attempts.stack.client()
+    tracer, client = provider.get_tracer("agent"), stack.client()
 
     async def one(name: str) -> None:
         with tracer.start_as_current_span("invoke_agent", attributes=agent(name)):
@@ -89,12 +88,12 @@ async def test_concurrent_agents_of_concurrent_rollouts(
                 with tracer.start_as_current_span("add", attributes=tool(f"{name} {number}")):
                     await asyncio.sleep(0)
 
-    async def team(active: Any) -> Any:
-        with running(active), tracer.start_as_current_span("team"):
-            await asyncio.gather(*(one(f"{active.rollout} {number}") for number in range(3)))
-        return await attempts.end(active)
+    async def team(attempt: Any) -> Any:
+        with attempt.running(), tracer.start_as_current_span("team"):
+            await asyncio.gather(*(one(f"{attempt.key.rollout} {number}") for number in range(3)))
+        return await attempt.close()
 
-    episodes = await asyncio.gather(*[team(await attempts.start()) for _ in range(4)])
+    episodes = await asyncio.gather(*[team(await stack.attempt()) for _ in range(4)])
     for episode in episodes:
         assert sorted(t.agent or "" for t in episode.transitions) == [
             f"{episode.rollout} {number}" for number in (0, 0, 1, 1, 2, 2)
@@ -103,9 +102,9 @@ async def test_concurrent_agents_of_concurrent_rollouts(
         assert {o.agent for o in episode.unjoined} == {t.agent for t in episode.transitions}
 
 
-async def test_an_agent_inside_a_tool_of_another(attached: None, attempts: Any, provider: TracerProvider) -> None:
-    tracer, active, client = provider.get_tracer("agent"), await attempts.start(), attempts.stack.client()
-    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
+async def test_an_agent_inside_a_tool_of_another(attached: None, stack: Any, provider: TracerProvider) -> None:
+    tracer, attempt, client = provider.get_tracer("agent"), await stack.attempt(), stack.client()
+    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
         with tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
             await ask(client)
         with (
@@ -113,21 +112,19 @@ async def test_an_agent_inside_a_tool_of_another(attached: None, attempts: Any, 
             tracer.start_as_current_span("invoke_agent", attributes=agent("expert")),
         ):
             await ask(client)
-    with running(active), tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
+    with attempt.running(), tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
         await ask(client)
-    (tool_result,) = active.recording.tool_results
-    episode = await attempts.end(active)
+    (tool_result,) = attempt.tool_results
+    episode = await attempt.close()
     assert [t.agent for t in episode.transitions] == ["solver", "expert", "plan"]
     assert tool_result.agent == "solver"
 
 
-async def test_a_text_agent_from_scratch(
-    attached: None, attempts: Any, instrument: Any, provider: TracerProvider
-) -> None:
+async def test_a_text_agent_from_scratch(attached: None, stack: Any, instrument: Any, provider: TracerProvider) -> None:
     instrument(OpenInference, provider)
-    tracer, active, client = provider.get_tracer("agent"), await attempts.start(), attempts.stack.client()
+    tracer, attempt, client = provider.get_tracer("agent"), await stack.attempt(), stack.client()
     with (
-        running(active),
+        attempt.running(),
         tracer.start_as_current_span("invoke_agent react", attributes={"openinference.span.kind": "AGENT"}),
     ):
         for question in ("a", "b"):
@@ -136,7 +133,7 @@ async def test_a_text_agent_from_scratch(
                 attributes = {"openinference.span.kind": "TOOL", "output.value": f"of {question}"}
                 with tracer.start_as_current_span("look_up", attributes=attributes):
                     pass
-    episode = await attempts.end(active)
+    episode = await attempt.close()
     assert [(t.agent, [(o.tool, o.result) for o in t.tool_results]) for t in episode.transitions] == [
         ("react", [("look_up", "of a")]),
         ("react", [("look_up", "of b")]),
@@ -144,21 +141,21 @@ async def test_a_text_agent_from_scratch(
 
 
 async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
-    attached: None, attempts: Any, provider: TracerProvider
+    attached: None, stack: Any, provider: TracerProvider
 ) -> None:
     provider.add_span_processor(AglSpanProcessor())  # beside the attached one
-    tracer, active = provider.get_tracer("agent"), await attempts.start()
-    with running(active):
+    tracer, attempt = provider.get_tracer("agent"), await stack.attempt()
+    with attempt.running():
         with tracer.start_as_current_span("add", attributes=tool("c1")) as outer:
             inner = tracer.start_span("add", attributes={"openinference.span.kind": "TOOL", "tool.name": "add"})
             inner.set_attribute("output.value", "3")
             inner.end()
-            assert active.recording.tool_results == ()
+            assert attempt.tool_results == ()
         with tracer.start_as_current_span("add", attributes=tool("c2")):
             with tracer.start_as_current_span("invoke_agent", attributes=agent("adder")):
                 tracer.start_span("add", attributes=tool()).end()
             tracer.start_span("add", attributes=tool("c3")).end()
-    found = active.recording.tool_results
+    found = attempt.tool_results
     assert [(o.tool_call_id, o.result) for o in found] == [("c1", "3"), (None, None), ("c3", None), ("c2", None)]
     assert found[0].span == f"{outer.get_span_context().span_id:016x}"
 
@@ -179,37 +176,37 @@ async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
     ],
 )
 async def test_error_timeout_and_empty_are_told_apart(
-    attributes: Any, error: Any, status: ToolStatus, attached: None, attempts: Any, provider: TracerProvider
+    attributes: Any, error: Any, status: ToolStatus, attached: None, stack: Any, provider: TracerProvider
 ) -> None:
-    active = await attempts.start()
-    with running(active):
+    attempt = await stack.attempt()
+    with attempt.running():
         try:
             with provider.get_tracer("agent").start_as_current_span("add", attributes=tool("c1", **attributes)):
                 if error:
                     raise error
         except type(error):
             pass
-    (tool_result,) = active.recording.tool_results
+    (tool_result,) = attempt.tool_results
     assert tool_result.status is status
     assert (tool_result.error is not None) == (status in (ToolStatus.ERROR, ToolStatus.TIMEOUT))
 
 
 @pytest.mark.parametrize("adapter_first", [True, False])
 async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
-    adapter_first: bool, attached: None, attempts: Any, provider: TracerProvider
+    adapter_first: bool, attached: None, stack: Any, provider: TracerProvider
 ) -> None:
-    active, tracer = await attempts.start(), provider.get_tracer("agent")
-    attempts.stack.upstream.script(CallTools([("add", {}), ("add", {})]))
-    with running(active):
-        one, other = (each.id for each in (await ask(attempts.stack.client(), tools=[ADD])).tool_calls)
+    attempt, tracer = await stack.attempt(), provider.get_tracer("agent")
+    stack.upstream.script(CallTools([("add", {}), ("add", {})]))
+    with attempt.running():
+        one, other = (each.id for each in (await ask(stack.client(), tools=[ADD])).tool_calls)
         told = ToolResultReport(id="langchain:1", tool="add", status=ToolStatus.ERROR, tool_call_id=one)
         if adapter_first:
-            active.recording.tool_result(told)
+            attempt.active.recording.tool_result(told)
         for id in (one, other, other):
             tracer.start_span("add", attributes=tool(id)).end()
         if not adapter_first:
-            active.recording.tool_result(told)
-    (transition,) = (await attempts.end(active)).transitions
+            attempt.active.recording.tool_result(told)
+    (transition,) = (await attempt.close()).transitions
     assert [(o.tool_call_id, str(o.status)) for o in transition.tool_results] == [
         (one, "error"),
         (other, "ok"),
@@ -217,26 +214,26 @@ async def test_what_a_frameworks_own_adapter_told_is_not_told_again(
     ]
 
 
-async def test_the_processor_alone_names_agents(attempts: Any) -> None:
+async def test_the_processor_alone_names_agents(stack: Any) -> None:
     """Added to a provider where nothing of agl's is attached, as where [agent] attach is off."""
     provider = TracerProvider(shutdown_on_exit=False)
     for _ in range(2):
         provider.add_span_processor(AglSpanProcessor())
-    active = await attempts.start()
-    attempts.stack.upstream.script(CallTools([("add", {})]), Say("3"))
-    with running(active), provider.get_tracer("agent").start_as_current_span("a", attributes=agent("solver")):
-        message = await ask(attempts.stack.client(), tools=[ADD])
+    attempt = await stack.attempt()
+    stack.upstream.script(CallTools([("add", {})]), Say("3"))
+    with attempt.running(), provider.get_tracer("agent").start_as_current_span("a", attributes=agent("solver")):
+        message = await ask(stack.client(), tools=[ADD])
         provider.get_tracer("agent").start_span("add", attributes=tool(message.tool_calls[0].id)).end()
-        await ask(attempts.stack.client())
-    episode = await attempts.end(active)
+        await ask(stack.client())
+    episode = await attempt.close()
     assert [t.agent for t in episode.transitions] == ["solver", "solver"]
     assert [[str(o.status) for o in t.tool_results] for t in episode.transitions] == [["ok"], []]
 
 
 async def test_work_that_goes_on_after_its_span_and_in_a_thread(
-    attached: None, attempts: Any, provider: TracerProvider
+    attached: None, stack: Any, provider: TracerProvider
 ) -> None:
-    tracer, active, client = provider.get_tracer("agent"), await attempts.start(), attempts.stack.client()
+    tracer, attempt, client = provider.get_tracer("agent"), await stack.attempt(), stack.client()
     ended = asyncio.Event()
 
     async def later() -> None:
@@ -247,7 +244,7 @@ async def test_work_that_goes_on_after_its_span_and_in_a_thread(
         context.attach(carried)
         tracer.start_span("add", attributes=tool("c1")).end()
 
-    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
+    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
         with tracer.start_as_current_span("step"):
             task = asyncio.create_task(later())
             thread = threading.Thread(target=in_thread, args=(context.get_current(),))
@@ -255,47 +252,47 @@ async def test_work_that_goes_on_after_its_span_and_in_a_thread(
         ended.set()
         await task
         thread.join()
-    episode = await attempts.end(active)
+    episode = await attempt.close()
     assert [t.agent for t in episode.transitions] == ["solver"]
     assert [(o.tool_call_id, o.agent) for o in episode.unjoined] == [("c1", "solver")]
 
 
 async def test_a_global_provider_that_was_there_before(
-    attempts: Any, provider: TracerProvider, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    stack: Any, provider: TracerProvider, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     request.getfixturevalue("attached")
-    active = await attempts.start()
-    with running(active):
+    attempt = await stack.attempt()
+    with attempt.running():
         provider.get_tracer("agent").start_span("add", attributes=tool("c1")).end()
-    assert [o.tool_call_id for o in active.recording.tool_results] == ["c1"]
+    assert [o.tool_call_id for o in attempt.tool_results] == ["c1"]
 
 
 @pytest.mark.expects_problems
 async def test_an_adapter_that_fails_does_not_break_the_agent(
-    attached: None, attempts: Any, provider: TracerProvider, monkeypatch: pytest.MonkeyPatch
+    attached: None, stack: Any, provider: TracerProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise KeyError("a bug")
 
     monkeypatch.setattr(watching, "see", fail)
-    tracer, active = provider.get_tracer("agent"), await attempts.start()
-    with running(active), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
-        await ask(attempts.stack.client())
+    tracer, attempt = provider.get_tracer("agent"), await stack.attempt()
+    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
+        await ask(stack.client())
         tracer.start_span("add", attributes=tool("c1")).end()
-    problems = active.recording.problems
-    episode = await attempts.end(active)
+    problems = attempt.active.recording.problems
+    episode = await attempt.close()
     assert [t.agent for t in episode.transitions] == [None]
     assert any("on_end failed: KeyError" in problem for problem in problems)
     assert any("who makes a call failed: KeyError" in problem for problem in problems)
 
 
 async def test_outside_any_rollout_nothing_is_told(
-    attached: None, attempts: Any, instrument: Any, provider: TracerProvider
+    attached: None, stack: Any, instrument: Any, provider: TracerProvider
 ) -> None:
     instrument(OpenLLMetry, provider)
-    key = await attempts.stack.lease()
+    key = await stack.lease()
     with provider.get_tracer("agent").start_as_current_span("invoke_agent", attributes=agent("solver")):
-        await ask(attempts.stack.client(key))
-    (call,) = await attempts.stack.calls(key)
+        await ask(stack.client(key))
+    (call,) = await stack.calls(key)
     assert call.agent is None

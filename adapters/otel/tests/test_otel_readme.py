@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor
-from scripted_upstream import Say
-from stack import running_stack
+
+from agl_core.testing.scripts import Say
+from agl_core.testing.server import running_stack
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -21,15 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import live_engine
-import live_runs
 import numpy as np
-import parity
 import psutil
 import pytest
 import pytest_asyncio
 import torch
-import verl_bench
 
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
@@ -38,6 +34,8 @@ from agl_torch.training.trainer import PolicyTrainer
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
 from agl_verl.options import VerlOptions
+
+from . import live_engine, live_runs, parity, verl_bench
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 LOST = rf"A node of the Ray cluster was lost \({OTHER}\)"

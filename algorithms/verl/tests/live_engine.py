@@ -14,12 +14,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-import parity
 import psutil
 import pytest
 import pytest_asyncio
 import torch
-import verl_bench
 
 from agl_core.config.models import OptimizerSection
 from agl_core.errors import EngineError
@@ -31,6 +29,8 @@ from agl_torch.training.trainer import PolicyTrainer
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.engine import VerlEngine
 from agl_verl.options import VerlOptions
+
+from . import parity, verl_bench
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 OPTIONS: dict[str, Any] = {"beta": 0, "minibatches": 2}

@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 from statistics import mean
 
-import live_runs
 import pytest
+
+from . import live_runs
 
 STEPS = 10
 pytestmark = pytest.mark.timeout(3600)

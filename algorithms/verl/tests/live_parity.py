@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import parity
 import pytest
-import recorded
 import torch
-import verl_bench
-from parity import VOCABULARY
-from recorded import Kind
 
 from agl_core.learning.trainable import screen
+
+from . import parity, recorded, verl_bench
+from .parity import VOCABULARY
+from .recorded import Kind
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 LEFT_OUT = tuple(kind for kind in Kind if kind is not Kind.KEPT)

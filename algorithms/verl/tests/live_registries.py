@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import verl_bench
 from torch import Tensor
 
 from agl_verl.cluster.environment import MODULES_VARIABLE
 from agl_verl.config import native
 from agl_verl.registries import PREFIX, check_registered
+
+from . import verl_bench
 
 verl_bench.one_process()
 from verl.trainer.config import AlgoConfig  # noqa: E402  (the plugin is loaded with it)

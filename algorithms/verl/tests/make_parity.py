@@ -1,8 +1,7 @@
-"""Writes docs/verl-parity.md: `python algorithms/verl/tests/make_parity.py`, in the environment of `make test-verl`."""
+"""Writes docs/verl-parity.md: `python -m algorithms.verl.tests.make_parity`, in the environment of `make test-verl`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -37,8 +36,7 @@ without weight among others (`live_parity.py`).
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE))
-    import parity
+    from . import parity
 
     rows = []
     for name, case in parity.CASES.items():

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import verl_bench
 from torch import Tensor
 
 from agl_core.types import CreditKind
+
+from . import verl_bench
 
 STEPS = (1, 3)
 """Two updates in a row, and a training step between them without one: at the first one every value of a critic is zero,

@@ -6,11 +6,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import recorded
-from recorded import Kind
 
 from agl_core.learning.trainable import screen
 from agl_core.types import Batch, CreditKind, DropReason
+
+from . import recorded
+from .recorded import Kind
 
 VOCABULARY = 512
 REASONS = {

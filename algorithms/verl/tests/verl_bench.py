@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from recorded import TOO_LONG, record
 from torch import Tensor
 
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
@@ -32,6 +31,8 @@ from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.driver.rows import gather, lay_out, rows_of, spread
 from agl_verl.workers.losses import STEP_WEIGHT, TOTAL_LOSS, actor_loss, critic_loss
 from agl_verl.workers.schedule import TRAINING_STEP
+
+from .recorded import TOO_LONG, record
 
 LEARNING_RATE = 1e-4
 """With random tokens a larger one makes ratios that overflow any clipping."""

@@ -15,13 +15,13 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_upstream import CallTools, Hold, Say
-from stack import Stack, running_stack, stack_in_thread
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Recording, current_identity, running
 from agl_core.errors import AgentError
 from agl_core.learning import build_episode
+from agl_core.testing.scripts import CallTools, Hold, Say
+from agl_core.testing.server import Stack, running_stack, stack_in_thread
 from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolResult
 
 CITIES = {"Oslo": "4 °C", "Atlantis": ""}
@@ -272,7 +272,7 @@ async def test_a_call_id_decides_where_there_is_one() -> None:
 
 
 async def test_a_retry_of_the_client_stays_in_its_step() -> None:
-    from scripted_upstream import Fail
+    from agl_core.testing.scripts import Fail
 
     async with running_stack() as stack:
         key = await stack.lease()

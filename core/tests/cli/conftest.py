@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from agl_core.types import (
     ToolStatus,
     TrainingRecord,
 )
-
-sys.path.append(str(Path(__file__).parent))
 
 RULES = '''
 import agl_core

@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-
-from scripted_upstream import ScriptedUpstream, Step
-
 from agl_core.learning import build_episode
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.scripts import Step
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Attempt, Episode, Rollout
 
 

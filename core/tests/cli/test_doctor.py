@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_stack import Bench, bench
-from scripted_upstream import Raw
 from typer.testing import CliRunner
 
 from agl_core import capture
 from agl_core.cli import app
 from agl_core.cli.shared.upstreams import examine
+from agl_core.testing.scripts import Raw
+
+from .run_stack import Bench, bench
 
 
 @pytest.fixture

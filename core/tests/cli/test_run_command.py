@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_stack import Bench, bench
-from scripted_upstream import Say
 from typer.testing import CliRunner
 
 from agl_core.capture.attach.environment import SITE, bootstrap_variables
+from agl_core.testing.scripts import Say
 from agl_core.types import AttemptKey, Ending, Mode
+
+from .run_stack import Bench, bench
 
 
 @pytest.fixture

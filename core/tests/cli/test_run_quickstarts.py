@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_stack import Bench, bench
-from scripted_upstream import CallTools, Say
 
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Episode
+
+from .run_stack import Bench, bench
 
 WEATHER = [CallTools([("get_weather", {"city": "New York"})]), Say("It is sunny in New York.")]
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_stack import Bench, bench
-from scripted_upstream import CallTools, Say
 
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
+
+from .run_stack import Bench, bench
 
 PLUGIN = """
     import os

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-
-from scripted_upstream import Say
-from stack import make_rollout, running_stack
 from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.errors import ConfigError
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import Say
+from agl_core.testing.server import running_stack
 from agl_core.types import Ending, Task
 from agl_core.wire.keys import WORKER_KEY
 
@@ -67,7 +65,7 @@ async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: list[
     async with running_stack() as stack:
         stack.upstream.script(Say("four"))
         server = stack.server
-        await server.queue.enqueue([make_rollout("r", task=Task("t", {"question": "2 + 2?"}))])
+        await server.queue.enqueue([make.rollout("r", task=Task("t", {"question": "2 + 2?"}))])
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from agl_core.cli import main; main()", "worker"),
             *arguments,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "server")]
-
-from stack import Stack, make_rollout, running_stack
-
+from agl_core.testing import episodes as make
+from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Attempt, Json, Rollout, Task
 from agl_core.worker import Agent, InProcess, Runner, WorkerThread
 
@@ -33,7 +29,7 @@ class Workplace:
 
     async def finish(self, worker: WorkerThread, inputs: list[Json]) -> dict[int, tuple[Rollout, Attempt]]:
         """One rollout per input, all to the end by this worker, which is stopped then."""
-        rollouts = [make_rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(inputs)]
+        rollouts = [make.rollout(f"w{i}", task=Task(f"t{i}", each)) for i, each in enumerate(inputs)]
         await self.stack.server.queue.enqueue(rollouts)
         done = [each for rollout in rollouts for each in await self.stack.server.queue.done([rollout.id])]
         await worker.stop()

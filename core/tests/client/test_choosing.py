@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from stack import until
 
 from agl_core.config.models import AgentSection, WorkerSection
+from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.worker import InProcess, ProcessPerAttempt, Runner
 from agl_core.worker.runners.choosing import choose_runner

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_upstream import CallTools, Say
 
 from agl_core.learning import build_episode
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Episode, Source
 from agl_core.worker import CommandPerAttempt
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from stack import make_rollout, running_stack
 
+from agl_core.testing import episodes as make
+from agl_core.testing.server import running_stack
 from agl_core.types import Ending, Task
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
@@ -82,7 +83,7 @@ async def test_what_an_async_agent_starts_finds_no_key_that_opens_anything(tmp_p
     async with running_stack() as stack:
         server, keys, sibling = stack.server, stack.server.keys, await stack.lease()
         task = Task("t", {"tool": str(tmp_path / "a_tool.py"), "sibling": sibling.rollout})
-        await server.queue.enqueue([make_rollout("own", task=task)])
+        await server.queue.enqueue([make.rollout("own", task=task)])
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from agl_core.cli import main; main()"),
             *("worker", "train.toml", "--server", server.base_url),

@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-from stack import make_rollout, until
 
 from agl_core.capture import Recording
 from agl_core.errors import AgentError
+from agl_core.testing import episodes as make
+from agl_core.testing.server import until
 from agl_core.types import Ending, Task, ToolStatus
 from agl_core.wire.workers import LeaseRequest
 from agl_core.worker import ProcessPerAttempt
@@ -216,7 +217,7 @@ async def test_stopping_the_worker_ends_its_processes(pids: Path, workplace: Any
     others = children()
     worker = workplace.start_runner(processes(workplace))
     task = Task("t", {"does": "start_family", "file": str(pids), "then": "sleep"})
-    await workplace.stack.server.queue.enqueue([make_rollout("w0", task=task)])
+    await workplace.stack.server.queue.enqueue([make.rollout("w0", task=task)])
     await until(lambda: len(noted(pids)) == 3)
     await worker.stop()
     [rollout] = await workplace.stack.server.queue.done(["w0"])
@@ -230,7 +231,7 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
 ) -> None:
     server, file, runner, others = workplace.stack.server, tmp_path / "told", processes(workplace), children()
     task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": True})
-    await server.queue.enqueue([make_rollout("w0", task=task)])
+    await server.queue.enqueue([make.rollout("w0", task=task)])
     [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
     running = asyncio.create_task(runner.run(lease.assignment, server.base_url, Recording()))
     await until(lambda: file.exists() and file.read_text() == "running")
@@ -271,7 +272,7 @@ def worker_apart(place: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workplace: Any) -> None:
     task = Task("t", {"does": "start_family", "file": str(pids), "then": "ignore SIGTERM"})
-    await workplace.stack.server.queue.enqueue([make_rollout("w0", task=task)])
+    await workplace.stack.server.queue.enqueue([make.rollout("w0", task=task)])
     with worker_apart(workplace) as worker:
         await until(lambda: len(noted(pids)) == 3)
         family = psutil.Process(worker.pid).children(recursive=True)
@@ -288,7 +289,7 @@ async def test_what_ended_while_the_worker_was_stopped_is_reported(
 ) -> None:
     queue, store, file = workplace.stack.server.queue, workplace.stack.store, tmp_path / "told"
     task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": lingers})
-    await queue.enqueue([make_rollout("w0", task=task)])
+    await queue.enqueue([make.rollout("w0", task=task)])
     with worker_apart(workplace) as worker:
         await until(lambda: file.exists() and file.read_text() == "running")
         worker.send_signal(signal.SIGSTOP)

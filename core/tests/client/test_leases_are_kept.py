@@ -12,12 +12,12 @@ from typing import Any
 
 import openai
 import pytest
-from road import Road
-from stack import make_rollout, until
 
 from agl_core.capture import reward
 from agl_core.client import LightningClient, UnreachableError
 from agl_core.errors import ServerError
+from agl_core.testing import episodes as make
+from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.wire.operation import Answer, Asked, Operation
 from agl_core.wire.workers import (
@@ -29,6 +29,8 @@ from agl_core.wire.workers import (
     LeaseReply,
 )
 from agl_core.worker import Agent, AgentContext, InProcess, Worker
+
+from .road import Road
 
 
 async def ask(context: AgentContext, text: str) -> str:
@@ -68,7 +70,7 @@ async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None
         return "never"
 
     worker = workplace.start(agent)
-    await workplace.stack.server.queue.enqueue([make_rollout("w0")])
+    await workplace.stack.server.queue.enqueue([make.rollout("w0")])
     assert await asyncio.to_thread(started.wait, 20)
     await workplace.stack.server.queue.cancel(["w0"])
     assert await asyncio.to_thread(cancelled.wait, 20)
@@ -102,7 +104,7 @@ async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(w
     async with LosingTheFirstLease(server.base_url, server.worker_key) as client:
         worker = Worker(client, InProcess(Agent("test:agent", agent, True, True)), concurrency=4)
         task = asyncio.create_task(worker.run())
-        await server.queue.enqueue([make_rollout("w0")])
+        await server.queue.enqueue([make.rollout("w0")])
         [done] = await asyncio.wait_for(server.queue.done(["w0"]), 20)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -141,7 +143,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
     queue = workplace.stack.server.queue
     with caplog.at_level(logging.WARNING, "agl_core.client"):
         async with working(workplace, agent) as (worker, road, task):
-            await queue.enqueue([make_rollout("w0")])
+            await queue.enqueue([make.rollout("w0")])
             await asked.wait()
             road.close()
             await until(lambda: "cannot be reached" in caplog.text)
@@ -174,7 +176,7 @@ async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, p
 
     queue = workplace.stack.server.queue
     async with working(workplace, agent) as (worker, road, _):
-        await queue.enqueue([make_rollout("w0")])
+        await queue.enqueue([make.rollout("w0")])
         await asked.wait()
         queue.heartbeat(HeartbeatRequest(worker=worker.name, attempts=[]))  # Should its own first one be slow.
         road.close()
@@ -214,7 +216,7 @@ async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workpla
     async with Slow(server.base_url, server.worker_key) as client:
         worker = Worker(client, InProcess(Agent("test:agent", agent, True, True)), concurrency=4)
         task = asyncio.create_task(worker.run())
-        await server.queue.enqueue([make_rollout("w0")])
+        await server.queue.enqueue([make.rollout("w0")])
         await client.reporting.wait()
         worker.drain(0)
         await asyncio.wait_for(task, 20)
@@ -266,11 +268,11 @@ async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(wor
 
     queue = workplace.stack.server.queue
     async with working(workplace, agent) as (worker, _, task):
-        await queue.enqueue([make_rollout("w0"), make_rollout("w1")])
+        await queue.enqueue([make.rollout("w0"), make.rollout("w1")])
         await until(lambda: len(begun) == 2)
         worker.drain(3600)
         await until(lambda: not queue.waiting)
-        await queue.enqueue([make_rollout("w2")])
+        await queue.enqueue([make.rollout("w2")])
         release.set()
         assert await queue.done(["w0"])
         assert not task.done()
@@ -296,7 +298,7 @@ async def test_a_drained_worker_waits_no_longer_than_told(workplace: Any) -> Non
         await asyncio.sleep(3600)
 
     async with working(workplace, agent) as (worker, _, task):
-        await workplace.stack.server.queue.enqueue([make_rollout("w0")])
+        await workplace.stack.server.queue.enqueue([make.rollout("w0")])
         await begun.wait()
         worker.drain(0.2)
         await asyncio.wait_for(task, 20)

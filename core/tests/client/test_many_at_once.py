@@ -7,11 +7,12 @@ import threading
 from typing import Any
 
 import pytest
-from stack import make_rollout, until
 
 from agl_core.capture import Recording
 from agl_core.client import BlockingClient, LightningClient
 from agl_core.server import LightningServer
+from agl_core.testing import episodes as make
+from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.wire.workers import Lease
 from agl_core.worker import Runner
@@ -63,7 +64,7 @@ async def test_it_asks_for_as_many_and_sends_heartbeats_for_all(
     monkeypatch.setattr(BlockingClient, "ask", beating)
     runner = Waiting()
     checked: Runner = runner
-    await server.queue.enqueue([make_rollout(f"r{number}") for number in range(10)])
+    await server.queue.enqueue([make.rollout(f"r{number}") for number in range(10)])
     worker = workplace.start_runner(checked, concurrency=5000)
     async with asyncio.timeout(PATIENCE):
         await until(lambda: runner.running == 10)

@@ -9,12 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_upstream import ScriptedUpstream
-from stack import Stack, make_rollout, running_stack
 
 from agl_core.client import BlockingClient, LightningClient, RefusedError, RemoteServer, UnreachableError
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Reward, Task
 from agl_core.wire.body import MAX_RECORDS, Empty
 from agl_core.wire.trainers import BEGIN, PUT_PART, BeginRequest
@@ -58,17 +59,17 @@ async def recorded(stack: Stack) -> list[tuple[str, float]]:
 async def test_more_than_one_request_can_carry(empty: Stack, remote: RemoteServer) -> None:
     """As large as it is: 80 MiB of tasks."""
     task = Task("t", "x" * (2 << 20))
-    rollouts = [make_rollout(f"r{number:02}", task=task) for number in range(40)]
+    rollouts = [make.rollout(f"r{number:02}", task=task) for number in range(40)]
     assert len(rollouts) * len(task.input) > MAX_RECORDS
     await remote.run.queue.enqueue(rollouts)
     assert empty.server.queue.queued == 40
-    await remote.run.store.put(*[make_rollout(f"s{number:02}", task=task) for number in range(40)])
+    await remote.run.store.put(*[make.rollout(f"s{number:02}", task=task) for number in range(40)])
     found = [each.id for each in await empty.store.rollouts(run="run")]
     assert sorted(found) == sorted(f"{kind}{number:02}" for kind in "rs" for number in range(40))
 
 
 async def test_rollouts_are_taken_in_in_their_order(empty: Stack, remote: RemoteServer, small: None) -> None:
-    rollouts = [make_rollout(f"r{number:03}", task=Task("t", "x" * (number % 50 * 100))) for number in range(200)]
+    rollouts = [make.rollout(f"r{number:03}", task=Task("t", "x" * (number % 50 * 100))) for number in range(200)]
     for _ in range(2):
         await remote.run.queue.enqueue(rollouts)
     assert empty.server.queue.queued == 200
@@ -142,9 +143,9 @@ async def test_if_the_store_fails_the_parts_stay_until_they_are_written(
 
 async def test_one_record_that_is_too_large_is_named(remote: RemoteServer) -> None:
     with pytest.raises(StoreRefusedError, match=r"Rollout \(id 'r'.*are the limit"):
-        await remote.run.store.put(make_rollout("r", task=Task("t", "x" * MAX_RECORDS)))
+        await remote.run.store.put(make.rollout("r", task=Task("t", "x" * MAX_RECORDS)))
     with pytest.raises(RefusedError, match="are the limit"):
-        await remote.run.queue.enqueue([make_rollout("r", task=Task("t", "x" * MAX_RECORDS))])
+        await remote.run.queue.enqueue([make.rollout("r", task=Task("t", "x" * MAX_RECORDS))])
 
 
 async def test_parts_over_http(empty: Stack) -> None:

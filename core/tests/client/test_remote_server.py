@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from road import Road
-from scripted_upstream import ScriptedUpstream
-from stack import make_rollout, running_stack, until
 
 from agl_core.cli.train import reached
 from agl_core.client import RefusedError, RemoteServer
@@ -21,11 +18,16 @@ from agl_core.errors import ConfigError, EngineError, StoreError
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.server import running_stack, until
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.training.serving import check_reachable
 from agl_core.types import AttemptKey, Ending, Reward
 from agl_core.wire.keys import OPERATOR_KEY
 from agl_core.wire.trainers import BeginRequest, FinishRequest, Registration, RunSettings, VersionsRequest
 from agl_core.wire.workers import CloseRequest, LeaseRequest
+
+from .road import Road
 
 KEYS = Keys()
 
@@ -91,14 +93,14 @@ async def test_everything_waits_for_a_server_that_is_away_and_goes_on(
     async with RemoteServer(place.url, KEYS.operator, lease=1.0) as remote:
         await remote.run.begin(beginning())
         await remote.run.serve(registration("http://127.0.0.1:9/v1"))
-        await remote.run.queue.enqueue([make_rollout("a"), make_rollout("b")])
+        await remote.run.queue.enqueue([make.rollout("a"), make.rollout("b")])
         await place.server.queue.lease(LeaseRequest(worker="w", capacity=1))
         waiting = asyncio.ensure_future(remote.run.queue.done(["a", "b"]))
         with caplog.at_level(logging.WARNING, "agl_core.client"):
             await place.end()
             await until(lambda: "cannot be reached" in caplog.text)
             asked = [
-                remote.run.queue.enqueue([make_rollout("b"), make_rollout("c")]),
+                remote.run.queue.enqueue([make.rollout("b"), make.rollout("c")]),
                 remote.run.store.put(Reward("a", 0, "n", 0.5, "s")),
                 remote.run.publish(VersionsRequest(restart=0, versions={"default": 4})),
                 remote.run.store.rollouts(run="run"),
@@ -140,7 +142,7 @@ async def test_who_was_replaced_is_told(place: Place) -> None:
 
         await until(told)
         with pytest.raises(RefusedError, match="taken the run over"):
-            await first.run.queue.enqueue([make_rollout("a")])
+            await first.run.queue.enqueue([make.rollout("a")])
         await first.run.finish(FinishRequest(restart=0, over=True))  # nobody minds
         assert not (await place.server.queue.lease(LeaseRequest(worker="w", capacity=1))).closed
 

@@ -169,10 +169,10 @@ async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
         await asyncio.sleep(3600)
         return "never"
 
-    from stack import make_rollout
+    from agl_core.testing import episodes as make
 
     worker = workplace.start(agent)
-    await workplace.stack.server.queue.enqueue([make_rollout("w0")])
+    await workplace.stack.server.queue.enqueue([make.rollout("w0")])
     assert await asyncio.to_thread(started.wait, 20)
     begun = time.monotonic()
     await worker.stop()

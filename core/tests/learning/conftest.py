@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,6 @@ from agl_core.types import (
     ToolResult,
     ToolStatus,
 )
-
-sys.path.append(str(Path(__file__).parent))
 
 
 class Records:

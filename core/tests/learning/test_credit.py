@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, group, rewarded
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -21,6 +20,8 @@ from agl_core.plugins import Kind, Plugins
 from agl_core.registering import Capability
 from agl_core.returns import episode_return
 from agl_core.types import CreditKind, Episode
+
+from .credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, group, rewarded
 
 Rule = Callable[[Sequence[Episode]], list[list[float]]]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, group
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,8 @@ from agl_core.learning import PolicyCredit, build_episode, make_batches
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import CreditRule
 from agl_core.types import CreditKind, DropReason, Episode, TransitionKey
+
+from .credited_episodes import EPISODES, GROUPS, REWARDS, STEPS, Step, episode, group
 
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "discounted": [{"gamma": 0.0}, {"gamma": 1.0}],

@@ -9,10 +9,13 @@ from typing import Any
 import anthropic
 import httpx
 from pydantic import BaseModel
-from scripted_upstream import END_TOKEN, Raw, logprob_entry
-from stack import Stack, key_of_url
 
+from agl_core.testing.scripts import Raw
+from agl_core.testing.server import Stack
+from agl_core.testing.upstream import END_TOKEN, logprob_entry
 from agl_core.types import AttemptKey
+
+from .posting import key_of_url
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 

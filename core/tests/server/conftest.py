@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-
-from memory_store import MemoryStore
-from stack import Hooks, Stack, running_stack
-
 from agl_core.server import Keys, RolloutQueue
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks, Stack, running_stack
 
 
 @pytest.fixture

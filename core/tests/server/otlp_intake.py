@@ -16,12 +16,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from stack import Stack, running_stack, until
 from starlette.applications import Starlette
 
 from agl_core.learning import build_episode
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey, Ending, Episode
 from agl_core.wire.headers import rollout_path
 from agl_core.wire.workers import CloseRequest

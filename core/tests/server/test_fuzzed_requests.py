@@ -14,10 +14,11 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_upstream import Say
-from stack import make_rollout, running_stack
 
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import Say
+from agl_core.testing.server import running_stack
 from agl_core.types import AttemptKey, Json, Task
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
 from agl_core.wire.workers import LeaseRequest
@@ -115,8 +116,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         found.stop, found.loop = asyncio.Event(), asyncio.get_running_loop()
         async with SqliteStore(folder / "store.sqlite") as store, running_stack(store=store, timeout=3600) as stack:
             queue = stack.server.queue
-            await queue.enqueue([make_rollout("own"), make_rollout("other", task=Task("t", SECRET))])
-            await queue.enqueue([make_rollout("third")])
+            await queue.enqueue([make.rollout("own"), make.rollout("other", task=Task("t", SECRET))])
+            await queue.enqueue([make.rollout("third")])
             await queue.lease(LeaseRequest(worker="never beats", capacity=3))
             stack.upstream.script(Say(SECRET))
             async with httpx.AsyncClient(trust_env=False) as client:

@@ -17,13 +17,13 @@ import openai
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.trace import Tracer
-from otlp_intake import exported
-from stack import Stack, make_rollout, running_stack
 
 from agl_core.client.http import LightningClient
 from agl_core.errors import ServerError
 from agl_core.server import Keys
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.workers import (
@@ -35,6 +35,8 @@ from agl_core.wire.workers import (
     HeldAttempt,
     LeaseRequest,
 )
+
+from .otlp_intake import exported
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
@@ -63,7 +65,7 @@ def test_an_attempts_key_is_made_of_the_secret() -> None:
 
 
 async def test_a_lease_brings_the_key_of_its_attempt(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make_rollout(id) for id in "ab"])
+    await stack.server.queue.enqueue([make.rollout(id) for id in "ab"])
     async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
         a, b = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=2))).leases
     assert a.key != b.key
@@ -298,7 +300,7 @@ async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest
     path = tmp_path / "store.sqlite"
     async with SqliteStore(path) as store, running_stack(store=store) as stack:
         keys = stack.server.keys
-        await stack.server.queue.enqueue([make_rollout("a")])
+        await stack.server.queue.enqueue([make.rollout("a")])
         async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
             (lease,) = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=1))).leases
             key = AttemptKey("a", 0)

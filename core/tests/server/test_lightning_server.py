@@ -9,13 +9,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted_upstream import Hold
-from stack import Stack, make_rollout, running_stack, until
 
 from agl_core.client.http import LightningClient
 from agl_core.errors import ServerError
 from agl_core.server import LightningServer
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import Hold
+from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey, Ending, Mode
 from agl_core.wire.workers import LEASE, CloseRequest, LeaseRequest, RewardReport
 
@@ -32,7 +33,7 @@ def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:
 
 
 async def test_a_worker_leases_and_closes_over_the_wire(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make_rollout("a")])
+    await stack.server.queue.enqueue([make.rollout("a")])
     async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
         reply = await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))
         (lease,) = reply.leases
@@ -83,7 +84,7 @@ async def test_the_workers_key_is_checked(stack: Stack) -> None:
 async def test_health_counts(stack: Stack) -> None:
     key = await stack.lease()
     await stack.client(key).chat.completions.create(**GOOD)
-    await stack.server.queue.enqueue([make_rollout("waiting")])
+    await stack.server.queue.enqueue([make.rollout("waiting")])
     async with management(stack) as client:
         health = (await client.get("/health")).json()
     assert (health["status"], health["queued"], health["running"], health["waiting"]) == ("ok", 1, 1, 0)
@@ -98,13 +99,13 @@ async def test_a_worker_that_went_away_is_lent_nothing(stack: Stack) -> None:
         waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await until(lambda: stack.server.queue.waiting == 0)
-    await stack.server.queue.enqueue([make_rollout("a")])
+    await stack.server.queue.enqueue([make.rollout("a")])
     assert stack.server.queue.running == 0
     assert (await stack.server.queue.lease(LeaseRequest(worker="v", capacity=1, wait=0))).leases
 
 
 async def test_store_failures_are_503(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make_rollout("a")])
+    await stack.server.queue.enqueue([make.rollout("a")])
     stack.store.failing = True
     async with management(stack) as client:
         response = await client.post("/leases", json={"worker": "w", "capacity": 1})

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
 
 from agl_core.client import RemoteServer
 from agl_core.config.models import SamplingSection

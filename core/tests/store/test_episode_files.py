@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from any_records import drawn, json_objects, json_values, key_text, rewards, tokens, tool_results, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import agl_core
 from agl_core.errors import EpisodesError
 from agl_core.types import DropReason, Ending, Episode, FinishReason, Mode, Task, Transition, TransitionKey
+
+from .any_records import drawn, json_objects, json_values, key_text, rewards, tokens, tool_results, whole
 
 numbers = st.floats()
 transitions = st.builds(

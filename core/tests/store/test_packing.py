@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from any_records import attempts, calls, rewards, rollouts, runs, tool_results, training_records
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,8 @@ from agl_core.store.packing import pack, unpack
 from agl_core.store.pieces import Pieces
 from agl_core.types import Attempt, Call, Choice, FinishReason, Reward, TrainingRecord
 from agl_core.wire.trainers import Binary, PackedRecords
+
+from .any_records import attempts, calls, rewards, rollouts, runs, tool_results, training_records
 
 anything = st.one_of(runs, rollouts, attempts, calls, tool_results, rewards, training_records)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from any_records import attempts, calls, rewards, rollouts, runs, tool_results, training_records
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +29,8 @@ from agl_core.types import (
     ToolResult,
     TrainingRecord,
 )
+
+from .any_records import attempts, calls, rewards, rollouts, runs, tool_results, training_records
 
 
 def through_the_store(records: list[Any], read: Callable[[SqliteStore], Any]) -> Any:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-from memory_store import MemoryStore
 
 from agl_core.builtin.credit import identical
 from agl_core.builtin.fifo import Fifo
@@ -18,6 +17,7 @@ from agl_core.config.resolve import Chosen
 from agl_core.plugins import Component, Kind, Plugins
 from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
 from agl_core.registering import NoOptions
+from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Scored
 from agl_core.training.loop import Trainer

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripted_training import episode, make_bench
 
 from agl_core.training.cautions import Assertions
 from agl_core.training.report import Silent
 from agl_core.types import Episode, Reward, Source, ToolResult, ToolStatus
+
+from .scripted_training import episode, make_bench
 
 
 def told(*sources: Source) -> Episode:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
-from memory_store import MemoryStore
-from stack import make_rollout
 
 from agl_core.errors import EngineError, PluginError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
 from agl_core.training import collect
 from agl_core.training.collect import Collector
 from agl_core.training.report import Silent
@@ -31,7 +31,7 @@ class ScriptedQueue:
 
     def finish(self, *ids: str, ending: Ending = Ending.FINISHED) -> None:
         for id in ids:
-            self._done[id] = make_rollout(id, state=RolloutState.DONE, ending=ending, counted_attempt=0)
+            self._done[id] = make.rollout(id, state=RolloutState.DONE, ending=ending, counted_attempt=0)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -65,7 +65,7 @@ def collecting(
 
 
 async def recorded(store: MemoryStore, *ids: str) -> list[Rollout]:
-    rollouts = [make_rollout(id) for id in ids]
+    rollouts = [make.rollout(id) for id in ids]
     await store.put(*rollouts, *(Attempt(id, 0, "w", 0.0, 1.0, Ending.FINISHED) for id in ids))
     return rollouts
 

@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_training import Bench, StuckError, asking, episode, make_bench
 
 from agl_core.builtin.fifo import Fifo
 from agl_core.errors import PluginError
@@ -19,6 +18,8 @@ from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.store.interface import Record
 from agl_core.training.checkpoints import read_state
 from agl_core.types import Rollout, TrainingRecord
+
+from .scripted_training import Bench, StuckError, asking, episode, make_bench
 
 
 def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:

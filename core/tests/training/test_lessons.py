@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_training import Bench, make_bench
 
 from agl_core.errors import TrainingError
 from agl_core.training.report import Silent
 from agl_core.types import Attempt, DropReason, Ending, Rollout
+
+from .scripted_training import Bench, make_bench
 
 
 class Said(Silent):

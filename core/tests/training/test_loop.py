@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from scripted_training import Bench, CountingEngine, make_bench
 
 from agl_core.training.checkpoints import RunState, read_state
 from agl_core.types import Batch, TrainingRecord
+
+from .scripted_training import Bench, CountingEngine, make_bench
 
 
 def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripted_training import episode, make_bench
 
 from agl_core.hooks import hookimpl
 from agl_core.plugins import Plugins
@@ -22,6 +21,8 @@ from agl_core.types import (
     ToolStatus,
     TransitionKey,
 )
+
+from .scripted_training import episode, make_bench
 
 
 def told(id: str, status: ToolStatus = ToolStatus.OK) -> ToolResult:

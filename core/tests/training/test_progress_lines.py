@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from scripted_training import make_bench
 
 from agl_core.config.models import EvalSection
 from agl_core.training.report import Silent
+
+from .scripted_training import make_bench
 
 
 class Lines(Silent):

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_training import Bench, asking, episode, make_bench
 
 from agl_core.builtin.replay import (
     Prioritised,
@@ -26,6 +25,8 @@ from agl_core.builtin.replay import (
 )
 from agl_core.protocols import DrawnGroup
 from agl_core.types import DropReason, Episode, TrainingRecord
+
+from .scripted_training import Bench, asking, episode, make_bench
 
 DRAWS = 1000
 

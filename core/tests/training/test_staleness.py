@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from scripted_training import episode, transition
 
 from agl_core.builtin.credit import identical
 from agl_core.learning import PolicyCredit, make_batches, staleness, without_stale
 from agl_core.types import CreditKind, DropReason, Episode
+
+from .scripted_training import episode, transition
 
 CREDIT = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
 

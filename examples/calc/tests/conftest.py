@@ -1,21 +1,16 @@
-"""What the example's tests share: its modules on the path, and a scripted OpenAI-compatible endpoint."""
+"""What the example's tests share: a scripted OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-EXAMPLE = Path(__file__).parents[1]
-sys.path.insert(0, str(EXAMPLE))
 
 
 @dataclass

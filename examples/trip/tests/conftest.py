@@ -1,25 +1,19 @@
-"""What the example's tests share: its modules on the path, and the assistant with a scripted model behind it."""
+"""What the example's tests share: the assistant with a scripted model behind it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from behaviours import Choice, Message, behave
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from trips import Trip
 
-EXAMPLE = Path(__file__).parents[1]
-sys.path[:0] = [str(EXAMPLE), str(EXAMPLE.parent)]
-
-from behaviours import Choice, Message, behave  # noqa: E402
-from trips import Trip  # noqa: E402
-
-from agl_core.types import Ending, Episode, FinishReason, Mode, Task, Transition, TransitionKey  # noqa: E402
+from agl_core.types import Ending, Episode, FinishReason, Mode, Task, Transition, TransitionKey
 
 
 @dataclass

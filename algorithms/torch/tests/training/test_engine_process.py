@@ -30,7 +30,9 @@ from .conftest import LORA, Shape, make_batch, make_checkpoint
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 OPTIMIZER = {"learning_rate": 1e-2}
-RLOO = Path(__file__).parents[3] / "policy" / "tests" / "rloo_plugin.py"
+PAGE = Path(__file__).parents[4] / "docs" / "plugins.md"
+RLOO = PAGE.read_text().split("```python\n# rloo.py\n")[1].split("```")[0]
+"""The page's example of an algorithm."""
 SMALL = {"threads": 1, "cache_mib": 16}
 
 
@@ -111,7 +113,9 @@ async def shared(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> 
         "def register_algorithms(register):\n"
         "    register('broken', build)\n"
     )
-    async with running(context(folder, checkpoint, plugin_files=(broken, RLOO))) as (engine, upstream):
+    rloo = folder / "rloo.py"
+    rloo.write_text(RLOO)
+    async with running(context(folder, checkpoint, plugin_files=(broken, rloo))) as (engine, upstream):
         yield Running(engine, upstream, folder)
 
 
@@ -149,7 +153,7 @@ async def test_sample_train_sample(shared: Running) -> None:
 
 @in_one_loop
 async def test_an_algorithm_of_fifteen_lines_trains(shared: Running) -> None:
-    assert len([line for line in RLOO.read_text().splitlines() if line]) <= 15
+    assert len([line for line in RLOO.splitlines() if line]) <= 15
     engine, upstream, _ = shared
     batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.5])
     result = await engine.update("default", batch, "rloo", {"beta": 0.1, "epochs": 2})

@@ -11,16 +11,17 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from memory_store import MemoryStore
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
-from stack import Hooks, Stack, make_rollout, running_stack
 
 from agl_core.server import LightningServer
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks, Stack, running_stack
 from agl_core.types import AttemptKey
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.trainers import OF_TRAINERS, BeginRequest, Registration, RunSettings
@@ -54,7 +55,7 @@ def served() -> Iterator[Stack]:
                     expires=None,
                 )
             )
-            await stack.server.queue.enqueue([make_rollout("own")])
+            await stack.server.queue.enqueue([make.rollout("own")])
             await stack.server.queue.lease(LeaseRequest(worker="never beats", capacity=1))
             found.append(stack)
             ready.set()

@@ -12,14 +12,16 @@ import httpx
 import openai
 import pytest
 from pydantic import ValidationError
-from scripted_upstream import Hold, ScriptedUpstream
-from stack import Stack, make_rollout, running_stack, until
 
 from agl_core.client import BlockingClient, LightningClient, RefusedError, UnreachableError
 from agl_core.config.models import SamplingSection
 from agl_core.errors import StoreRefusedError
 from agl_core.server import Keys
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import Hold
+from agl_core.testing.server import Stack, running_stack, until
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Attempt, AttemptKey, Ending, Reward, Rollout, RolloutState, Run
 from agl_core.wire.trainers import (
     BEGIN,
@@ -88,7 +90,7 @@ async def test_a_trainer_has_rollouts_run_by_its_engine_with_its_settings(empty:
     async with operator(empty) as trainer:
         assert (await trainer.ask(BEGIN, beginning())).restart == 0
         await trainer.ask(SERVE, registration(empty.upstream))
-        rollouts = [make_rollout(id, task=replace(make_rollout("x").task, input=id)) for id in "ab"]
+        rollouts = [make.rollout(id, task=replace(make.rollout("x").task, input=id)) for id in "ab"]
         for _ in range(2):
             await trainer.enqueue(rollouts)
         asking = asyncio.ensure_future(trainer.done(["a", "b"], wait=60))
@@ -118,7 +120,7 @@ async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_
     async with operator(empty) as trainer:
         await trainer.ask(BEGIN, beginning())
         await trainer.ask(SERVE, registration(empty.upstream))
-        await trainer.enqueue([make_rollout("a"), make_rollout("b")])
+        await trainer.enqueue([make.rollout("a"), make.rollout("b")])
         [lease] = (await empty.server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
         await trainer.ask(FINISH, FinishRequest(restart=0, over=False))
         async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": lease.key}) as agent:
@@ -141,7 +143,7 @@ async def test_a_trainer_that_is_not_heard_of_is_gone_until_it_is_back(empty: St
     async with operator(empty) as trainer:
         await trainer.ask(BEGIN, beginning())
         await trainer.ask(SERVE, registration(empty.upstream, expires=0.3))
-        await trainer.enqueue([make_rollout("a")])
+        await trainer.enqueue([make.rollout("a")])
         while (await trainer.health()).serving:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not (await empty.server.queue.lease(ALL)).leases
@@ -153,7 +155,7 @@ async def test_another_engine_takes_over_and_calls_of_the_first_end(empty: Stack
     async with operator(empty) as trainer, ScriptedUpstream() as second:
         await trainer.ask(BEGIN, beginning())
         await trainer.ask(SERVE, registration(empty.upstream))
-        await trainer.enqueue([make_rollout("a")])
+        await trainer.enqueue([make.rollout("a")])
         await empty.server.queue.lease(ALL)
         hold = Hold()
         empty.upstream.script(hold)
@@ -170,7 +172,7 @@ async def test_the_next_restart_ends_what_the_last_one_left_and_is_the_only_one_
     async with operator(empty) as first, operator(empty) as second:
         await first.ask(BEGIN, beginning(1.0))
         await first.ask(SERVE, registration(empty.upstream))
-        await first.enqueue([make_rollout("queued"), make_rollout("running")])
+        await first.enqueue([make.rollout("queued"), make.rollout("running")])
         await empty.server.queue.lease(LeaseRequest(worker="w", capacity=1))
         for _ in range(2):  # its answer may have been lost
             assert (await second.ask(BEGIN, beginning(2.0, step=7))).restart == 1
@@ -181,7 +183,7 @@ async def test_the_next_restart_ends_what_the_last_one_left_and_is_the_only_one_
         for late in (
             first.ask(SERVE, registration(empty.upstream)),
             first.ask(PUBLISH, VersionsRequest(restart=0, versions={})),
-            first.enqueue([make_rollout("late")]),
+            first.enqueue([make.rollout("late")]),
             first.ask(FINISH, FinishRequest(restart=0, over=True)),
         ):
             with pytest.raises(RefusedError, match=r"409.*restart 1 has begun since"):
@@ -189,9 +191,9 @@ async def test_the_next_restart_ends_what_the_last_one_left_and_is_the_only_one_
         with pytest.raises(RefusedError, match=r"409.*serves the run 'run', not 'other'"):
             await second.ask(BEGIN, beginning(3.0, run="other"))
         with pytest.raises(RefusedError, match=r"409.*serves the run 'run', not 'other'"):
-            await second.enqueue([make_rollout("new", run="other", restart=1)])
+            await second.enqueue([make.rollout("new", run="other", restart=1)])
         await second.ask(SERVE, registration(empty.upstream, 1))
-        await second.enqueue([make_rollout("new", restart=1)])
+        await second.enqueue([make.rollout("new", restart=1)])
         assert [each.rollout for each in (await empty.server.queue.lease(ALL)).leases] == ["new"]
 
 
@@ -203,7 +205,7 @@ async def test_workers_end_when_the_run_is_over_and_another_trainer_may_go_on(em
         await trainer.ask(FINISH, FinishRequest(restart=0, over=True))
         assert (await empty.server.queue.lease(ALL)).closed
         with pytest.raises(RefusedError, match="the run is over"):
-            await trainer.enqueue([make_rollout("a")])
+            await trainer.enqueue([make.rollout("a")])
         await trainer.ask(BEGIN, beginning(2.0))
         assert not (await empty.server.queue.lease(ALL)).closed
 
@@ -216,7 +218,7 @@ async def test_a_server_that_is_killed_is_taken_up_by_the_next_one(tmp_path: Pat
             async with LightningClient(stack.server.base_url, keys.operator) as trainer:
                 await trainer.ask(BEGIN, beginning())
                 await trainer.ask(SERVE, registration(upstream))
-                await trainer.enqueue([make_rollout(id) for id in ("done", "held", "queued")])
+                await trainer.enqueue([make.rollout(id) for id in ("done", "held", "queued")])
                 done, held = (await stack.server.queue.lease(LeaseRequest(worker="w", capacity=2))).leases
                 await stack.server.queue.close_attempt(AttemptKey("done", 0), CloseRequest(ending=Ending.CANCELLED))
             await stack.server.stop(over=False)  # what a kill leaves is the same: nothing is written at the end
@@ -227,7 +229,7 @@ async def test_a_server_that_is_killed_is_taken_up_by_the_next_one(tmp_path: Pat
         ):
             assert (await trainer.health()).restart == 0
             assert not (await stack.server.queue.lease(ALL)).leases, "the trainer was not heard of yet"
-            await trainer.enqueue([make_rollout(id) for id in ("done", "held", "queued")])
+            await trainer.enqueue([make.rollout(id) for id in ("done", "held", "queued")])
             assert [each.id for each in await trainer.done(["done", "held", "queued"])] == ["done"]
             await trainer.ask(SERVE, registration(upstream))
             async with LightningClient(stack.server.base_url, keys.worker) as worker:
@@ -246,7 +248,7 @@ async def test_the_end_of_the_server_is_not_the_end_of_the_run(empty: Stack) -> 
     async with operator(empty) as trainer, LightningClient(empty.server.base_url, empty.server.worker_key) as worker:
         await trainer.ask(BEGIN, beginning())
         await trainer.ask(SERVE, registration(empty.upstream))
-        await trainer.enqueue([make_rollout("a")])
+        await trainer.enqueue([make.rollout("a")])
         await worker.ask(LEASE, ALL)
         leasing = asyncio.ensure_future(worker.ask(LEASE, LeaseRequest(worker="w", capacity=1, wait=60)))
         asking = asyncio.ensure_future(trainer.done(["a"], wait=60))
@@ -262,7 +264,7 @@ async def test_the_end_of_the_server_is_not_the_end_of_the_run(empty: Stack) -> 
 
 async def test_records_are_written_and_read(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "s") as store, running_stack(store=store) as stack, operator(stack) as client:
-        rollouts = [make_rollout("r1"), make_rollout("r2", step=4)]
+        rollouts = [make.rollout("r1"), make.rollout("r2", step=4)]
         records: list[Any] = [*rollouts, Attempt("r1", 0, "w", 1.0), Reward("r1", 0, "n", 0.5, "s")]
         for _ in range(2):
             await client.put(records)
@@ -285,7 +287,7 @@ async def test_code_that_blocks_has_the_same_client(stack: Stack) -> None:
             assert trainer.ask(BEGIN, beginning()).restart == 0
             trainer.ask(SERVE, registration(stack.upstream))
             trainer.ask(PUBLISH, VersionsRequest(restart=0, versions={"default": 9}))
-            trainer.enqueue([make_rollout("a"), make_rollout("b")])
+            trainer.enqueue([make.rollout("a"), make.rollout("b")])
             trainer.cancel(["b"])
             [lease] = worker.ask(LEASE, ALL).leases
             held = [HeldAttempt(rollout=lease.rollout, attempt=lease.attempt, secret=lease.secret)]

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import openai
-from memory_store import MemoryStore
-from scripted_upstream import END_TOKEN, CallTools, Raw, Say, ScriptedUpstream, logprob
-from stack import Stack, running_stack
 
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.scripts import CallTools, Raw, Say
+from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream, logprob
 from agl_core.types import FinishReason, Mode
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_POLICY, HEADER_ROLLOUT
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import openai
 import pytest
-from api_oracles import extras, post_each
 from langchain_openai import OpenAI
 from openai.types import Completion
-from scripted_upstream import END_TOKEN, OVERFLOW, Fail, Say, logprob
-from stack import Stack
 
+from agl_core.testing.scripts import OVERFLOW, Fail, Say
+from agl_core.testing.server import Stack
+from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import Mode
+
+from ..api_oracles import extras, post_each
 
 GOOD: dict[str, Any] = {"model": "default", "prompt": "Question: 1 + 1?"}
 MESSAGES = [{"role": "user", "content": "Question: 1 + 1?"}]

@@ -14,7 +14,8 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-from stack import stack_in_thread
+
+from agl_core.testing.server import stack_in_thread
 
 
 class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):

@@ -10,12 +10,15 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from api_oracles import HELLO, OWN, client_of, events_of, extras, post_each, reply
 from pydantic import BaseModel, TypeAdapter
-from scripted_upstream import END_TOKEN, OVERFLOW, CallTools, Drop, Fail, Raw, Say
-from stack import Stack, post
 
+from agl_core.testing.scripts import OVERFLOW, CallTools, Drop, Fail, Raw, Say
+from agl_core.testing.server import Stack
+from agl_core.testing.upstream import END_TOKEN
 from agl_core.types import FinishReason, Mode
+
+from ..api_oracles import HELLO, OWN, client_of, events_of, extras, post_each, reply
+from ..posting import post
 
 GOOD: dict[str, Any] = {"model": "default", "max_tokens": 100, "messages": HELLO}
 ADD: dict[str, Any] = {

@@ -7,12 +7,14 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import beta_async_tool
-from api_oracles import HELLO, OWN, client_of, reply
-from scripted_upstream import CallTools, Say
-from stack import Stack, make_rollout
 
 from agl_core.learning import build_episode
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import Stack
 from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolStatus
+
+from ..api_oracles import HELLO, OWN, client_of, reply
 
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 100}
 
@@ -24,7 +26,7 @@ def forwarded(stack: Stack) -> list[dict[str, Any]]:
 
 async def episode(stack: Stack, key: AttemptKey) -> Episode:
     attempt = Attempt(key.rollout, key.attempt, "w", 0.0, ending=Ending.FINISHED)
-    return build_episode(make_rollout(key.rollout), attempt, await stack.calls(key))
+    return build_episode(make.rollout(key.rollout), attempt, await stack.calls(key))
 
 
 @pytest.mark.parametrize("streamed", [False, True])

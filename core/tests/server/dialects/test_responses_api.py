@@ -8,13 +8,16 @@ from typing import Any
 
 import openai
 import pytest
-from api_oracles import OWN, events_of, extras, post_each, reply
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from scripted_upstream import END_TOKEN, OVERFLOW, CallTools, Drop, Fail, Raw, Say, logprob
-from stack import Stack, post
 
+from agl_core.testing.scripts import OVERFLOW, CallTools, Drop, Fail, Raw, Say
+from agl_core.testing.server import Stack
+from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey, FinishReason, Mode
+
+from ..api_oracles import OWN, events_of, extras, post_each, reply
+from ..posting import post
 
 ADD: dict[str, Any] = {
     "type": "function",

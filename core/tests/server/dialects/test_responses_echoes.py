@@ -6,12 +6,13 @@ from typing import Any
 
 import openai
 import pytest
-from api_oracles import OWN, call, reply
-from scripted_upstream import CallTools, Say
-from stack import Stack
 
 from agl_core.server.dialects.replies import KEPT
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey
+
+from ..api_oracles import OWN, call, reply
 
 PARALLEL = OWN["text and parallel calls"]
 

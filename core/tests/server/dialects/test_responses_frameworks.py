@@ -11,10 +11,11 @@ from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from scripted_upstream import CallTools, Say
-from stack import Stack, make_rollout
 
 from agl_core.learning import build_episode
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import Stack
 from agl_core.types import Attempt, AttemptKey, Ending, ToolStatus
 
 BOTH = CallTools([("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4})], text="I add.")
@@ -118,7 +119,7 @@ async def test_agents_with_tools_and_a_handoff(stack: Stack, streamed: bool) -> 
     calls = await echoes_are_exact(stack, key, replies=4)
     assert [call.request["messages"][0]["content"] for call in calls] == ["Solve.", "Solve.", "Close.", "Close."]
     episode = build_episode(
-        make_rollout(key.rollout), Attempt(key.rollout, key.attempt, "w", 0.0, ending=Ending.FINISHED), calls
+        make.rollout(key.rollout), Attempt(key.rollout, key.attempt, "w", 0.0, ending=Ending.FINISHED), calls
     )
     first, second, *_ = episode.transitions
     assert [(each.tool, each.status) for each in first.tool_results] == [

@@ -8,12 +8,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted_upstream import OVERFLOW, Drop, Fail, Hold, Raw
-from stack import Stack, post, running_stack, said_by_agl
 
+from agl_core.testing.scripts import OVERFLOW, Drop, Fail, Hold, Raw
+from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.workers import CloseRequest
+
+from ..posting import post, said_by_agl
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}

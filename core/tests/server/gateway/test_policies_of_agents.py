@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import openai
 import pytest
-from stack import Stack, running_stack
 
+from agl_core.testing.server import Stack, running_stack
 from agl_core.wire.headers import HEADER_AGENT
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -8,12 +8,14 @@ from typing import Any
 
 import openai
 import pytest
-from scripted_upstream import Drop, Fail, Hold, Say
-from stack import Stack, post, until
 
+from agl_core.testing.scripts import Drop, Fail, Hold, Say
+from agl_core.testing.server import Stack, until
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire.headers import HEADER_RETRY
 from agl_core.wire.workers import CloseRequest
+
+from ..posting import post
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stack import Stack, running_stack
 
+from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Mode, Sampling
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
-from stack import Stack, running_stack, until
 
 from agl_core.server.http.limits import MAX_HEAD_BYTES, MAX_HEADER_BYTES
+from agl_core.testing.server import Stack, running_stack, until
 
 PATIENCE = 120.0
 OFFERED = 96 << 20

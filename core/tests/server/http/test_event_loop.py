@@ -10,11 +10,12 @@ from typing import Any
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
-from otlp_intake import exported
-from stack import running_stack
 
 from agl_core.server.http.event_loop import run
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.server import running_stack
+
+from ..otlp_intake import exported
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 

@@ -8,10 +8,12 @@ import httptools
 import httpx
 import orjson
 import pytest
-from stack import Stack, key_of_url
 
 from agl_core.server.http.event_loop import run
 from agl_core.server.http.protocol import CorkedTransport
+from agl_core.testing.server import Stack
+
+from ..posting import key_of_url
 
 BODY = orjson.dumps({"model": "default", "messages": [{"role": "user", "content": "hello"}]})
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from stack import Stack, running_stack
 
 from agl_core.server.http.limits import MAX_HEADER_BYTES, MAX_HEADERS
+from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey
 from agl_core.wire.body import MAX_BODY
 

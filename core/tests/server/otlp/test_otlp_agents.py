@@ -12,16 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
-from instrumented import instrumenting, resource_methods
 from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import StatusCode, Tracer
-from otlp_intake import IntakeStack, exported, flush, running_intake
-from scripted_upstream import CallTools, Say
 
+from agl_core.testing.instrumenting import instrumenting, resource_methods
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Source, ToolResult, ToolStatus
+
+from ..otlp_intake import IntakeStack, exported, flush, running_intake
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 GENAI_AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "solver"}

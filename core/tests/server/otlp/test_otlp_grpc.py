@@ -10,11 +10,12 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.trace import Tracer
-from otlp_intake import IntakeStack, exported, running_intake
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server.otlp.over_grpc import GrpcTraces
 from agl_core.types import AttemptKey
+
+from ..otlp_intake import IntakeStack, exported, running_intake
 
 
 @pytest.fixture

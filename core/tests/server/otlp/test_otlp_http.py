@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.trace import StatusCode, Tracer
-from otlp_intake import IntakeStack, exported, running_intake
 
 from agl_core.capture.spans.spans import see
 from agl_core.capture.spans.tree import SpanTree
@@ -24,6 +23,8 @@ from agl_core.errors import StoreError
 from agl_core.server.errors import ApiError
 from agl_core.server.otlp import decoding
 from agl_core.types import AttemptKey, ToolStatus
+
+from ..otlp_intake import IntakeStack, exported, running_intake
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PATIENCE = 120.0

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from leasing import FINISHED, lease, leased
-from memory_store import MemoryStore
-from stack import Hooks, make_rollout
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server import Keys, RolloutQueue
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks
 from agl_core.types import Ending, RolloutState, Task
+
+from ..leasing import FINISHED, lease, leased
 
 REMEMBERED = 2
 
@@ -41,7 +43,7 @@ def made(store: Any) -> RolloutQueue:
 
 async def end(queue: RolloutQueue, *ids: str) -> None:
     for id in ids:
-        await queue.enqueue([make_rollout(id)])
+        await queue.enqueue([make.rollout(id)])
         await queue.close_attempt(await leased(queue, calls=1), FINISHED)
 
 
@@ -49,7 +51,7 @@ async def test_one_that_memory_has_forgotten(queue: RolloutQueue, store: Any) ->
     ids = [f"a{number}" for number in range(REMEMBERED + 3)]
     await end(queue, *ids)
     before = [(await store.rollout(id), await store.attempts(id)) for id in ids]
-    await queue.enqueue([*map(make_rollout, ids), make_rollout("a")])
+    await queue.enqueue([*map(make.rollout, ids), make.rollout("a")])
     assert queue.queued == 1, "the new one, whose id begins those of all the others"
     assert [each.rollout for each in (await lease(queue, capacity=9)).leases] == ["a"]
     assert [(await store.rollout(id), await store.attempts(id)) for id in ids] == before
@@ -60,7 +62,7 @@ async def test_one_that_memory_has_forgotten(queue: RolloutQueue, store: Any) ->
 async def test_another_one_under_its_id_is_refused(queue: RolloutQueue, store: Any) -> None:
     await end(queue, *"abcde")
     with pytest.raises(ServerError, match="a is already in the queue"):
-        await queue.enqueue([make_rollout("new"), make_rollout("a", task=Task("other", None))])
+        await queue.enqueue([make.rollout("new"), make.rollout("a", task=Task("other", None))])
     assert queue.queued == 0
     assert (await store.rollout("a")).ending is Ending.FINISHED
 
@@ -71,7 +73,7 @@ async def test_one_that_training_has_moved_to_the_step_that_used_it(queue: Rollo
     after_a_restart = made(store)
     await after_a_restart.restore("run")
     for each in (queue, after_a_restart):
-        await each.enqueue([make_rollout("a"), make_rollout("e")])
+        await each.enqueue([make.rollout("a"), make.rollout("e")])
         assert each.queued == 0
     assert [(await store.rollout(id)).step for id in "ae"] == [7, 7]
 
@@ -85,7 +87,7 @@ async def test_while_the_store_cannot_be_read_nothing_is_taken_in(
     with monkeypatch.context() as broken:
         broken.setattr(store, "rollout", fails)
         with pytest.raises(StoreError):
-            await queue.enqueue([make_rollout("a")])
+            await queue.enqueue([make.rollout("a")])
     assert queue.queued == 0
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     assert queue.queued == 1

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clock import Clock
-from memory_store import MemoryStore
-from stack import Hooks, Stack, make_rollout, said_by_agl
 
 from agl_core.client.http import LightningClient
 from agl_core.errors import ServerError
 from agl_core.server import Keys, RolloutQueue
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks, Stack
 from agl_core.types import AttemptKey, Call, Ending, RolloutState, ToolStatus
 from agl_core.wire.workers import (
     LEASE,
@@ -29,6 +29,9 @@ from agl_core.wire.workers import (
     RewardReport,
     ToolResultReport,
 )
+
+from ..clock import Clock
+from ..posting import said_by_agl
 
 FINISHED = CloseRequest(ending=Ending.FINISHED, result="4")
 ALIVE = HeartbeatReply(lost=[], closed=False)
@@ -105,7 +108,7 @@ async def state(store: MemoryStore, id: str = "a") -> RolloutState:
 async def test_a_worker_that_beats_keeps_its_attempts_up_to_their_timeout(
     queue: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     (key,) = await lent(queue)
     for _ in range(8):
         assert beat(queue, key) == []
@@ -119,7 +122,7 @@ async def test_a_worker_that_beats_keeps_its_attempts_up_to_their_timeout(
 
 
 async def test_a_worker_that_stops_beating_loses_them(queue: RolloutQueue, clock: Clock, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     (key,) = await lent(queue)
     beat(queue, key)
     await clock.advance(19)
@@ -135,7 +138,7 @@ async def test_a_worker_that_stops_beating_loses_them(queue: RolloutQueue, clock
 async def test_a_worker_that_never_beats_keeps_them_up_to_their_timeout(
     queue: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await lent(queue)
     await clock.advance(125)
     assert await state(store) is RolloutState.RUNNING
@@ -147,7 +150,7 @@ async def test_the_first_heartbeat_starts_the_clock_of_all_that_a_worker_holds(
     queue: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
     """Also of what it was lent and never heard of."""
-    await queue.enqueue([make_rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout(id) for id in "abc"])
     first, _ = await lent(queue, capacity=2)
     await lent(queue, "another")
     assert beat(queue, first) == []
@@ -161,7 +164,7 @@ async def test_what_a_beating_worker_is_lent_later_expires_too(
     queue: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
     beat(queue)
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await lent(queue)
     await clock.advance(20)
     assert await state(store) is RolloutState.QUEUED
@@ -175,7 +178,7 @@ async def test_leases_do_not_go_by_the_wall_clock(
     store: MemoryStore,
     set_wall_clock: Callable[[float], None],
 ) -> None:
-    await queue.enqueue([make_rollout(id) for id in "ab"])
+    await queue.enqueue([make.rollout(id) for id in "ab"])
     kept, dropped = await lent(queue, capacity=2)
     beat(queue, kept, dropped)
     await clock.advance(15)
@@ -195,7 +198,7 @@ async def test_leases_do_not_go_by_the_wall_clock(
 async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_short(
     queue: RolloutQueue, clock: Clock, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await queue.enqueue([make_rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout(id) for id in "abc"])
     beat(queue, *await lent(queue, capacity=3))
     store.failing = True
     await clock.advance(20)
@@ -211,7 +214,7 @@ async def test_while_the_store_fails_it_is_asked_now_and_then_and_the_log_is_sho
 
 
 async def test_a_heartbeat_is_told_what_no_longer_counts(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout(id) for id in "abcd"])
+    await queue.enqueue([make.rollout(id) for id in "abcd"])
     a, b, c = await lent(queue, capacity=3)
     await queue.cancel(["a"])
     await queue.close_attempt(b, FINISHED)
@@ -222,7 +225,7 @@ async def test_a_heartbeat_is_told_what_no_longer_counts(queue: RolloutQueue) ->
 
 
 async def test_heartbeats_over_the_wire(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make_rollout("a")])
+    await stack.server.queue.enqueue([make.rollout("a")])
     async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
         (lease,) = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=1))).leases
         assert (lease.heartbeat, lease.expires) == (5, 20)
@@ -238,7 +241,7 @@ async def test_heartbeats_over_the_wire(stack: Stack) -> None:
 async def test_the_late_result_of_a_lost_attempt_is_recorded_and_does_not_count(
     queue: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     (late,) = await lent(queue)
     beat(queue, late)
     await clock.advance(20)
@@ -270,7 +273,7 @@ async def test_the_late_result_of_a_lost_attempt_is_recorded_and_does_not_count(
 async def test_a_late_result_that_nobody_superseded_changes_nothing(clock: Clock, store: MemoryStore) -> None:
     """The rollout is done, and was judged, as lost: what is kept of it must not change under the trainer."""
     async with watched(store, attempts=1) as queue:
-        await queue.enqueue([make_rollout("a")])
+        await queue.enqueue([make.rollout("a")])
         (key,) = await lent(queue)
         beat(queue, key)
         await clock.advance(20)
@@ -282,7 +285,7 @@ async def test_a_late_result_that_nobody_superseded_changes_nothing(clock: Clock
 async def test_a_late_result_is_recorded_after_a_restart_too(
     queue: RolloutQueue, clock: Clock, store: MemoryStore
 ) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     (late,) = await lent(queue)
     beat(queue, late)
     await clock.advance(20)
@@ -300,8 +303,8 @@ def recorded(key: AttemptKey, sequence: int, *, late: bool = False) -> Call:
 async def test_a_run_is_taken_up_from_the_store(clock: Clock, tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     async with SqliteStore(path) as store, watched(store) as queue:
-        await queue.enqueue([make_rollout(id) for id in ("done", "again", "kept", "gone", "first", "second")])
-        await queue.enqueue([make_rollout("other", run="another run")])
+        await queue.enqueue([make.rollout(id) for id in ("done", "again", "kept", "gone", "first", "second")])
+        await queue.enqueue([make.rollout("other", run="another run")])
         done, again, kept, _ = await lent(queue, capacity=4)
         await store.put(recorded(kept, 0), recorded(kept, 1, late=True))
         await queue.close_attempt(done, CloseRequest(ending=Ending.CANCELLED))
@@ -328,12 +331,12 @@ async def test_a_run_is_taken_up_from_the_store(clock: Clock, tmp_path: Path) ->
         assert (await queue.done(["kept"]))[0].ending is Ending.FINISHED, "a call from before the restart counts"
         assert await lent(queue, "v") == [AttemptKey("gone", 1)]
         with pytest.raises(ServerError, match="already in the queue"):
-            await queue.enqueue([make_rollout("first", step=9)])
+            await queue.enqueue([make.rollout("first", step=9)])
 
 
 async def test_a_restored_attempt_keeps_its_own_timeout(clock: Clock, store: MemoryStore) -> None:
     async with watched(store) as queue:
-        await queue.enqueue([make_rollout("a")])
+        await queue.enqueue([make.rollout("a")])
         (key,) = await lent(queue)
     (attempt,) = await store.attempts("a")
     await store.put(replace(attempt, started=attempt.started - 90))
@@ -352,7 +355,7 @@ async def test_a_wall_clock_set_back_does_not_lengthen_a_restored_attempt(
     clock: Clock, store: MemoryStore, set_wall_clock: Callable[[float], None]
 ) -> None:
     async with watched(store) as queue:
-        await queue.enqueue([make_rollout("a")])
+        await queue.enqueue([make.rollout("a")])
         (key,) = await lent(queue)
     set_wall_clock(-YEAR)
     async with watched(store) as queue:

@@ -8,18 +8,20 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 import pytest
-from clock import Clock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from memory_store import MemoryStore
-from stack import Hooks, make_rollout
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server import Keys, RolloutQueue
 from agl_core.server.rollouts.lifecycle import ATTEMPT, ROLLOUT, AttemptState, moved, step
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
+
+from ..clock import Clock
 
 ATTEMPTS = 3
 WAYS = {
@@ -39,7 +41,7 @@ def test_there_is_no_other_way() -> None:
 
 
 def test_a_rollout_that_moves_on_has_the_ending_of_its_new_state_only() -> None:
-    running = moved(make_rollout("a"), RolloutState.RUNNING)
+    running = moved(make.rollout("a"), RolloutState.RUNNING)
     done = moved(running, RolloutState.DONE, ending=Ending.FINISHED, counted=1)
     assert (done.state, done.ending, done.counted_attempt) == (RolloutState.DONE, Ending.FINISHED, 1)
     with pytest.raises(ServerError):
@@ -91,7 +93,7 @@ class Lives(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3), again=st.booleans())
     def create(self, count: int, again: bool) -> None:
         ids = [f"r{len(self.created) + number}" for number in range(count)]
-        rollouts = [make_rollout(id) for id in [*self.created[: 3 * again], *ids]]
+        rollouts = [make.rollout(id) for id in [*self.created[: 3 * again], *ids]]
 
         async def add() -> None:
             await self.queue.enqueue(rollouts)

@@ -8,9 +8,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from stack import make_rollout, running_stack, until
 
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.server import running_stack, until
 from agl_core.types import Ending, RolloutState
 
 WORKERS, ROLLOUTS = 300, 1000
@@ -51,7 +52,7 @@ async def test_three_hundred_workers_do_a_thousand_rollouts(tmp_path: Path) -> N
         try:
             await until(lambda: stack.server.queue.waiting == WORKERS)
             for start in range(0, ROLLOUTS, 250):
-                await stack.server.queue.enqueue([make_rollout(f"r{start + number}") for number in range(250)])
+                await stack.server.queue.enqueue([make.rollout(f"r{start + number}") for number in range(250)])
             left = {f"r{number}" for number in range(ROLLOUTS)}
             while left:
                 left -= {each.id for each in await stack.server.queue.done(left)}

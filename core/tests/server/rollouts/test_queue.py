@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from leasing import CRASHED, FINISHED, lease, leased
-from memory_store import MemoryStore
-from stack import Hooks, make_rollout
 
 from agl_core import hookimpl
 from agl_core.errors import ServerError, StoreError
 from agl_core.plugins import Plugins
 from agl_core.server import RolloutQueue
 from agl_core.server.keys import Keys
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState, ToolStatus
 from agl_core.wire.workers import CloseRequest, LeaseReply, RewardReport, ToolResultReport
 
+from ..leasing import CRASHED, FINISHED, lease, leased
+
 
 async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout(id) for id in "abc"])
     reply = await lease(queue, capacity=2)
     assert [each.rollout for each in reply.leases] == ["a", "b"]
     assert [(await store.rollout(id)).state for id in "abc"] == ["running", "running", "queued"]
@@ -32,7 +34,7 @@ async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue,
 
 async def test_nothing_is_acknowledged_before_it_is_in_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
     for step in (
-        lambda: queue.enqueue([make_rollout("a")]),
+        lambda: queue.enqueue([make.rollout("a")]),
         lambda: lease(queue),
         lambda: queue.close_attempt(AttemptKey("a", 0), FINISHED),
     ):
@@ -50,8 +52,8 @@ async def test_nothing_is_acknowledged_before_it_is_in_the_store(queue: RolloutQ
 async def test_a_lease_waits_for_the_first_rollout(queue: RolloutQueue) -> None:
     waiting = [asyncio.ensure_future(lease(queue, wait=30)) for _ in range(2)]
     await asyncio.sleep(0)
-    await queue.enqueue([make_rollout("a")])
-    await queue.enqueue([make_rollout("b")])
+    await queue.enqueue([make.rollout("a")])
+    await queue.enqueue([make.rollout("b")])
     assert sorted(reply.leases[0].rollout for reply in await asyncio.gather(*waiting)) == ["a", "b"]
 
 
@@ -64,16 +66,16 @@ async def test_a_cancelled_lease_takes_nothing(queue: RolloutQueue) -> None:
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     assert (await lease(queue)).leases[0].rollout == "a"
 
 
 async def test_a_closed_queue_tells_workers_and_takes_nothing_in(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     queue.close()
     assert await lease(queue, wait=30) == LeaseReply(leases=[], closed=True)
     with pytest.raises(ServerError, match="closed"):
-        await queue.enqueue([make_rollout("b")])
+        await queue.enqueue([make.rollout("b")])
 
 
 async def test_closing_wakes_a_waiting_lease(queue: RolloutQueue) -> None:
@@ -85,21 +87,21 @@ async def test_closing_wakes_a_waiting_lease(queue: RolloutQueue) -> None:
 
 async def test_adding_a_rollout_again_changes_nothing(queue: RolloutQueue, store: MemoryStore) -> None:
     """Waiting, running or done: whoever did not hear that it was taken in may say it again."""
-    await queue.enqueue([make_rollout("a"), make_rollout("a")])
-    await queue.enqueue([make_rollout("b"), make_rollout("a")])
+    await queue.enqueue([make.rollout("a"), make.rollout("a")])
+    await queue.enqueue([make.rollout("b"), make.rollout("a")])
     assert queue.queued == 2
     key = await leased(queue, calls=1)
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     assert (queue.queued, queue.running) == (1, 1)
     await queue.close_attempt(key, FINISHED)
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     assert (queue.queued, queue.running) == (1, 0)
     assert (await store.rollout("a")).state is RolloutState.DONE
 
 
 async def test_adding_it_again_while_it_is_being_added_waits_for_that(queue: RolloutQueue, store: MemoryStore) -> None:
     store.writable.clear()
-    adding = [asyncio.ensure_future(queue.enqueue([make_rollout("a")])) for _ in range(2)]
+    adding = [asyncio.ensure_future(queue.enqueue([make.rollout("a")])) for _ in range(2)]
     await store.write_waits.wait()
     assert not any(each.done() for each in adding)
     store.writable.set()
@@ -108,18 +110,18 @@ async def test_adding_it_again_while_it_is_being_added_waits_for_that(queue: Rol
 
 
 async def test_another_rollout_of_the_same_id_is_refused(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     with pytest.raises(ServerError, match="a is already in the queue"):
-        await queue.enqueue([make_rollout("b"), make_rollout("a", step=1)])
+        await queue.enqueue([make.rollout("b"), make.rollout("a", step=1)])
     assert queue.queued == 1
 
 
 async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, store: MemoryStore) -> None:
     store.failing = True
     with pytest.raises(StoreError):
-        await queue.enqueue([make_rollout("a")])
+        await queue.enqueue([make.rollout("a")])
     store.failing = False
-    await queue.enqueue([make_rollout("a"), make_rollout("b")])
+    await queue.enqueue([make.rollout("a"), make.rollout("b")])
     store.failing = True
     with pytest.raises(StoreError):
         await lease(queue, capacity=2)
@@ -135,7 +137,7 @@ async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, stor
 
 
 async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
     tool_result = ToolResultReport(id="o", tool="add", status=ToolStatus.OK, tool_call_id="c1", arguments={"a": 1})
     request = CloseRequest(
@@ -159,7 +161,7 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
 
 
 async def test_the_same_report_twice_changes_nothing(queue: RolloutQueue, store: MemoryStore, hooks: Hooks) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
     first, second = await asyncio.gather(*(queue.close_attempt(key, FINISHED) for _ in range(2)))
     written, fired = list(store.written), list(hooks.fired)
@@ -169,7 +171,7 @@ async def test_the_same_report_twice_changes_nothing(queue: RolloutQueue, store:
 
 
 async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_they_ended(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout(name) for name in "abcd"])
+    await queue.enqueue([make.rollout(name) for name in "abcd"])
     a, b, c, _ = [await leased(queue, calls=1) for _ in "abcd"]
     asking = [asyncio.ensure_future(queue.done(ids)) for ids in (["a", "b"], ["d", "b"])]
     for key in (c, b):
@@ -182,7 +184,7 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
 
 
 async def test_who_gives_up_takes_nothing_from_the_others(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     asking = [asyncio.ensure_future(queue.done(["a"])) for _ in range(2)]
     await asyncio.sleep(0)
     asking[0].cancel()
@@ -191,10 +193,10 @@ async def test_who_gives_up_takes_nothing_from_the_others(queue: RolloutQueue) -
 
 
 async def test_what_memory_has_forgotten_is_answered_from_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue, calls=1), FINISHED)
     restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
-    await restarted.enqueue([make_rollout("b")])
+    await restarted.enqueue([make.rollout("b")])
     assert await restarted.done(["b", "a"]) == await queue.done(["a"])
     for unknown in (["b", "nobody"], ["b", ""]):
         with pytest.raises(ServerError, match="no rollout"):
@@ -202,7 +204,7 @@ async def test_what_memory_has_forgotten_is_answered_from_the_store(queue: Rollo
 
 
 async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue)
     asking, leasing = asyncio.ensure_future(queue.done(["a"])), asyncio.ensure_future(lease(queue, wait=30))
     await asyncio.sleep(0)
@@ -216,7 +218,7 @@ async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -
 
 
 async def test_nothing_is_lent_until_it_is_allowed_again(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     queue.lend(False)
     assert not (await lease(queue, wait=0.01)).leases
     waiting = asyncio.ensure_future(lease(queue, wait=30))
@@ -226,7 +228,7 @@ async def test_nothing_is_lent_until_it_is_allowed_again(queue: RolloutQueue) ->
 
 
 async def test_what_a_trainer_left_is_lost_and_not_tried_again(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout(id) for id in "abc"])
     done, running = await leased(queue, calls=1), await leased(queue, calls=1)
     await queue.close_attempt(done, FINISHED)
     await queue.abandon()
@@ -240,7 +242,7 @@ async def test_what_a_trainer_left_is_lost_and_not_tried_again(queue: RolloutQue
 
 
 async def test_new_limits_hold_for_what_starts_from_then_on(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a"), make_rollout("b")])
+    await queue.enqueue([make.rollout("a"), make.rollout("b")])
     assert (await lease(queue)).leases[0].timeout == 30
     queue.limit(timeout=7, attempts=1)
     reply = await lease(queue)
@@ -250,7 +252,7 @@ async def test_new_limits_hold_for_what_starts_from_then_on(queue: RolloutQueue)
 
 async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hooks: Hooks) -> None:
     queue = RolloutQueue(store, timeout=0.01, attempts=2, hook=hooks, grace=0, keys=Keys())
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     watching = asyncio.ensure_future(queue.watch())
     for _ in range(2):
         assert (await lease(queue, wait=30)).leases
@@ -262,7 +264,7 @@ async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hoo
 
 async def test_an_end_that_could_not_be_written_is_not_forgotten(store: MemoryStore, hooks: Hooks) -> None:
     queue = RolloutQueue(store, timeout=0.01, attempts=1, hook=hooks, grace=0, keys=Keys())
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
     store.failing = True
     with pytest.raises(StoreError):
@@ -274,7 +276,7 @@ async def test_an_end_that_could_not_be_written_is_not_forgotten(store: MemorySt
 
 
 async def test_hooks_are_fired_for_each_attempt(queue: RolloutQueue, hooks: Hooks) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue), CRASHED)
     await queue.close_attempt(await leased(queue, calls=1), FINISHED)
     assert hooks.fired == [
@@ -298,7 +300,7 @@ async def test_a_hook_that_raises_stops_nothing(store: MemoryStore) -> None:
     plugins = Plugins()
     plugins.register(Failing(), "failing.py")
     queue = RolloutQueue(store, timeout=30, attempts=2, hook=plugins.hook, keys=Keys())
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue, calls=1), FINISHED)
     assert (await queue.done(["a"]))[0].ending is Ending.FINISHED
     assert plugins.hook.failures == {("failing.py", "rollout_started"): 1, ("failing.py", "rollout_finished"): 1}
@@ -307,7 +309,7 @@ async def test_a_hook_that_raises_stops_nothing(store: MemoryStore) -> None:
 async def test_every_rollout_is_done_exactly_once_under_concurrency(queue: RolloutQueue, store: MemoryStore) -> None:
     """Workers that crash on every first attempt and report twice: still one end per rollout."""
     ids = [f"r{number}" for number in range(50)]
-    await queue.enqueue([make_rollout(id) for id in ids])
+    await queue.enqueue([make.rollout(id) for id in ids])
 
     async def work() -> None:
         while True:

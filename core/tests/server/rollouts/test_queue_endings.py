@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from leasing import CRASHED, FINISHED, LOST, lease, leased
-from memory_store import MemoryStore
-from stack import Hooks, make_rollout
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server import RolloutQueue
 from agl_core.server.errors import no_upstream
 from agl_core.server.keys import Keys
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.server import Hooks
 from agl_core.types import AttemptKey, Ending, RolloutState
 from agl_core.wire.workers import CloseRequest
+
+from ..leasing import CRASHED, FINISHED, LOST, lease, leased
 
 
 @pytest.mark.parametrize("ending", [Ending.CRASHED, Ending.TIMED_OUT])
@@ -22,7 +24,7 @@ async def test_an_agent_that_broke_while_its_server_was_away_is_tried_again(
     queue: RolloutQueue, store: MemoryStore, ending: Ending
 ) -> None:
     """It had made calls, so it would be data; but what broke it may have been ours."""
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
     active = queue.attempt(key)
     assert active is not None
@@ -35,7 +37,7 @@ async def test_an_agent_that_broke_while_its_server_was_away_is_tried_again(
 
 
 async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
     assert (await queue.close_attempt(key, CRASHED)).counted
     assert not (await queue.close_attempt(key, FINISHED)).counted
@@ -44,7 +46,7 @@ async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQ
 
 async def test_a_worker_that_changes_its_mind_is_not_heard(queue: RolloutQueue, store: MemoryStore) -> None:
     """Also where its first report had the rollout tried again: only what the server took away can be reported late."""
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue)
     await queue.close_attempt(key, CRASHED)
     written = list(store.written)
@@ -55,7 +57,7 @@ async def test_a_worker_that_changes_its_mind_is_not_heard(queue: RolloutQueue, 
 async def test_an_attempt_that_ended_before_a_restart_is_answered_from_the_store(
     queue: RolloutQueue, store: MemoryStore
 ) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue, calls=1)
     await queue.close_attempt(key, FINISHED)
     restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
@@ -66,7 +68,7 @@ async def test_an_attempt_that_ended_before_a_restart_is_answered_from_the_store
 
 @pytest.mark.parametrize("ending", [Ending.CRASHED, Ending.TIMED_OUT, Ending.LOST])
 async def test_tried_again_if_no_call_completed(queue: RolloutQueue, store: MemoryStore, ending: Ending) -> None:
-    await queue.enqueue([make_rollout("a"), make_rollout("b")])
+    await queue.enqueue([make.rollout("a"), make.rollout("b")])
     assert not (await queue.close_attempt(await leased(queue), CloseRequest(ending=ending))).counted
     assert (await store.rollout("a")).state is RolloutState.QUEUED
     second = await leased(queue)
@@ -78,25 +80,25 @@ async def test_tried_again_if_no_call_completed(queue: RolloutQueue, store: Memo
 
 @pytest.mark.parametrize("ending", [Ending.CRASHED, Ending.TIMED_OUT])
 async def test_an_attempt_in_which_the_policy_acted_is_data(queue: RolloutQueue, ending: Ending) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     assert (await queue.close_attempt(await leased(queue, calls=1), CloseRequest(ending=ending))).counted
     assert (await queue.done(["a"]))[0].counted_attempt == 0
 
 
 async def test_a_lost_attempt_is_tried_again_whatever_it_did(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     assert not (await queue.close_attempt(await leased(queue, calls=3), LOST)).counted
     assert await leased(queue) == AttemptKey("a", 1)
 
 
 @pytest.mark.parametrize("ending", [Ending.FINISHED, Ending.CANCELLED, Ending.NO_CALL])
 async def test_other_endings_are_final(queue: RolloutQueue, ending: Ending) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     assert (await queue.close_attempt(await leased(queue), CloseRequest(ending=ending))).counted
 
 
 async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue), FINISHED)
     assert (await queue.done(["a"]))[0].ending is Ending.NO_CALL
     (attempt,) = await store.attempts("a")
@@ -109,19 +111,19 @@ async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, 
 async def test_context_overflow_is_an_ending_of_its_own(
     queue: RolloutQueue, request_: CloseRequest, calls: int
 ) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue, calls=calls, overflows=1), request_)
     assert (await queue.done(["a"]))[0].ending is Ending.CONTEXT_OVERFLOW
 
 
 async def test_an_agent_that_recovered_from_an_overflow_finished(queue: RolloutQueue) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue, calls=1, overflows=1), FINISHED)
     assert (await queue.done(["a"]))[0].ending is Ending.FINISHED
 
 
 async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout(id) for id in "abc"])
     key = await leased(queue, calls=1)
     await queue.cancel(["a", "b", "unknown"])
     done = await queue.done(["a", "b"])
@@ -138,7 +140,7 @@ async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, stor
 
 
 async def test_a_cancellation_that_cannot_be_written_loses_nothing(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make_rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout(id) for id in "abc"])
     store.failing = True
     with pytest.raises(StoreError):
         await queue.cancel(["a", "b"])
@@ -149,7 +151,7 @@ async def test_a_cancellation_that_cannot_be_written_loses_nothing(queue: Rollou
 async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(
     queue: RolloutQueue, store: MemoryStore
 ) -> None:
-    await queue.enqueue([make_rollout("a")])
+    await queue.enqueue([make.rollout("a")])
     key = await leased(queue)
     store.writable.clear()
     closing = asyncio.ensure_future(queue.close_attempt(key, CRASHED))

@@ -1,6 +1,6 @@
 """The conformance suite: what a driver for another framework needs."""
 
-from agl_conformance.driver import (
+from agl_core.testing.adapters.driver import (
     ATTACH,
     CHAT,
     EVERY,
@@ -13,7 +13,7 @@ from agl_conformance.driver import (
     Question,
     Setting,
 )
-from agl_conformance.scenario import Agent, Scenario
+from agl_core.testing.adapters.scenario import Agent, Scenario
 
 __all__ = [
     "ATTACH",

@@ -19,9 +19,9 @@ from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 import agl_autogen
-from agl_conformance.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Program, Question, Setting
-from agl_conformance.scenario import Agent, Scenario
-from agl_conformance.tools import TOOLS, action
+from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Program, Question, Setting
+from agl_core.testing.adapters.scenario import Agent, Scenario
+from agl_core.testing.adapters.tools import TOOLS, action
 
 ONE_LINE = "agl_autogen.attach()"
 

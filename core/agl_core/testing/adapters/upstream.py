@@ -1,4 +1,4 @@
-"""The model server of the suite, and a way to it on which replies get lost."""
+"""What the model says in a scenario, and a way to the gateway on which replies get lost."""
 
 from __future__ import annotations
 
@@ -6,57 +6,43 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 import aiohttp
 from aiohttp import web
-from scripted_upstream import Fail, ScriptedUpstream, Step
 
-from agl_conformance.scenario import Scenario
 from agl_core.server.gateway.retries import HEADER_STAINLESS
+from agl_core.testing.adapters.scenario import Scenario
+from agl_core.testing.scripts import Fail, Received, Step
 
 _MEET = 20.0
 """Seconds that requests which are to be there together wait for each other."""
 
 
-class PlayedUpstream(ScriptedUpstream):
-    """Plays a scenario: an agent's next request, known by its system prompt, gets the next thing it is to be told."""
+class Play:
+    """What a scripted model server answers while a scenario is played: an agent's next request, known by its system
+    prompt, gets the next thing it is to be told."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, scenario: Scenario) -> None:
         self.faults: list[str] = []
         """What went against the script."""
-
-    def play(self, scenario: Scenario) -> None:
-        """From now on."""
-        self.faults = []
         self._agents = {each.name: each for each in scenario.everyone()}
         self._together = scenario.together
         self._arrived: Counter[str] = Counter()
         self._told: Counter[tuple[str, str]] = Counter()
         self._met = asyncio.Event()
-        self.received.clear()
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        # Read once and kept by aiohttp, so that nothing is awaited between this step's scripting and its playing.
-        body = json.loads(await request.read())
-        step = await self._next(body)
-        self.script(step)
-        return await super()._complete(request)
-
-    async def _next(self, body: Mapping[str, Any]) -> Step:
-        text = json.dumps(body["messages"])
+    async def __call__(self, received: Received) -> Step:
+        text = json.dumps(received.body["messages"])
         name = next((each for each in self._agents if f"You are {each}." in text), None)
         if name is None:
-            return self._fault("A request has the system prompt of no agent of the scenario", body)
+            return self._fault("A request has the system prompt of no agent of the scenario", text)
         await self._meet(name)
         rollout = re.search(r"#(\d+)", text)
         place = (name, rollout[1] if rollout else "")
         self._told[place] += 1
         says = self._agents[name].says
         if self._told[place] > len(says):
-            return self._fault(f"{name} calls more often than its script has replies", body)
+            return self._fault(f"{name} calls more often than its script has replies", text)
         return says[self._told[place] - 1]
 
     async def _meet(self, name: str) -> None:
@@ -70,8 +56,8 @@ class PlayedUpstream(ScriptedUpstream):
         except TimeoutError:
             self.faults.append(f"{name}'s request waited {_MEET:g} s for those that were to run beside it")
 
-    def _fault(self, text: str, body: Mapping[str, Any]) -> Fail:
-        self.faults.append(f"{text}: {json.dumps(body['messages'])[:2000]}")
+    def _fault(self, text: str, messages: str) -> Fail:
+        self.faults.append(f"{text}: {messages[:2000]}")
         return Fail(400)
 
 

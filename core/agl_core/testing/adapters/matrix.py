@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agl_conformance.catalogue import SCENARIOS
-from agl_conformance.driver import Driver
-from agl_conformance.scenario import Scenario
+from agl_core.testing.adapters.catalogue import SCENARIOS
+from agl_core.testing.adapters.driver import Driver
+from agl_core.testing.adapters.scenario import Scenario
 
 
 @dataclass(frozen=True)

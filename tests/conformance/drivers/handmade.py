@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from agl_conformance.driver import MESSAGES, RESPONSES, Gap, Setting
-from agl_conformance.drivers.conversations import Answer, Conversation, Said, ToolCall, conversation
-from agl_conformance.scenario import Agent, Scenario
-from agl_conformance.tools import TOOLS, action
+from agl_core.testing.adapters.driver import MESSAGES, RESPONSES, Gap, Setting
+from agl_core.testing.adapters.scenario import Agent, Scenario
+from agl_core.testing.adapters.tools import TOOLS, action
+
+from .conversations import Answer, Conversation, Said, ToolCall, conversation
 
 NO_CHOICES = Gap("three choices (n)", "Only chat completions have `n`.", apis=(RESPONSES, MESSAGES))
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from agl_conformance.driver import (
+from agl_core.capture import current_identity, identify, record_tool_result, tool_result_report
+from agl_core.testing.adapters.driver import (
     ATTACH,
     CHAT,
     MESSAGES,
@@ -20,11 +21,11 @@ from agl_conformance.driver import (
     Question,
     Setting,
 )
-from agl_conformance.drivers.conversations import client_of
-from agl_conformance.drivers.handmade import NO_CHOICES, Loop, Telling
-from agl_conformance.scenario import Scenario
-from agl_core.capture import current_identity, identify, record_tool_result, tool_result_report
+from agl_core.testing.adapters.scenario import Scenario
 from agl_core.wire.headers import HEADER_AGENT
+
+from .conversations import client_of
+from .handmade import NO_CHOICES, Loop, Telling
 
 HEADERS = "headers, no agl in the process"
 

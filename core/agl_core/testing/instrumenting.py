@@ -6,10 +6,12 @@ import contextlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai.resources
-from opentelemetry.sdk.trace import TracerProvider
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 
 @contextlib.contextmanager

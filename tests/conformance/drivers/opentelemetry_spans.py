@@ -9,18 +9,19 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from instrumented import instrumenting
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Tracer
 
-from agl_conformance.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
-from agl_conformance.drivers.conversations import Said, client_of
-from agl_conformance.drivers.handmade import NO_CHOICES, Loop, Telling
-from agl_conformance.scenario import Scenario
+from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
+from agl_core.testing.adapters.scenario import Scenario
+from agl_core.testing.instrumenting import instrumenting
 from agl_otel import AglSpanProcessor
+
+from .conversations import Said, client_of
+from .handmade import NO_CHOICES, Loop, Telling
 
 PROCESSOR = "AglSpanProcessor()"
 OTLP = "OTLP, no agl in the process"

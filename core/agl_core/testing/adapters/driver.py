@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
-from agl_conformance.process import attached_to
-from agl_conformance.scenario import Scenario
+from agl_core.capture import attach
 from agl_core.protocols import Adapter
+from agl_core.testing.adapters.scenario import Scenario
 
 CHAT, RESPONSES, MESSAGES = "chat completions", "Responses", "Messages"
 API_NAMES = {CHAT: "chat.completions", RESPONSES: "responses", MESSAGES: "messages"}
@@ -111,8 +111,12 @@ class Driver(ABC):
     @contextlib.contextmanager
     def attached(self, form: str) -> Iterator[None]:
         """What is installed in the process while the scenario is played: everything for ATTACH, else `adapters`."""
-        with attached_to(None if form == ATTACH else self.adapters(form)):
+        attachment = attach(None if form == ATTACH else self.adapters(form))
+        try:
+            assert attachment.failed == {}
             yield
+        finally:
+            attachment.detach()
 
     def adapters(self, form: str) -> Sequence[Adapter]:
         """What is attached besides a one-line form; requests are stamped in any case, as workers do."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from agl_conformance.catalogue import SCENARIOS
-from agl_conformance.driver import Driver
-from agl_conformance.matrix import Cell, cells
+from agl_core.testing.adapters.catalogue import SCENARIOS
+from agl_core.testing.adapters.driver import Driver
+from agl_core.testing.adapters.matrix import Cell, cells
 
 _HEAD = """# Conformance
 
@@ -48,15 +48,15 @@ Then the matrix is your driver's alone. A driver is one class; this one is `test
 {example}```
 
 `build` makes the agents as a user of your framework would, from `scenario.agents`. Each agent has a `prompt` (the
-scripted model recognises the agent by it), `tools` (functions in `agl_conformance.tools.TOOLS`), `experts` (agents
-called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). All agents are answered
-by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is set. What `build`
-returns is awaited once for each rollout, inside it.
+scripted model recognises the agent by it), `tools` (functions in `agl_core.testing.adapters.tools.TOOLS`), `experts`
+(agents called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). All agents are
+answered by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is set. What
+`build` returns is awaited once for each rollout, inside it.
 
 In the form `attach`, all installed adapters are attached, including yours if it is registered as a plugin. Name your
 one-line forms in `forms`, and use the form that `setting.form` names. If your framework cannot express a scenario,
 raise `InexpressibleError`, and put the scenario into `gaps` with the reason.
-`tests/conformance/agl_conformance/drivers` holds the drivers above.
+`tests/conformance/drivers` holds the drivers above.
 """
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pydantic import BaseModel
-from scripted_upstream import CallTools, Drop, Fail, Say
 
-from agl_conformance.scenario import Agent, Parallel, Scenario, Turn
+from agl_core.testing.adapters.scenario import Agent, Parallel, Scenario, Turn
+from agl_core.testing.scripts import CallTools, Drop, Fail, Say
 
 
 class Town(BaseModel):

@@ -12,9 +12,9 @@ from typing import Any, get_type_hints
 import anthropic
 import openai
 
-from agl_conformance.driver import CHAT, MESSAGES, RESPONSES, InexpressibleError, Setting
-from agl_conformance.scenario import Agent
-from agl_conformance.tools import TOOLS
+from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, InexpressibleError, Setting
+from agl_core.testing.adapters.scenario import Agent
+from agl_core.testing.adapters.tools import TOOLS
 
 
 @dataclass(frozen=True)

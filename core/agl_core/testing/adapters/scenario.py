@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pydantic import BaseModel
-from scripted_upstream import CallTools, Say, Step
 
+from agl_core.testing.scripts import CallTools, Say, Step
 from agl_core.types import ToolStatus
 
 Reply: TypeAlias = Say | CallTools
@@ -22,7 +22,7 @@ class Agent:
     says: tuple[Step, ...]
     """What the model answers it, request by request; failures included."""
     tools: tuple[str, ...] = ()
-    """Names of functions in `agl_conformance.tools`."""
+    """Names of functions in `agl_core.testing.adapters.tools`."""
     experts: tuple[Agent, ...] = ()
     """Agents that it calls as tools: the tool has the expert's name and one argument, `task`."""
     handoffs: tuple[Agent, ...] = ()
@@ -90,7 +90,7 @@ class Scenario:
     choices: int = 1
     """The agent asks for so many responses in one call (`n`)."""
     react: bool = False
-    """The agent asks for its tools in plain text (see `agl_conformance.tools.action`), not by tool calls."""
+    """The agent asks for its tools in plain text (see `agl_core.testing.adapters.tools.action`), not by tool calls."""
     rollouts: int = 1
     """So many rollouts run at once, and share the agent."""
     together: Mapping[str, int] = field(default_factory=dict)

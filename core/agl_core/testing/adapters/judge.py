@@ -8,16 +8,17 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from scripted_upstream import END_TOKEN, CallTools, logprob
 
-from agl_conformance.scenario import Expected, Parallel, Reply, Turn
+from agl_core.testing.adapters.scenario import Expected, Parallel, Reply, Turn
+from agl_core.testing.scripts import CallTools
+from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import Episode, Transition
 
 
 def tokens(reply: Reply, choice: int = 0) -> list[int]:
     """The ids that the upstream samples for a reply: its bytes, and the end."""
     if isinstance(reply, CallTools):
-        calls = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in reply.calls]
+        calls = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments, *_ in reply.calls]
         text = reply.text or json.dumps(calls)
     else:
         text = f"{reply.text} ({choice})" if choice else reply.text
@@ -94,7 +95,7 @@ def _of_call(turn: Turn, call: Sequence[Transition]) -> list[str]:
             expect(
                 "the arguments",
                 [o.arguments for o in each.tool_results],
-                [dict(given) for _, given in turn.reply.calls],
+                [dict(given) for _, given, *_ in turn.reply.calls],
             )
     return wrong
 

@@ -16,7 +16,7 @@ from agents.run import CallModelData, ModelInputData
 from agents.tracing import set_trace_processors
 from agents.tracing.processors import default_processor
 
-from agl_conformance.driver import (
+from agl_core.testing.adapters.driver import (
     ATTACH,
     CHAT,
     MESSAGES,
@@ -28,8 +28,8 @@ from agl_conformance.driver import (
     Question,
     Setting,
 )
-from agl_conformance.scenario import Agent, Scenario
-from agl_conformance.tools import TOOLS
+from agl_core.testing.adapters.scenario import Agent, Scenario
+from agl_core.testing.adapters.tools import TOOLS
 from agl_openai_agents import AglProcessor
 
 PROCESSOR = "AglProcessor()"

@@ -15,9 +15,9 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command
 
-from agl_conformance.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
-from agl_conformance.scenario import Agent, Scenario
-from agl_conformance.tools import TOOLS, action
+from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
+from agl_core.testing.adapters.scenario import Agent, Scenario
+from agl_core.testing.adapters.tools import TOOLS, action
 from agl_langchain import AglCallback
 
 CALLBACK = "AglCallback()"

@@ -1,0 +1,126 @@
+"""Sample records of one rollout and what is made of them, with as little said as a test needs.
+
+Each function makes one sound record; keyword arguments change its fields.
+
+>>> from agl_core.learning import build_episode
+>>> from agl_core.testing import episodes as make
+>>> calls = [make.call(0, make.choice(tool_calls=["c1"])), make.call(1)]
+>>> episode = build_episode(make.rollout(), make.attempt(), calls, [make.tool_result("o1", "c1")])
+>>> [len(transition.tool_results) for transition in episode.transitions]
+[1, 0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from agl_core.types import (
+    Attempt,
+    Call,
+    Choice,
+    Ending,
+    Episode,
+    FinishReason,
+    Mode,
+    Rollout,
+    Sampling,
+    Task,
+    ToolResult,
+    ToolStatus,
+    Transition,
+    TransitionKey,
+)
+
+
+def rollout(id: str = "r", **changes: Any) -> Rollout:
+    """A rollout that waits to be leased."""
+    fields: dict[str, Any] = {
+        "run": "run",
+        "restart": 0,
+        "group": "g",
+        "task": Task("t", {"question": "?"}),
+        "mode": Mode.TRAIN,
+        "step": 0,
+        "member": 0,
+    }
+    return Rollout(id=id, **(fields | changes))
+
+
+def attempt(rollout: str = "r", number: int = 0, **changes: Any) -> Attempt:
+    """An attempt that has finished."""
+    fields: dict[str, Any] = {"worker": "w", "started": 0.0, "ended": 1.0, "ending": Ending.FINISHED}
+    return Attempt(rollout, number, **({**fields, "result": "answer"} | changes))
+
+
+def choice(index: int = 0, tool_calls: Sequence[str] = (), tokens: int = 3, **changes: Any) -> Choice:
+    """A response of so many tokens, which asks for the tool `look` once for each of these tool call ids."""
+    message: dict[str, Any] = {"role": "assistant", "content": "hi"}
+    if tool_calls:
+        function = {"name": "look", "arguments": "{}"}
+        message["tool_calls"] = [{"id": each, "type": "function", "function": function} for each in tool_calls]
+    fields: dict[str, Any] = {
+        "message": message,
+        "finish_reason": FinishReason.STOP,
+        "response_ids": np.arange(tokens, dtype=np.int32),
+        "logprobs": np.full(tokens, -0.5, np.float32),
+    }
+    return Choice(index, **(fields | changes))
+
+
+def call(sequence: int = 0, *choices: Choice, rollout: str = "r", **changes: Any) -> Call:
+    """The call with this place in its rollout, named `r-c0`, `r-c1` and so on."""
+    fields: dict[str, Any] = {
+        "id": f"{rollout}-c{sequence}",
+        "attempt": 0,
+        "policy": "default",
+        "version": 3,
+        "request": {"messages": [{"role": "user", "content": f"turn {sequence}"}]},
+        "choices": choices or (choice(),),
+        "started": float(sequence),
+        "ended": sequence + 0.5,
+        "prompt_ids": np.arange(4 + sequence, dtype=np.int32),
+        "effective": Sampling(temperature=0.7, top_p=1.0, max_tokens=8, seed=1),
+    }
+    return Call(rollout=rollout, sequence=sequence, **(fields | changes))
+
+
+def tool_result(id: str, tool_call_id: str | None = None, **changes: Any) -> ToolResult:
+    """What the tool `look` did for a tool call."""
+    fields: dict[str, Any] = {"rollout": "r", "attempt": 0, "tool": "look", "status": ToolStatus.OK}
+    return ToolResult(id=id, tool_call_id=tool_call_id, **(fields | changes))
+
+
+def transition(
+    turn: int = 0, *tool_results: ToolResult, rollout: str = "r", choice: int = 0, **changes: Any
+) -> Transition:
+    """What learning makes of a call; without token ids unless they are given."""
+    fields: dict[str, Any] = {
+        "agent": "solver",
+        "turn": turn,
+        "agent_turn": turn,
+        "policy": "default",
+        "version": 0,
+        "messages": (),
+        "response": {"role": "assistant", "content": ""},
+        "finish_reason": FinishReason.STOP,
+        "temperature": 1.0,
+        "tool_results": tool_results,
+    }
+    return Transition(key=TransitionKey(rollout, 0, f"{rollout}-c{turn}", choice), **(fields | changes))
+
+
+def episode(*transitions: Transition, rollout: str = "r", **changes: Any) -> Episode:
+    """A finished episode of these transitions."""
+    fields: dict[str, Any] = {
+        "attempt": 0,
+        "group": "g",
+        "member": 0,
+        "task": Task("t", {"question": "?"}),
+        "mode": Mode.TRAIN,
+        "ending": Ending.FINISHED,
+        "transitions": transitions,
+    }
+    return Episode(rollout=rollout, **(fields | changes))

@@ -1,0 +1,223 @@
+"""A running Lightning Server with a store in memory, in front of a scripted model server, and attempts on it.
+
+async with running_stack() as stack:
+    attempt = await stack.attempt()
+    with attempt.running():  # as a worker runs an agent
+        await my_agent(base_url=stack.url(attempt.key))
+    assert [call.agent for call in await attempt.calls()] == ["solver"]
+    assert (await attempt.close()).unjoined == ()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import openai
+
+from agl_core.capture import ActiveAttempt, Recording, running
+from agl_core.config.models import SamplingSection
+from agl_core.learning import build_episode
+from agl_core.protocols import Upstream
+from agl_core.server import LightningServer
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout
+from agl_core.wire.headers import rollout_path
+from agl_core.wire.workers import CloseRequest, HeldAttempt, LeaseRequest, ToolResultReport
+from agl_core.worker.environment import PLACEHOLDER_KEY
+
+
+class Hooks:
+    """Stands for `Plugins.hook`: notes what was fired."""
+
+    def __init__(self) -> None:
+        self.fired: list[tuple[Any, ...]] = []
+
+    def rollout_started(self, *, rollout: Rollout, attempt: int) -> None:
+        """One is leased."""
+        self.fired.append(("started", rollout.id, attempt))
+
+    def rollout_finished(self, *, rollout: Rollout, attempt: Any) -> None:
+        """One is over."""
+        self.fired.append(("finished", rollout.id, attempt.attempt, attempt.ending))
+
+
+@dataclass
+class Stack:
+    """A running server, its store and its model server."""
+
+    server: LightningServer
+    store: Any
+    """A MemoryStore unless the test brought its own."""
+    upstream: ScriptedUpstream
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+    _clients: list[openai.AsyncOpenAI] = field(default_factory=list)
+
+    async def lease(self, **fields: Any) -> AttemptKey:
+        """Enqueue a new rollout, which has these fields, and lease it."""
+        rollout = make.rollout(f"r{next(self._ids)}", **fields)
+        await self.server.queue.enqueue([rollout])
+        (lease,) = (await self.server.queue.lease(LeaseRequest(worker="w", capacity=1, wait=0))).leases
+        assert lease.rollout == rollout.id
+        return AttemptKey(lease.rollout, lease.attempt)
+
+    async def attempt(self, *, base_url: str | None = None, **fields: Any) -> RunningAttempt:
+        """The attempt of a new rollout, which has these fields, to run an agent in; `base_url` is another way to it."""
+        key = await self.lease(**fields)
+        active = ActiveAttempt(*key, base_url or self.server.base_url, self.key(key), Recording())
+        return RunningAttempt(self, key, active)
+
+    def url(self, key: AttemptKey | None = None) -> str:
+        """The base URL for clients: an attempt's own, or the server's, for requests that are stamped."""
+        return f"{self.server.base_url}{rollout_path(*key) if key else ''}/v1"
+
+    def key(self, attempt: AttemptKey) -> str:
+        """The agent's key of an attempt."""
+        return self.server.keys.of_attempt(attempt)
+
+    def held(self, attempt: AttemptKey) -> HeldAttempt:
+        """An attempt as a heartbeat of its worker names it."""
+        return HeldAttempt(**attempt._asdict(), secret=self.server.keys.of_lease(attempt))
+
+    def client(self, key: AttemptKey | None = None, **options: Any) -> openai.AsyncOpenAI:
+        """A client that is closed with the stack; without an attempt it has no key, as one made before any attempt."""
+        api_key = PLACEHOLDER_KEY if key is None else self.key(key)
+        made = openai.AsyncOpenAI(**{"base_url": self.url(key), "api_key": api_key, "max_retries": 0, **options})
+        self._clients.append(made)
+        return made
+
+    async def close_clients(self) -> None:
+        """Those that `client` has made."""
+        for each in self._clients:
+            await each.close()
+
+    async def calls(self, key: AttemptKey) -> list[Call]:
+        """What was recorded of an attempt."""
+        calls: list[Call] = await self.store.calls([key])
+        return calls
+
+    async def episode(self, key: AttemptKey) -> Episode:
+        """The episode of an attempt, from what is in the store."""
+        (attempt,) = [each for each in await self.store.attempts(key.rollout) if each.key == key]
+        rollout, calls = await self.store.rollout(key.rollout), await self.store.calls([key])
+        return build_episode(rollout, attempt, calls, await self.store.tool_results([key]))
+
+
+@dataclass(frozen=True)
+class RunningAttempt:
+    """An attempt, with what its agent reported so far."""
+
+    stack: Stack
+    key: AttemptKey
+    active: ActiveAttempt
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Run an agent inside it, as a worker does."""
+        return running(self.active)
+
+    @property
+    def tool_results(self) -> Sequence[ToolResultReport]:
+        """What adapters reported."""
+        return self.active.recording.tool_results
+
+    async def calls(self) -> list[Call]:
+        """What the gateway recorded."""
+        return await self.stack.calls(self.key)
+
+    async def agents(self) -> list[str | None]:
+        """Who made each call."""
+        return [call.agent for call in await self.calls()]
+
+    async def close(self) -> Episode:
+        """Close it with what was reported, as a worker does, and build its episode."""
+        self.active.recording.close()
+        report = CloseRequest(ending=Ending.FINISHED, tool_results=list(self.tool_results))
+        await self.stack.server.queue.close_attempt(self.key, report)
+        return await self.stack.episode(self.key)
+
+
+@contextlib.asynccontextmanager
+async def running_stack(
+    *,
+    store: Any = None,
+    upstream_fields: Callable[[ScriptedUpstream], dict[str, Any]] | None = None,
+    **options: Any,
+) -> AsyncIterator[Stack]:
+    """`options` override those of LightningServer, `upstream_fields` those of Upstream; the store is in memory.
+
+    With `upstream=None` the server has none.
+    """
+    async with ScriptedUpstream() as scripted:
+        served = Upstream(urls=(scripted.url,), models={"default": "served"}, api_key="upstream-key")
+        served = replace(served, **(upstream_fields(scripted) if upstream_fields else {}))
+        settings: dict[str, Any] = {
+            "sampling": SamplingSection(temperature=0.7, eval_temperature=0.5, max_tokens=512),
+            "seed": 1,
+            "timeout": 30,
+            "attempts": 2,
+            "hook": Hooks(),
+            **options,
+        }
+        store = MemoryStore() if store is None else store
+        async with LightningServer(store, settings.pop("upstream", served), **settings) as server:
+            made = Stack(server, store, scripted)
+            yield made
+            await made.close_clients()
+
+
+@dataclass(frozen=True)
+class StackInThread:
+    """A stack for clients that block. One attempt is leased; the upstream serves the policies `default` and `other`."""
+
+    stack: Stack
+    key: AttemptKey
+    loop: asyncio.AbstractEventLoop
+    """The stack's own, in its thread."""
+
+    @property
+    def base_url(self) -> str:
+        """The attempt's."""
+        return self.stack.url(self.key)
+
+    @property
+    def api_key(self) -> str:
+        """The attempt's."""
+        return self.stack.key(self.key)
+
+
+@contextlib.contextmanager
+def stack_in_thread() -> Iterator[StackInThread]:
+    """Serve from a thread with a loop of its own."""
+    ready, stop = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+    found: list[StackInThread] = []
+
+    async def serve() -> None:
+        models = {"models": {"default": "served", "other": "served-too"}}
+        async with running_stack(upstream_fields=lambda _: models) as stack:
+            found.append(StackInThread(stack, await stack.lease(), loop))
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition of another task or process that has no event to wait for."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)

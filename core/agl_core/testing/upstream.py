@@ -1,0 +1,291 @@
+"""A model server without a model: deterministic, scripted, failing on demand.
+
+It speaks OpenAI's chat completions in vLLM's shape (streamed too), completions, and the Responses API (streamed too).
+By default it answers sensibly to what it is asked: text, a call of the tool it was given, JSON of a schema. `script`
+queues steps that answer the next requests instead; `answer` is a function that answers all others.
+
+    async with ScriptedUpstream() as upstream:  # `with` for tests that block: it serves from a thread
+        upstream.script(Fail(500), Say("hello"))
+        ...  # the first request fails, the second gets "hello", later ones the default
+        upstream.received[0].body["seed"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+import zlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+from aiohttp import web
+
+from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Received, Say, Step, fitting
+
+END_TOKEN = 256
+"""Tokens are the bytes of the text, then this one."""
+
+Answer: TypeAlias = Callable[[Received], Step | Awaitable[Step]]
+
+_Reply: TypeAlias = dict[str, Any]
+
+
+class ScriptedUpstream:
+    """Listens on a free port of this machine; see the module for its use."""
+
+    def __init__(self) -> None:
+        self.received: list[Received] = []
+        """The requests so far."""
+        self.answer: Answer = fitting
+        """What answers requests for which no step is queued. It may block, which holds up its own request alone."""
+        self.returns_ids = True
+        """Whether replies have token ids and log-probabilities."""
+        self.models = ["served"]
+        self.agl: Mapping[str, Any] | None = None
+        """Merged into each reply's top level, as agl's own engine does."""
+        self.headers: dict[str, str] = {}
+        """These go onto each reply."""
+        self.reply_id: str | None = None
+        """The id of every reply; None: each has its own."""
+        self.root = ""
+        """The address without a path."""
+        self._script: deque[Step] = deque()
+        self._runner: web.AppRunner | None = None
+        self._blocking = ThreadPoolExecutor(64)
+        self._serving: tuple[threading.Thread, asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    @property
+    def url(self) -> str:
+        """The base URL that OpenAI's clients take."""
+        return f"{self.root}/v1"
+
+    def script(self, *steps: Step) -> None:
+        """Answer the next requests with these steps."""
+        self._script.extend(steps)
+
+    def agents(self) -> list[str | None]:
+        """Which agent made each request, by its header."""
+        return [each.agent for each in self.received]
+
+    async def __aenter__(self) -> ScriptedUpstream:
+        app = web.Application(client_max_size=64 << 20)
+        for path in ("chat/completions", "completions", "responses"):
+            app.router.add_post(f"/v1/{path}", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.root = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._blocking.shutdown(wait=False)
+
+    def __enter__(self) -> ScriptedUpstream:
+        ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+        async def serve() -> None:
+            async with self:
+                ready.set()
+                await stop.wait()
+
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+        thread.start()
+        if not ready.wait(30):
+            raise TimeoutError("The scripted model server did not start.")
+        self._serving = thread, loop, stop
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._serving is not None
+        thread, loop, stop = self._serving
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        received = Received(json.loads(await request.read()), request.headers, request.path)
+        self.received.append(received)
+        number = len(self.received)
+        step = self._script.popleft() if self._script else await self._answered(received)
+        if isinstance(step, Hold):
+            step.arrived.set()
+            await step.release.wait()
+            step = step.then
+        match step:
+            case Drop():
+                assert request.transport is not None
+                request.transport.close()
+                return web.Response()
+            case Fail(status, content):
+                return web.json_response(content, status=status)
+            case Raw(payload):
+                return web.Response(body=payload, content_type="application/json", headers=self.headers)
+        completion = self._completion(received, step, number)
+        if received.path.endswith("/completions") and "messages" not in received.body:
+            completion["choices"] = [{**each, "text": each["message"]["content"]} for each in completion["choices"]]
+        elif received.is_responses:
+            completion = _response(received.body, completion, number)
+        if not received.body.get("stream"):
+            return web.json_response(completion, headers=self.headers)
+        events = _response_events(completion) if received.is_responses else _chunks(completion)
+        return web.Response(text=events, content_type="text/event-stream", headers=self.headers)
+
+    async def _answered(self, received: Received) -> Step:
+        if self.answer is fitting:
+            return fitting(received)
+        try:
+            answered = await asyncio.get_running_loop().run_in_executor(self._blocking, self.answer, received)
+            return await answered if inspect.isawaitable(answered) else answered
+        except Exception as error:
+            return Fail(500, {"error": {"message": repr(error)}})
+
+    def _completion(self, received: Received, step: Say | CallTools, number: int) -> _Reply:
+        body = received.body
+        prompt_ids = list(json.dumps(body["messages"] if "messages" in body else list(received.items)).encode())
+        choices = [self._choice(body, step, index, number) for index in range(body.get("n") or 1)]
+        produced = sum(len(choice["token_ids"]) for choice in choices)
+        completion: _Reply = {
+            "id": self.reply_id or f"chatcmpl-{number}",
+            "object": "chat.completion",
+            "created": 1_700_000_000,
+            "model": body["model"],
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": produced,
+                "total_tokens": len(prompt_ids) + produced,
+            },
+            "prompt_token_ids": prompt_ids,
+            "kv_transfer_params": None,
+        }
+        if self.agl is not None:
+            completion["agl"] = self.agl
+        if not self.returns_ids:
+            del completion["prompt_token_ids"]
+            for choice in choices:
+                del choice["token_ids"]
+                choice["logprobs"] = None
+        return completion
+
+    def _choice(self, body: Mapping[str, Any], step: Say | CallTools, index: int, number: int) -> _Reply:
+        text, finish_reason, tool_calls = step.text, "stop", None
+        if isinstance(step, CallTools):
+            finish_reason = "tool_calls"
+            seed = body.get("seed", number)
+            tool_calls = [
+                {
+                    "id": given[0] if given else f"call_{zlib.crc32(json.dumps([seed, index, place]).encode()):08x}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": _arguments(arguments)},
+                }
+                for place, (name, arguments, *given) in enumerate(step.calls)
+            ]
+        elif index:
+            text = f"{text} ({index})"
+        for stop in [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or ():
+            text = text.split(stop)[0] if text else text
+        sampled = text or json.dumps([call["function"] for call in tool_calls or ()])
+        ids = [*sampled.encode(), END_TOKEN]
+        limit = body.get("max_tokens") or len(ids)
+        if len(ids) > limit:
+            ids, finish_reason = ids[:limit], "length"
+            text = bytes(ids).decode("utf-8", "ignore") if tool_calls is None else text
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "tool_calls": tool_calls, "reasoning_content": None},
+            "logprobs": {"content": [logprob_entry(token, body.get("top_logprobs") or 0) for token in ids]},
+            "finish_reason": finish_reason,
+            "stop_reason": None,
+            "token_ids": ids,
+        }
+
+
+def logprob(token: int) -> float:
+    """The log-probability that this server gives a token."""
+    return -(1 + token % 7) / 8
+
+
+def logprob_entry(token: int, top: int) -> dict[str, Any]:
+    """One token's entry in a choice's `logprobs`, with so many alternatives."""
+    text = bytes([token]).decode("latin-1") if token < END_TOKEN else ""
+    entry = {"token": text, "logprob": logprob(token), "bytes": list(text.encode())}
+    return {**entry, "top_logprobs": [entry] * top}
+
+
+def _arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _chunks(completion: _Reply) -> str:
+    """A chat completion as its stream: each choice in one piece, then its end."""
+    head = {**{name: completion[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    pieces = []
+    for choice in completion["choices"]:
+        message = {name: value for name, value in choice["message"].items() if value is not None}
+        if "tool_calls" in message:
+            message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
+        for delta, reason in ((message, None), ({}, choice["finish_reason"])):
+            pieces.append({**head, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": reason}]})
+    return "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
+
+
+def _response(body: Mapping[str, Any], completion: _Reply, number: int) -> _Reply:
+    """A chat completion's first choice as a reply of the Responses API."""
+    (choice, *_), usage = completion["choices"], completion["usage"]
+    message, done = choice["message"], {"status": "completed"}
+    output: list[_Reply] = [
+        {"type": "function_call", "id": f"fc-{number}-{place}", "call_id": call["id"], **call["function"], **done}
+        for place, call in enumerate(message["tool_calls"] or ())
+    ]
+    if message["content"] is not None:
+        part = {"type": "output_text", "text": message["content"], "annotations": []}
+        output.append({"type": "message", "id": f"msg-{number}", "role": "assistant", "content": [part], **done})
+    response: _Reply = {
+        "id": f"resp-{number}",
+        "object": "response",
+        "created_at": 1,
+        "model": body["model"],
+        **done,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": body.get("tools") or [],
+        "temperature": body.get("temperature"),
+        "top_p": None,
+        "instructions": body.get("instructions"),
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "total_tokens": usage["total_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+    if "token_ids" in choice:
+        response |= {"prompt_token_ids": completion["prompt_token_ids"], "token_ids": choice["token_ids"]}
+    return response
+
+
+def _response_events(response: _Reply) -> str:
+    """A reply of the Responses API as its stream: each item in one piece."""
+    events: list[_Reply] = [
+        {"type": "response.created", "response": {**response, "status": "in_progress", "output": []}}
+    ]
+    for place, item in enumerate(response["output"]):
+        events.append({"type": "response.output_item.added", "output_index": place, "item": item})
+        events.append({"type": "response.output_item.done", "output_index": place, "item": item})
+    events.append({"type": "response.completed", "response": response})
+    return "".join(
+        f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': place})}\n\n"
+        for place, event in enumerate(events)
+    )

@@ -1,0 +1,33 @@
+"""Requests as no client sends them, and what agl logged."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import httpx
+import pytest
+
+from agl_core.testing.server import Stack
+from agl_core.types import AttemptKey
+from agl_core.worker.environment import PLACEHOLDER_KEY
+
+
+def key_of_url(stack: Stack, url: str) -> str:
+    """The agent's key of the attempt that a URL names; one that is good for nothing if it names none."""
+    named = re.search(r"/rollout/([^/]+)/attempt/(\d+)/", url)
+    return stack.key(AttemptKey(named[1], int(named[2]))) if named else PLACEHOLDER_KEY
+
+
+async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.Response:
+    """POST these very bytes with the key of the attempt that the URL names."""
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        return await client.post(
+            url, content=content, headers={"Authorization": f"Bearer {key_of_url(stack, url)}", **headers}
+        )
+
+
+def said_by_agl(caplog: pytest.LogCaptureFixture) -> str:
+    """What agl logged, with tracebacks; what a client of an earlier test says as it is collected is not in it."""
+    formatter = logging.Formatter()
+    return "\n".join(formatter.format(each) for each in caplog.records if each.name.startswith("agl_"))

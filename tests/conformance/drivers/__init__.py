@@ -1,0 +1,22 @@
+"""The drivers of the matrix."""
+
+from __future__ import annotations
+
+from agl_core.testing.adapters.driver import Driver
+
+from .autogen_teams import AutoGen
+from .by_hand import ByHand, ByHeaders
+from .langgraph_agents import LangChain
+from .opentelemetry_spans import OpenTelemetry
+from .sdk_agents import OpenAIAgents
+
+__all__ = ["DRIVERS"]
+
+DRIVERS: tuple[Driver, ...] = (
+    LangChain(),
+    AutoGen(),
+    OpenAIAgents(),
+    OpenTelemetry(),
+    ByHand(),
+    ByHeaders(),
+)
