@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 
 from agl_core.plugins import Kind, Plugins
+from agl_core.testing import episodes as make
 from agl_core.types import (
-    Ending,
     Episode,
-    FinishReason,
-    Mode,
     Task,
     ToolResult,
     ToolStatus,
     Transition,
-    TransitionKey,
 )
 
 
@@ -39,23 +36,8 @@ class Episodes:
     def tool_result(self, status: str = "ok", tool: str = "search", **more: Any) -> ToolResult:
         return ToolResult(f"{tool} {status}", "r", 0, tool, ToolStatus(status), **more)
 
-    def transition(
-        self, turn: int, *tool_results: ToolResult, choice: int = 0, parse_error: str | None = None
-    ) -> Transition:
-        return Transition(
-            key=TransitionKey("r", 0, f"c{turn}", choice),
-            agent="solver",
-            turn=turn,
-            agent_turn=turn,
-            policy="default",
-            version=0,
-            messages=(),
-            response={"role": "assistant", "content": ""},
-            finish_reason=FinishReason.STOP,
-            temperature=1.0,
-            tool_results=tool_results,
-            parse_error=parse_error,
-        )
+    def transition(self, turn: int, *tool_results: ToolResult, **changes: Any) -> Transition:
+        return make.transition(turn, *tool_results, **changes)
 
     def episode(
         self,
@@ -68,7 +50,7 @@ class Episodes:
         """An episode; a list of tool results stands for the transition that asked for them."""
         made = [t if isinstance(t, Transition) else self.transition(i, *t) for i, t in enumerate(transitions)]
         task = Task("t1", question, metadata=metadata or {})
-        return Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, tuple(made), result=result, terminal=terminal)
+        return make.episode(*made, task=task, result=result, terminal=terminal)
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -98,10 +80,10 @@ class Endpoint(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
 
-    def judge(self, make: Episodes, **settings: Any) -> Any:
+    def judge(self, episodes: Episodes, **settings: Any) -> Any:
         """The reward rule that asks this endpoint."""
         given = {"base_url": self.url, "model": "m", "rubric": "Be {polite}.", **settings}
-        return make.rule(Kind.REWARD, "judge", **given)
+        return episodes.rule(Kind.REWARD, "judge", **given)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,6 +124,6 @@ def endpoint() -> Iterator[Endpoint]:
     thread.join()
 
 
-@pytest.fixture(scope="session")
-def make() -> Episodes:
+@pytest.fixture(scope="session", name="make")
+def episodes_fixture() -> Episodes:
     return Episodes()
