@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,20 +76,5 @@ class Bench:
 @contextmanager
 def bench(folder: Path) -> Iterator[Bench]:
     """The upstream serves from a thread until the end."""
-    ready, upstream = threading.Event(), ScriptedUpstream()
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-
-    async def serve() -> None:
-        async with upstream:
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(30)
+    with ScriptedUpstream() as upstream:
         yield Bench(folder, upstream)
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
