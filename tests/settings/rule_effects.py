@@ -249,7 +249,7 @@ EFFECTS: Mapping[str, Effect] = {
         reward("tool_results"), _table("tool_results", weights={"search": 0.5}), TOOL_RESULTS
     ),
     "reward.tool_results.rules": Effect(
-        reward("tool_results"), _table("tool_results", rules={"search": "rule_effects:lenient"}), TOOL_RESULTS
+        reward("tool_results"), _table("tool_results", rules={"search": f"{__name__}:lenient"}), TOOL_RESULTS
     ),
     **{
         f"reward.judge.{name}": Effect(judged, {f"rewards.judge.{name}": value})

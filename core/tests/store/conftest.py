@@ -17,7 +17,8 @@ from agl_core.plugins import Plugins
 from agl_core.server import LightningServer
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Attempt, AttemptKey, Call, Choice, FinishReason, Mode, Rollout, Task
+from agl_core.testing import episodes as make
+from agl_core.types import Attempt, AttemptKey, Call, Rollout
 
 
 @pytest.fixture
@@ -48,48 +49,21 @@ async def store(near: SqliteStore, request: pytest.FixtureRequest) -> AsyncItera
 
 @pytest.fixture
 def make_rollout() -> Callable[..., Rollout]:
-    def make(id: str, **changes: Any) -> Rollout:
-        rollout = Rollout(id, "run", 0, "group", Task("t", {"q": "1 + 1"}), Mode.TRAIN, step=0, member=0)
-        return dataclasses.replace(rollout, **changes)
-
-    return make
+    return make.rollout
 
 
 @pytest.fixture
 def make_attempt() -> Callable[..., Attempt]:
-    def make(rollout: str, attempt: int = 0, **changes: Any) -> Attempt:
-        return dataclasses.replace(Attempt(rollout, attempt, "worker", 1.0), **changes)
-
-    return make
+    return make.attempt
 
 
 @pytest.fixture
 def make_call() -> Callable[..., Call]:
-    def make(id: str, rollout: str = "r", **changes: Any) -> Call:
-        call = Call(
-            id,
-            rollout,
-            0,
-            sequence=0,
-            policy="default",
-            version=1,
-            request={"model": "default", "messages": [{"role": "user", "content": id}]},
-            choices=(
-                Choice(
-                    0,
-                    {"role": "assistant", "content": "2"},
-                    FinishReason.STOP,
-                    np.array([1, 2, 3], np.int32),
-                    np.array([-0.5, -0.25, 0.0], np.float32),
-                ),
-            ),
-            started=1.0,
-            ended=2.0,
-            prompt_ids=np.arange(5, dtype=np.int32),
-        )
-        return dataclasses.replace(call, **changes)
+    def make_call(id: str, rollout: str = "r", **changes: Any) -> Call:
+        fields = {"request": {"model": "default", "messages": [{"role": "user", "content": id}]}, **changes}
+        return make.call(rollout=rollout, id=id, **fields)
 
-    return make
+    return make_call
 
 
 @pytest.fixture

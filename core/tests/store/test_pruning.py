@@ -79,7 +79,7 @@ async def test_old_calls_lose_texts_and_tokens_and_nothing_else_changes(
         call = calls[gone]
         assert call.pruned
         assert (call.request, call.prompt_ids, call.choices[0].response_ids) == ({}, None, None)
-        assert (call.agent, call.policy, call.version, call.sequence) == ("solver", "default", 1, 0)
+        assert (call.agent, call.policy, call.version, call.sequence) == ("solver", "default", 3, 0)
         (asked,) = call.choices[0].message["tool_calls"]
         assert (asked["id"], asked["function"]["name"]) == ("t1", "add")
     after = everything(path)

@@ -17,6 +17,7 @@ from agl_core.config.resolve import Chosen
 from agl_core.plugins import Component, Kind, Plugins
 from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
 from agl_core.registering import NoOptions
+from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Scored
@@ -29,14 +30,11 @@ from agl_core.types import (
     DropReason,
     Ending,
     Episode,
-    FinishReason,
-    Mode,
     Reward,
     Rollout,
     Task,
     TrainingRecord,
     Transition,
-    TransitionKey,
 )
 
 
@@ -55,39 +53,17 @@ class StuckError(Exception):
 
 def episode(
     rollout: str = "r", versions: Sequence[int | None] = (0,), *, terminal: float = 1.0, policy: str = "default",
-    group: str = "g", member: int = 0, dropped: DropReason | None = None, ending: Ending = Ending.FINISHED,
+    **changes: Any,
 ) -> Episode:  # fmt: skip
     """One call by each of these versions."""
-    return Episode(
-        rollout=rollout,
-        attempt=0,
-        group=group,
-        member=member,
-        task=Task("t", 0),
-        mode=Mode.TRAIN,
-        ending=ending,
-        transitions=tuple(transition(rollout, turn, version, policy) for turn, version in enumerate(versions)),
-        terminal=terminal,
-        dropped=dropped,
-    )
+    made = [transition(rollout, turn, version, policy) for turn, version in enumerate(versions)]
+    return make.episode(*made, rollout=rollout, terminal=terminal, **changes)
 
 
 def transition(rollout: str, turn: int, version: int | None, policy: str = "default") -> Transition:
-    return Transition(
-        key=TransitionKey(rollout, 0, f"{rollout}-c{turn}", 0),
-        agent="solver",
-        turn=turn,
-        agent_turn=turn,
-        policy=policy,
-        version=version,
-        messages=(),
-        response={},
-        finish_reason=FinishReason.STOP,
-        temperature=1.0,
-        prompt_ids=np.arange(2, dtype=np.int32),
-        response_ids=np.arange(3, dtype=np.int32),
-        logprobs=np.full(3, -0.5, np.float32),
-    )
+    tokens, logprobs = np.arange(3, dtype=np.int32), np.full(3, -0.5, np.float32)
+    ids = {"prompt_ids": tokens[:2], "response_ids": tokens, "logprobs": logprobs}
+    return make.transition(turn, rollout=rollout, version=version, policy=policy, **ids)
 
 
 def asking(step: int = 1, seed: int = 0, version: int = 0, max_staleness: int = 4, at_least: int = 1) -> DrawContext:
