@@ -148,7 +148,7 @@ def _agent(entry: str | None, command: str | None) -> AgentSection:
         raise ConfigError(f"The agent of --entry or --command: {problem}.") from error
 
 
-async def _work(plan: _Plan, concurrency: int, drain: float, console: Screen) -> bool:
+async def _work(plan: _Plan, concurrency: int | None, drain: float, console: Screen) -> bool:
     """Work for the server that is found; whether it is elsewhere by now."""
     from agl_core.capture import attach, installed_adapters
     from agl_core.client import LightningClient

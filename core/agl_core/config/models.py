@@ -264,7 +264,12 @@ class EvalSection(Section):
 class WorkerSection(Section):
     """The workers that run the agent."""
 
-    concurrency: int = Field(32, ge=1, description="Rollouts run at the same time, by each worker.")
+    concurrency: int | None = Field(
+        None,
+        ge=1,
+        description="Rollouts run at the same time, by each worker; absent: 128 of an async agent in the worker's "
+        "own process, otherwise 32.",
+    )
     embedded: bool = Field(
         True, description="Run a worker in the trainer's own process; false: leave all rollouts to `agl worker`."
     )

@@ -41,6 +41,11 @@ class Runner(Protocol):
         """Attempts that could not be ended; what they do later does not count."""
         ...
 
+    @property
+    def at_once(self) -> int:
+        """How many attempts run at the same time, unless the configuration says otherwise."""
+        ...
+
     async def start(self) -> None:
         """Get ready for the first attempt."""
 

@@ -54,7 +54,12 @@ class Worker:
     """
 
     def __init__(
-        self, client: LightningClient, runner: Runner, *, concurrency: int, moved: Callable[[], bool] = lambda: False
+        self,
+        client: LightningClient,
+        runner: Runner,
+        *,
+        concurrency: int | None,
+        moved: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}:{threading.get_ident()}"
         self.endings: Counter[Ending] = Counter()
@@ -118,8 +123,8 @@ class Worker:
         self._stopped.set()
 
     async def _lease(self, heartbeats: Heartbeats) -> None:
-        free = self._concurrency - len(self._running)
-        if free == 0:
+        free = (self._concurrency or self._runner.at_once) - len(self._running)
+        if free <= 0:
             await self._unless_stopped(_any_of(self._running.values()))
             return
         request = LeaseRequest(worker=self.name, capacity=min(free, MAX_LEASES), wait=_LEASE_WAIT)
@@ -326,7 +331,7 @@ class Heartbeats:
 class WorkerThread:
     """A worker in a thread and event loop of its own, so that agents that block do not stop the server."""
 
-    def __init__(self, runner: Runner, *, base_url: str, worker_key: str, concurrency: int) -> None:
+    def __init__(self, runner: Runner, *, base_url: str, worker_key: str, concurrency: int | None) -> None:
         self._runner, self._base_url, self._worker_key, self._concurrency = runner, base_url, worker_key, concurrency
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, daemon=True, name="agl-worker")

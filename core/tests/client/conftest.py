@@ -45,7 +45,7 @@ class Workplace:
         agent = Agent("test:agent", function, wants_context=wants_context, is_async=is_async)
         return self.start_runner(InProcess(agent), concurrency=concurrency)
 
-    def start_runner(self, runner: Runner, *, concurrency: int = 8) -> WorkerThread:
+    def start_runner(self, runner: Runner, *, concurrency: int | None = 8) -> WorkerThread:
         worker = WorkerThread(
             runner,
             base_url=self.stack.server.base_url,

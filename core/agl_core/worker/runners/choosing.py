@@ -71,6 +71,10 @@ class MovesOut:
     def abandoned(self) -> int:
         return self._here.abandoned + self._processes.abandoned
 
+    @property
+    def at_once(self) -> int:
+        return self._processes.at_once if self._moved else self._here.at_once
+
     async def start(self) -> None:
         await self._here.start()
         self._ticking = asyncio.create_task(self._tick())

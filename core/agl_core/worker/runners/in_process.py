@@ -29,6 +29,7 @@ class InProcess:
 
     def __init__(self, agent: Agent) -> None:
         self.abandoned = 0
+        self.at_once = 128 if agent.is_async else 32
         self._agent = agent
 
     async def start(self) -> None: ...

@@ -38,6 +38,7 @@ class _Isolated:
     """Attempts in processes of their own, of which nothing is ever abandoned."""
 
     abandoned = 0
+    at_once = 32
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
