@@ -121,10 +121,10 @@ class Buffer(Protocol):
 
 
 class Adapter(Protocol):
-    """Tells agl who made a call and what the tools did, for one agent framework."""
+    """Reports who made a call and what the tools did, for one agent framework."""
 
     framework: str
-    """The module whose import tells that an agent uses the framework, for instance `langchain_core`."""
+    """The module whose import shows that an agent uses the framework, for instance `langchain_core`."""
 
     def attach(self) -> Callable[[], Identity | None] | None:
         """Install the framework's hooks in this process; calling it again changes nothing.

@@ -95,15 +95,15 @@ def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward
     """
     rules = options.functions()
 
-    def judged(transition: Transition) -> Iterator[tuple[str, float]]:
+    def rewards_of(transition: Transition) -> Iterator[tuple[str, float]]:
         for place, tool_result in enumerate(transition.tool_results):
             rule = rules.get(tool_result.tool)
-            judgement = (
+            verdict = (
                 rule(replace(tool_result, result=structured(tool_result.result))) if rule else _succeeded(tool_result)
             )
-            if judgement is not None:
+            if verdict is not None:
                 weight = options.weights.get(tool_result.tool, options.default_weight)
-                yield f"{tool_result.tool}.{place}.{tool_result.status}", weight * _signed(judgement)
+                yield f"{tool_result.tool}.{place}.{tool_result.status}", weight * _signed(verdict)
         if transition.parse_error is not None:
             yield "unparsed", -options.default_weight
 
@@ -111,7 +111,7 @@ def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward
         return [
             Reward(episode.rollout, episode.attempt, name, value, "tool_results", t.key.call, t.key.choice)
             for t in episode.transitions
-            for name, value in judged(t)
+            for name, value in rewards_of(t)
         ]
 
     return reward_calls
@@ -165,5 +165,5 @@ def _succeeded(tool_result: ToolResult) -> bool:
     return tool_result.status is ToolStatus.OK
 
 
-def _signed(judgement: float | bool) -> float:
-    return (1.0 if judgement else -1.0) if isinstance(judgement, bool) else float(judgement)
+def _signed(verdict: float | bool) -> float:
+    return (1.0 if verdict else -1.0) if isinstance(verdict, bool) else float(verdict)

@@ -20,7 +20,7 @@ def join_tool_results(
     """
     asked = asked_for(calls)
     read = read_from_messages(calls, asked)
-    told: dict[Asked, list[ToolResult]] = {}
+    reported: dict[Asked, list[ToolResult]] = {}
     by_id: dict[tuple[str, str | None], list[ToolResult]] = {}
     others = []
     for tool_result in distinct(tool_results):
@@ -30,7 +30,7 @@ def join_tool_results(
             others.append(tool_result)
     for (tool_call_id, _), found in by_id.items():
         for each, tool_result in _answered(asked[tool_call_id], found, read):
-            told.setdefault(each, []).append(tool_result)
+            reported.setdefault(each, []).append(tool_result)
     without_id: dict[TransitionKey, list[ToolResult]] = {}
     spans = _under_spans(calls)
     unjoined = []
@@ -42,8 +42,8 @@ def join_tool_results(
             unjoined.append(tool_result)
     joined: dict[TransitionKey, list[ToolResult]] = {}
     for each in sorted((e for same in asked.values() for e in same), key=lambda e: (e.number, e.key.choice, e.place)):
-        if each in told:
-            joined.setdefault(each.key, []).extend(deduplicate(told[each]))
+        if each in reported:
+            joined.setdefault(each.key, []).extend(deduplicate(reported[each]))
         elif each in read and each.key not in without_id:
             joined.setdefault(each.key, []).append(read[each])
     for key, found in without_id.items():

@@ -50,11 +50,11 @@ async def score_all(
     """`score` for each episode, in their order, many at the same time."""
     free = asyncio.Semaphore(_TOGETHER)
 
-    async def judged(episode: Episode) -> tuple[Episode, list[Exception]]:
+    async def scored(episode: Episode) -> tuple[Episode, list[Exception]]:
         async with free:
             return await score(episode, rules, endings)
 
-    return list(await asyncio.gather(*map(judged, episodes)))
+    return list(await asyncio.gather(*map(scored, episodes)))
 
 
 async def score(
@@ -77,7 +77,7 @@ async def score(
     if treatment != "score":
         fixed = _reward(episode, episode.ending.value, float(treatment), "endings")
         return replace(episode, rewards=(*episode.rewards, fixed), terminal=fixed.value), []
-    judging = _Judging(episode)
+    judging = _Comparison(episode)
     for scoring in rules:
         if isinstance(scoring.rule, GroupRewardRule):
             continue
@@ -102,22 +102,22 @@ async def score_groups(
     together = [scoring for scoring in rules if isinstance(scoring.rule, GroupRewardRule)]
     if not together:
         return list(scored)
-    judged = {
-        place: _Judging(episode)
+    compared = {
+        place: _Comparison(episode)
         for place, (episode, _) in enumerate(scored)
         if episode.dropped is None and endings.get(episode.ending, "score") == "score"
     }
-    groups: dict[tuple[str, str], list[_Judging]] = {}
-    for each in judged.values():
+    groups: dict[tuple[str, str], list[_Comparison]] = {}
+    for each in compared.values():
         groups.setdefault((each.episode.mode, each.episode.group), []).append(each)
     await asyncio.gather(*(_compare(group, together) for group in groups.values()))
     return [
-        (judged[place].result(), [*errors, *judged[place].errors]) if place in judged else (episode, errors)
+        (compared[place].result(), [*errors, *compared[place].errors]) if place in compared else (episode, errors)
         for place, (episode, errors) in enumerate(scored)
     ]
 
 
-async def _compare(group: Sequence[_Judging], rules: Sequence[ScoringRule]) -> None:
+async def _compare(group: Sequence[_Comparison], rules: Sequence[ScoringRule]) -> None:
     """Let rules that see a group at once judge one."""
     for scoring in rules:
         assert isinstance(scoring.rule, GroupRewardRule)
@@ -137,7 +137,7 @@ async def _compare(group: Sequence[_Judging], rules: Sequence[ScoringRule]) -> N
                 each.fail(scoring, error)
 
 
-class _Judging:
+class _Comparison:
     """An episode while rules judge it."""
 
     def __init__(self, episode: Episode) -> None:
@@ -187,8 +187,8 @@ class _Judging:
 
 def was_rewarded(episode: Episode) -> bool:
     """Whether a rule, or the table of endings, gave it a value."""
-    judged = any(r.source != AGENT_SOURCE for r in episode.rewards)
-    return judged or any(r.source != AGENT_SOURCE for t in episode.transitions for r in t.rewards)
+    by_rules = any(r.source != AGENT_SOURCE for r in episode.rewards)
+    return by_rules or any(r.source != AGENT_SOURCE for t in episode.transitions for r in t.rewards)
 
 
 def _are_finite(values: Iterable[float]) -> bool:

@@ -46,12 +46,12 @@ def choices_of(call: Call) -> dict[TransitionKey, Choice]:
 
 def distinct(tool_results: Iterable[ToolResult]) -> list[ToolResult]:
     """Each id once: the first report counts, and reports of the agent's own process come before those over OTLP."""
-    told: dict[str, ToolResult] = {}
+    found: dict[str, ToolResult] = {}
     for tool_result in tool_results:
-        known = told.get(tool_result.id)
+        known = found.get(tool_result.id)
         if known is None or (known.source is Source.SPAN and tool_result.source is not Source.SPAN):
-            told[tool_result.id] = tool_result
-    return list(told.values())
+            found[tool_result.id] = tool_result
+    return list(found.values())
 
 
 def deduplicate(tool_results: Iterable[ToolResult]) -> list[ToolResult]:
@@ -61,13 +61,15 @@ def deduplicate(tool_results: Iterable[ToolResult]) -> list[ToolResult]:
     own code count as one adapter. Every adapter comes before spans. Among two adapters, the one whose run began first
     counts, because it ran the other.
     """
-    told = distinct(tool_results)
+    reports = distinct(tool_results)
     best: dict[str, tuple[int, float, str]] = {}
-    for tool_result in told:
+    for tool_result in reports:
         if tool_result.tool_call_id is not None:
             found = _precedence(tool_result)
             best[tool_result.tool_call_id] = min(found, best.get(tool_result.tool_call_id, found))
-    return [each for each in told if each.tool_call_id is None or (each.adapter or "") == best[each.tool_call_id][-1]]
+    return [
+        each for each in reports if each.tool_call_id is None or (each.adapter or "") == best[each.tool_call_id][-1]
+    ]
 
 
 def _precedence(tool_result: ToolResult) -> tuple[int, float, str]:

@@ -103,7 +103,7 @@ def _taken(store: Path, process: int | None) -> StoreError:
 class OpenFiles:
     """The files that the writer has open, and whether their names still lead to them, with all that was written.
 
-    A process goes on writing to files that were removed, moved or cut off, and nothing tells it: what it then
+    A process goes on writing to files that were removed, moved or cut off, without an error: what it then
     acknowledges is lost with its end. Make one once SQLite has opened its files.
     """
 

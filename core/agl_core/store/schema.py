@@ -149,7 +149,7 @@ CREATE TABLE uses ({_OF_USES}    UNIQUE (attempt_key, call, choice)
 """
 
 _VERSION_2 = """
-ALTER TABLE calls ADD COLUMN state TEXT;  -- NULL: nobody told it
+ALTER TABLE calls ADD COLUMN state TEXT;  -- NULL: not reported
 """
 
 _VERSION_3 = f"""

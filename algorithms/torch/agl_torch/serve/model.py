@@ -151,7 +151,7 @@ class ModelServer:
         entries = []
         for token, logprob in zip(response.ids.tolist(), response.logprobs.tolist(), strict=True):
             piece = self.text.piece(token)
-            # A token that is part of a character has no text, and so no bytes that could be told from it.
+            # A token that is part of a character has no text, and so no bytes of its own.
             known = None if "\N{REPLACEMENT CHARACTER}" in piece else list(piece.encode())
             entries.append({"token": piece, "logprob": logprob, "bytes": known, "top_logprobs": []})
         return entries

@@ -76,7 +76,7 @@ class Meter:
 
 
 class Work:
-    """Tells how far an update is, and how long its phases took."""
+    """How far an update is, and how long its phases took."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.total = 0.0

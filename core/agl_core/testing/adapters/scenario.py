@@ -54,7 +54,7 @@ class Turn:
     choices: int = 1
     """Responses sampled by this one call, each a transition."""
     forgot: str | None = None
-    """What an earlier tool told, and the prompt of this call no longer holds."""
+    """What an earlier tool returned, and the prompt of this call no longer holds."""
 
     def __post_init__(self) -> None:
         for _, status in self.tool_results:
@@ -111,5 +111,5 @@ class Scenario:
         return [turn for branches in blocks for branch in branches for turn in branch]
 
     def questions(self) -> list[str]:
-        """One for each rollout; where there are several, it tells them apart."""
+        """One for each rollout; it distinguishes them if there are several."""
         return [self.question] if self.rollouts == 1 else [f"{self.question} #{n}" for n in range(self.rollouts)]

@@ -19,8 +19,10 @@ _MEET = 20.0
 
 
 class Play:
-    """What a scripted model server answers while a scenario is played: an agent's next request, known by its system
-    prompt, gets the next thing it is to be told."""
+    """The answers of a scripted model server while a scenario is played.
+
+    An agent is known by its system prompt; each of its requests gets the next reply of its script.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.faults: list[str] = []
