@@ -114,8 +114,8 @@ class RetryBook:
     def recall(self, calls: Iterable[Call]) -> None:
         """Calls of the attempt that an earlier server recorded.
 
-        It is not known which of the replies arrived. Without a marker, the reply of a call that had ended before another
-        one began counts as arrived: an agent may ask the same twice, and what it got must go on to count.
+        It is not known which of the replies arrived. Without a marker, the reply of a call that had ended before
+        another one began counts as arrived: an agent may ask the same twice, and what it got must go on to count.
         """
         found = [call for call in calls if not call.late]
         last = max((call.started for call in found), default=0.0)
