@@ -37,6 +37,7 @@ class Engine:
     def __init__(self, host):
         self.host, self.script = host, host.options
         print("a library that prints", flush=True)
+        print("waiting:", os.environ.get("WAITING"), flush=True)
         if self.script.start:
             raise getattr(errors, self.script.start, ValueError)("no such luck")
 
@@ -140,6 +141,19 @@ async def test_a_start_says_where_it_serves(context: EngineContext) -> None:
     finally:
         await made.stop()
     assert "a library that prints" in (context.run_dir / "engine.log").read_text()
+
+
+@pytest.mark.parametrize("of_the_run", [None, "ACTIVE"])
+async def test_a_variable_of_the_engine_gives_way_to_the_runs_own(
+    engine: Any, context: EngineContext, monkeypatch: pytest.MonkeyPatch, of_the_run: str | None
+) -> None:
+    monkeypatch.delenv("WAITING", raising=False)
+    if of_the_run is not None:
+        monkeypatch.setenv("WAITING", of_the_run)
+    monkeypatch.setattr(ScriptedEngine, "environment", {"WAITING": "PASSIVE"})
+    made = await engine()
+    await made.stop()
+    assert f"waiting: {of_the_run or 'PASSIVE'}\n" in (context.run_dir / "engine.log").read_text()
 
 
 async def test_everything_crosses_exactly(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
