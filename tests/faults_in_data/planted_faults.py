@@ -164,6 +164,7 @@ TOOL_RESULT: Mapping[str, Faults] = {
     "ended": ((None, TRAINED), (NAN, TRAINED), (-INF, TRAINED)),
     "source": tuple((each, TRAINED) for each in Source),
     "adapter": harmless,
+    "status_rule": harmless,
 }
 REWARD: Mapping[str, Faults] = {
     "rollout": (("nobody", TRAINED),),
