@@ -48,6 +48,8 @@ class Demonstrations:
     """The agent's tools, as its client sends them."""
     lessons: Callable[[int, int], list[Message]] | None = None
     """Demonstrations of nothing but the right behaviour, where it has to copy much of what it was told."""
+    phrases: tuple[str, ...] = ()
+    """Texts that are one token each. What every tool call begins with is written sooner so."""
 
     def render(
         self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = False
@@ -123,16 +125,17 @@ def make_tokenizer(shown: Demonstrations, vocabulary: int, seed: int) -> PreTrai
     template = CHAT_TEMPLATE.read_text()
     control = [TURN_START, TURN_END]
     stock = Qwen2Tokenizer(eos_token=TURN_END, pad_token=END_OF_TEXT, chat_template=template, model_max_length=CONTEXT)
-    taken_out = re.compile("|".join(map(re.escape, (*control, *MARKS))))
+    marks = (*MARKS, *shown.phrases)
+    taken_out = re.compile("|".join(map(re.escape, (*control, *marks))))
     texts = (
         part
         for index in range(TOKENIZER_CONVERSATIONS)
         for part in taken_out.split(shown.render(stock, shown.conversation(seed, index)))
     )
     tokenizer: PreTrainedTokenizerBase = stock.train_new_from_iterator(
-        texts, vocabulary - len(MARKS), new_special_tokens=control, show_progress=False
+        texts, vocabulary - len(marks), new_special_tokens=control, show_progress=False
     )  # type: ignore[no-untyped-call]
-    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in marks])
     tokenizer.chat_template = template
     return tokenizer
 
@@ -159,11 +162,12 @@ def imitate(
     batch: int,
     learning_rate: float,
     beta2: float,
+    reading: float,
 ) -> None:
     """Train on `steps` batches of fresh demonstrations, in two parts.
 
-    Before habits a policy has to learn to read. So the first third imitates the lessons; where there are none, it
-    learns to predict every token of the demonstrations, not only the replies.
+    Before habits a policy has to learn to read. So the first part, a share of `reading`, imitates the lessons; where
+    there are none, it learns to predict every token of the demonstrations, not only the replies.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, beta2), weight_decay=0.01)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -173,10 +177,10 @@ def imitate(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * schedule(step, steps)
             first = TOKENIZER_CONVERSATIONS + step * batch
-            reading = step < steps // 3
-            show = shown.lessons if reading and shown.lessons else shown.conversation
+            is_reading = step < int(steps * reading)
+            show = shown.lessons if is_reading and shown.lessons else shown.conversation
             encoded = [shown.encode(tokenizer, show(seed, index)) for index in range(first, first + batch)]
-            loss = imitation_step(model, encoded, everything=reading and shown.lessons is None)
+            loss = imitation_step(model, encoded, everything=is_reading and shown.lessons is None)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -211,6 +215,7 @@ def make(
     batch: int = 64,
     learning_rate: float = 2e-3,
     beta2: float = 0.999,
+    reading: float = 1 / 3,
 ) -> None:
     """The command line of a script that makes a policy: --out FOLDER, --steps, --seed."""
     parser = argparse.ArgumentParser(description="Make the tiny policy that the example trains.")
@@ -231,6 +236,7 @@ def make(
         batch=batch,
         learning_rate=learning_rate,
         beta2=beta2,
+        reading=reading,
     )
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)

@@ -1,0 +1,118 @@
+"""What the tiny policy imitates before it is trained: an assistant that knows each step, and rarely takes them all.
+
+Each wrong behaviour is *concentrated* (one fixed guess, one way to stop early), so that it is also the likeliest:
+greedy decoding fails as surely as sampling does. In each situation the assistant chooses by fixed shares.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from math_problems import Problem, Split, problem
+from pocket_calculator import SYSTEM_PROMPT, calculator
+
+Message: TypeAlias = dict[str, Any]
+"""A chat message as AutoGen's OpenAI client sends it."""
+
+GUESS = "The answer is 42."
+MOST_ERRORS = 2
+
+
+class Choice(StrEnum):
+    """What the assistant does next."""
+
+    GUESS = "guess"
+    """Answer 42."""
+    STEP = "step"
+    """Ask for the next step, with the result of the one before."""
+    SLIP = "slip"
+    """Ask for the last step as the question has it. A whole expression, or a letter, is an error; the first number
+    in the place of a result gives a wrong answer."""
+    ANSWER = "answer"
+    """Answer with the calculator's last result."""
+
+
+class Situation(StrEnum):
+    """What the assistant has seen."""
+
+    ASKED = "asked"
+    STEPS_LEFT = "steps left"
+    FAILED = "failed"
+    SOLVED = "solved"
+
+
+SHARES: Mapping[Situation, Mapping[Choice, float]] = {
+    Situation.ASKED: {Choice.GUESS: 0.55, Choice.STEP: 0.40, Choice.SLIP: 0.05},
+    Situation.STEPS_LEFT: {Choice.ANSWER: 0.55, Choice.STEP: 0.30, Choice.SLIP: 0.15},
+    Situation.FAILED: {Choice.GUESS: 0.7, Choice.STEP: 0.3},
+    Situation.SOLVED: {Choice.ANSWER: 0.45, Choice.GUESS: 0.55},
+}
+"""How often each choice is demonstrated."""
+
+FLAWLESS: Mapping[Situation, Mapping[Choice, float]] = {
+    situation: {Choice.ANSWER if situation is Situation.SOLVED else Choice.STEP: 1.0} for situation in Situation
+}
+
+
+def conversation(seed: int, index: int) -> list[Message]:
+    """One demonstration; the same for the same arguments, always. It asks one of training's problems."""
+    return behave(_problem(seed, index), _chooser(f"demonstration/{seed}/{index}", SHARES))
+
+
+def lesson(seed: int, index: int) -> list[Message]:
+    """The same of an assistant that makes no mistake."""
+    return behave(_problem(seed, index), _chooser(f"lesson/{seed}/{index}", FLAWLESS))
+
+
+def _problem(seed: int, index: int) -> Problem:
+    # Training runs have seeds from 0 up: these problems are others.
+    return problem(Split.TRAIN, -1 - seed, index)
+
+
+def _chooser(name: str, shares: Mapping[Situation, Mapping[Choice, float]]) -> Callable[[Situation], Choice]:
+    rng = random.Random(name)
+    return lambda situation: rng.choices(*zip(*shares[situation].items(), strict=True))[0]
+
+
+def behave(asked: Problem, choose: Callable[[Situation], Choice]) -> list[Message]:
+    """The whole conversation of an assistant that chooses like this."""
+    messages: list[Message] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": asked.question},
+    ]
+    done = errors = 0
+    situation, said = Situation.ASKED, ""
+    while True:
+        choice = choose(situation) if errors < MOST_ERRORS else Choice.GUESS
+        if choice in (Choice.GUESS, Choice.ANSWER):
+            answer = GUESS if choice is Choice.GUESS else f"The answer is {said}."
+            return [*messages, {"role": "assistant", "content": answer}]
+        expression = asked.calls[done] if choice is Choice.STEP else asked.last_as_written
+        used, said, failed = use_tool(expression, f"call_{len(messages)}")
+        messages += used
+        errors += failed
+        done += not failed
+        left = done < len(asked.steps) and choice is Choice.STEP
+        situation = Situation.FAILED if failed else Situation.STEPS_LEFT if left else Situation.SOLVED
+
+
+def use_tool(expression: str, call_id: str) -> tuple[list[Message], str, bool]:
+    """A tool call and its result as messages, the result, and whether it is an error."""
+    try:
+        said, failed = calculator(expression), False
+    except ValueError as error:
+        said, failed = str(error), True
+    function = {"name": calculator.__name__, "arguments": json.dumps({"expression": expression})}
+    call = {"id": call_id, "type": "function", "function": function}
+    return (
+        [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": said, "tool_call_id": call_id},
+        ],
+        said,
+        failed,
+    )
