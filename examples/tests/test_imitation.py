@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import make_math_policy
 import make_policy
 import make_trip_policy
 import pytest
@@ -30,9 +31,9 @@ class Made(NamedTuple):
         return (self.shown.conversation(seed, index) for seed in (0, 9) for index in range(100))
 
 
-@pytest.fixture(scope="module", params=["calc", "trip"])
+@pytest.fixture(scope="module", params=["calc", "trip", "math"])
 def made(request: pytest.FixtureRequest) -> Made:
-    script = {"calc": make_policy, "trip": make_trip_policy}[request.param]
+    script = {"calc": make_policy, "trip": make_trip_policy, "math": make_math_policy}[request.param]
     folder = EXAMPLES / request.param / "policy"
     return Made(folder, script.DEMONSTRATIONS, script.SHAPE, AutoTokenizer.from_pretrained(folder))
 
@@ -95,7 +96,7 @@ def test_any_ascii_text_survives_the_tokenizer(made: Made, text: str) -> None:
 
 def test_digits_are_single_and_marks_are_text(made: Made) -> None:
     assert made.tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
-    for mark in MARKS:
+    for mark in (*MARKS, *made.shown.phrases):
         [token] = made.tokenizer.encode(mark, add_special_tokens=False)
         assert made.tokenizer.decode([token], skip_special_tokens=True) == mark
     ends = made.tokenizer.encode("<|im_end|>", add_special_tokens=False)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 
 EXAMPLE = Path(__file__).parents[1]
-sys.path.insert(0, str(EXAMPLE))
+sys.path.append(str(EXAMPLE))
 
 Solve: TypeAlias = Callable[[dict[str, str]], Awaitable[str]]
 

@@ -129,3 +129,9 @@ def test_a_row_in_another_format_is_named(plugins: Plugins, tmp_path: Path, row:
     (tmp_path / "rows.jsonl").write_text(row + "\n")
     with pytest.raises(ConfigError, match=error):
         source(plugins, "calc-x", {"path": str(tmp_path / "rows.jsonl")})
+
+
+def test_the_agent_entry_and_the_policy_are_there(config: RunConfig) -> None:
+    module, _, function = config.agent.entry.partition(":")
+    assert f"async def {function}(" in (EXAMPLE / f"{module}.py").read_text()
+    assert (EXAMPLE / config.policies["default"].model.path / "config.json").is_file()
