@@ -8,8 +8,8 @@ from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from pocket_calculator import SYSTEM_PROMPT, calculator
 
-MOST_TOOL_TURNS = 6
-"""The agent gives up when its sixth reply asks for the tool again."""
+MOST_TOOL_TURNS = 5
+"""The agent gives up when its fifth reply asks for the tool again."""
 
 model_client = OpenAIChatCompletionClient(
     model="default",

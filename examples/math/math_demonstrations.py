@@ -46,10 +46,10 @@ class Situation(StrEnum):
 
 
 SHARES: Mapping[Situation, Mapping[Choice, float]] = {
-    Situation.ASKED: {Choice.GUESS: 0.55, Choice.STEP: 0.40, Choice.SLIP: 0.05},
-    Situation.STEPS_LEFT: {Choice.ANSWER: 0.55, Choice.STEP: 0.30, Choice.SLIP: 0.15},
+    Situation.ASKED: {Choice.GUESS: 0.60, Choice.STEP: 0.36, Choice.SLIP: 0.04},
+    Situation.STEPS_LEFT: {Choice.ANSWER: 0.50, Choice.STEP: 0.42, Choice.SLIP: 0.08},
     Situation.FAILED: {Choice.GUESS: 0.7, Choice.STEP: 0.3},
-    Situation.SOLVED: {Choice.ANSWER: 0.45, Choice.GUESS: 0.55},
+    Situation.SOLVED: {Choice.ANSWER: 0.48, Choice.GUESS: 0.52},
 }
 """How often each choice is demonstrated."""
 

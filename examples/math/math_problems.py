@@ -164,8 +164,8 @@ def _numbers(rng: random.Random, operators: str, kind: Kind) -> tuple[int, tuple
     start = result = rng.randint(2, 99)
     steps, results = [], []
     for place, sign in enumerate(operators):
-        # The number comes first only where a story does not tell what is done to what, and once there is a result.
-        result_first = kind is Kind.STORY or place == 0 or sign == "/" or rng.random() < 0.8
+        # Only a definition may name the number first, once there is a result to name.
+        result_first = kind is not Kind.CHAIN or place == 0 or sign == "/" or rng.random() < 0.75
         step = Step(sign, rng.randint(2, 9) if sign in "*/" else rng.randint(2, 99), result_first)
         value = step.value(result)
         if value is None or not 0 < value <= LARGEST:

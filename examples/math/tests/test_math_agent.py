@@ -73,7 +73,7 @@ async def test_an_agent_that_goes_round_in_circles_ends_without_an_answer(solve:
     model.replies = [calls_tool("1+1")]
     answer = await solve({"question": "What is 1+1?"})
     assert not any(c.isdigit() for c in answer)
-    assert len(model.requests) == 6
+    assert len(model.requests) == 5
 
 
 async def test_rollouts_at_the_same_time_do_not_mix(solve: Solve, model: Any) -> None:
