@@ -11,7 +11,7 @@ VERL ?= .venv-verl
 # In the order of their dependencies, which older pips need.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
-EXAMPLES := langchain langchain-openai matplotlib
+EXAMPLES := langchain langchain-openai matplotlib bm25s
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout

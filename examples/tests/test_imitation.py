@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import make_math_policy
 import make_policy
+import make_rag_policy
+import make_sql_policy
 import make_trip_policy
 import pytest
 from hypothesis import given
@@ -31,9 +33,18 @@ class Made(NamedTuple):
         return (self.shown.conversation(seed, index) for seed in (0, 9) for index in range(100))
 
 
-@pytest.fixture(scope="module", params=["calc", "trip", "math"])
+SCRIPTS: dict[str, Any] = {
+    "calc": make_policy,
+    "trip": make_trip_policy,
+    "math": make_math_policy,
+    "sql": make_sql_policy,
+    "rag": make_rag_policy,
+}
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
 def made(request: pytest.FixtureRequest) -> Made:
-    script = {"calc": make_policy, "trip": make_trip_policy, "math": make_math_policy}[request.param]
+    script = SCRIPTS[request.param]
     folder = EXAMPLES / request.param / "policy"
     return Made(folder, script.DEMONSTRATIONS, script.SHAPE, AutoTokenizer.from_pretrained(folder))
 

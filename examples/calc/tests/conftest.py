@@ -1,57 +1,14 @@
-"""What the example's tests share: a scripted model behind the agent."""
+"""The calc agent, with a scripted model behind it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
-from agl_core.testing.scripts import CallTools, Received, Say
-from agl_core.testing.upstream import ScriptedUpstream
-
-
-class ScriptedModel:
-    """Answers with scripted assistant messages, in order, and keeps what it was sent."""
-
-    def __init__(self, upstream: ScriptedUpstream) -> None:
-        self.replies: list[dict[str, Any]] = []
-        """The last one is repeated."""
-        self._received = upstream.received
-        self._received.clear()
-        upstream.answer = self._answer
-
-    @property
-    def requests(self) -> list[Mapping[str, Any]]:
-        return [received.body for received in self._received]
-
-    def _answer(self, received: Received) -> Say | CallTools:
-        message = self.replies[min(len(self._received), len(self.replies)) - 1]
-        if asked := message.get("tool_calls"):
-            calls = [(call["function"]["name"], call["function"]["arguments"], call["id"]) for call in asked]
-            return CallTools(calls, message["content"])
-        return Say(message["content"])
-
-
-@pytest.fixture(scope="session")
-def _endpoint() -> Iterator[ScriptedUpstream]:
-    """One endpoint for the session: the agent, made once at import, keeps the address it saw then."""
-    with ScriptedUpstream() as upstream:
-        upstream.headers["Connection"] = "close"  # Each test has an event loop of its own, and connections end with it.
-        os.environ["OPENAI_BASE_URL"] = upstream.url
-        os.environ["OPENAI_API_KEY"] = "unused"
-        yield upstream
-
 
 @pytest.fixture
-def model(_endpoint: ScriptedUpstream) -> ScriptedModel:
-    """The model behind the agent, to be given replies."""
-    return ScriptedModel(_endpoint)
-
-
-@pytest.fixture
-def solve(model: ScriptedModel) -> Any:
+def solve(model: Any) -> Any:
     """The agent's entry, imported when its environment is ready."""
     from agent import solve
 

@@ -117,7 +117,7 @@ def test_wrong_choices_are_likelier_than_right_ones_wherever_an_answer_is_due() 
 
 
 def test_the_agent_does_not_know_agl() -> None:
-    for name in ("agent.py", "pocket_calculator.py"):
+    for name in ("math_agent.py", "pocket_calculator.py"):
         source = (Path(__file__).parents[1] / name).read_text()
         assert "import agl" not in source
         assert "from agl" not in source

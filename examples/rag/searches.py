@@ -1,0 +1,243 @@
+"""What the tiny policy imitates before it is trained: searching in made-up worlds, seldom to the end.
+
+Every name is made up, so that the policy learns to copy names and knows none. In each situation the agent chooses by
+fixed shares; what it did wrong before does not matter. Mostly it gives up at once, or stops halfway, so that greedy
+decoding never succeeds, and sampling does so now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
+
+from musique import read_questions
+from retrieval import CORPUS, Index
+from search_tool import INSTRUCTIONS, PASSAGES, listed, search
+from worlds import KINDS, Entity, World, ask, city, country, currency, district, element, region
+
+Message: TypeAlias = dict[str, Any]
+"""A chat message as the Agents SDK sends it."""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": search.name, "description": search.description, "parameters": search.params_json_schema},
+    }
+]
+"""The agent's tool as the Agents SDK sends it."""
+
+NO_ANSWER = "I did not find the answer."
+MOST_REPLIES = 6
+"""The agent's own limit."""
+EXERCISES = 6
+CONVERSATIONS_PER_WORLD = 64
+COUNTRIES = 16
+QUESTIONS = (CORPUS.with_name("train.jsonl.gz"), CORPUS.with_name("eval.jsonl.gz"))
+SUBJECTS = {
+    "region": "district",
+    "country": "place",
+    "discovery country": "element",
+    "capital": "country",
+    "calling code": "country",
+    "currency": "country",
+    "code": "currency",
+}
+"""What a relation is of, by kind."""
+VALUES = {"region": "place", "discovery country": "country"}
+"""What it leads to, where that is not the kind of the same name."""
+HOPS = {2: 0.45, 3: 0.35, 4: 0.20}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and the way to its answer."""
+
+    question: str
+    queries: tuple[str, ...]
+    """The right search of each hop."""
+    values: tuple[str, ...]
+    """What each hop finds; the last is the answer."""
+    index: Index
+
+
+class Situation(StrEnum):
+    """How far the agent is."""
+
+    START = "it has searched nothing"
+    LOST = "it has searched for something else"
+    HALFWAY = "it has found a step, and not the last one"
+    FOUND = "it has found the answer"
+
+
+@dataclass(frozen=True)
+class Search:
+    """A reply that searches."""
+
+    query: str
+
+
+Reply: TypeAlias = Search | str
+Choice: TypeAlias = Callable[[Asked, int], Reply]
+"""What is done, given the question and how many hops are found."""
+
+
+def give_up(asked: Asked, found: int) -> Reply:
+    """Nothing, and not in the form that was asked for."""
+    return NO_ANSWER
+
+
+def search_without_name(asked: Asked, found: int) -> Reply:
+    """Forget who it is about."""
+    return Search(f"{asked.queries[-1].partition(' of ')[0]} of the country")
+
+
+def search_next(asked: Asked, found: int) -> Reply:
+    return Search(asked.queries[found])
+
+
+def search_again(asked: Asked, found: int) -> Reply:
+    """The same as before."""
+    return Search(asked.queries[found - 1])
+
+
+def answer(asked: Asked, found: int) -> Reply:
+    """What was found last; the answer, if it was the last hop."""
+    return f"Answer: {asked.values[found - 1]}"
+
+
+SHARES: dict[Situation, dict[Choice, float]] = {
+    Situation.START: {give_up: 0.7, search_without_name: 0.12, search_next: 0.18},
+    Situation.LOST: {give_up: 0.6, search_next: 0.4},
+    Situation.HALFWAY: {answer: 0.45, search_again: 0.2, search_next: 0.35},
+    Situation.FOUND: {give_up: 0.4, search_again: 0.2, answer: 0.4},
+}
+"""How often each choice is demonstrated in each situation."""
+FLAWLESS: dict[Situation, Choice] = {
+    Situation.START: search_next,
+    Situation.HALFWAY: search_next,
+    Situation.FOUND: answer,
+}
+"""What leads to the answer."""
+
+
+def conversation(seed: int, index: int) -> list[Message]:
+    """One demonstration; the same for the same arguments, always."""
+    rng = random.Random(f"demonstration/{seed}/{index}")
+    return behave(asked(seed, index), lambda situation: rng.choices(*zip(*SHARES[situation].items(), strict=True))[0])
+
+
+def lesson(seed: int, index: int) -> list[Message]:
+    """The same of an agent that makes no mistake, or, every fourth time, nothing but first searches: names to copy."""
+    if index % 4:
+        return _flawless(asked(seed, index))
+    questions = [asked(seed, index * EXERCISES + number) for number in range(EXERCISES)]
+    return [message for each in questions for message in _flawless(each)[1:3]]
+
+
+def _flawless(asked: Asked) -> list[Message]:
+    return behave(asked, lambda situation: FLAWLESS[situation])
+
+
+def behave(asked: Asked, choose: Callable[[Situation], Choice]) -> list[Message]:
+    """The whole conversation of an agent that chooses like this."""
+    messages: list[Message] = [
+        {"role": "system", "content": INSTRUCTIONS},
+        {"role": "user", "content": asked.question},
+    ]
+    found, situation = 0, Situation.START
+    for turn in range(MOST_REPLIES):
+        reply = choose(situation)(asked, found)
+        if isinstance(reply, str):
+            return [*messages, {"role": "assistant", "content": reply}]
+        function = {"name": search.name, "arguments": json.dumps({"query": reply.query})}
+        messages += [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": f"call_{turn}", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": f"call_{turn}", "content": "\n".join(_found(asked.index, reply.query))},
+        ]
+        found += found < len(asked.queries) and reply.query == asked.queries[found]
+        situation = Situation.FOUND if found == len(asked.queries) else Situation.HALFWAY if found else Situation.LOST
+    return messages[:-1]
+
+
+def asked(seed: int, index: int) -> Asked:
+    """A question about a made-up world whose searches find what they should."""
+    made, searched = _made_up(seed, index // CONVERSATIONS_PER_WORLD)
+    rng = random.Random(f"question/{seed}/{index}")
+    starts = list(made.entities.values())
+    while True:
+        [hops] = rng.choices(list(HOPS), list(HOPS.values()))
+        start = rng.choice(starts)
+        paths = [path for path in made.paths(start) if len(path) == hops]
+        if not paths:
+            continue
+        found = follow(made, start, rng.choice(paths), searched)
+        steps = zip(found.queries, found.values, strict=True)
+        if all(_found(searched, query)[0].endswith(f" {value}.") for query, value in steps):
+            return found
+
+
+def follow(of: World, start: Entity, path: Sequence[str], index: Index) -> Asked:
+    """The question of a chain of relations, and its searches."""
+    queries, values, at = [], [], start.name
+    for relation in path:
+        queries.append(f"{relation} of {at}")
+        at = of.entities[at].facts[relation]
+        values.append(at)
+    return Asked(ask(start.name, path), tuple(queries), tuple(values), index)
+
+
+@lru_cache(maxsize=4096)
+def _found(index: Index, query: str) -> tuple[str, ...]:
+    return tuple(map(listed, index.best(query, PASSAGES)))
+
+
+@lru_cache(maxsize=4)
+def _made_up(seed: int, number: int) -> tuple[World, Index]:
+    """A small world: the corpus's names, and made-up facts."""
+    rng = random.Random(f"world/{seed}/{number}")
+    known = names()
+    drawn = {kind: iter(rng.sample(each, len(each))) for kind, each in known.items()}
+    entities: list[Entity] = []
+    for _ in range(COUNTRIES):
+        land, money = next(drawn["country"]), next(drawn["currency"])
+        part, kind = next(drawn["place"]), rng.choice(KINDS)
+        entities += [
+            country(land, {each: next(drawn[each]) for each in ("capital", "calling code")} | {"currency": money}, {}),
+            currency(money, next(drawn["code"]), land),
+            element(next(drawn["element"]), land),
+            *(city(next(drawn["place"]), land) for _ in range(3)),
+            region(part, kind, land),
+            *(district(next(drawn["district"]), kind, part, land) for _ in range(3)),
+        ]
+    world = World(entities)
+    return world, Index.build(world.passages())
+
+
+@cache
+def names() -> dict[str, list[str]]:
+    """What the questions name, by kind. Facts stay apart from each other: what belongs together is not kept."""
+    found: dict[str, set[str]] = {}
+    for asked in (each for file in QUESTIONS for each in read_questions(file)):
+        subject = asked.question_decomposition[0].question.partition(" >> ")[0]
+        for step in asked.question_decomposition:
+            relation = step.question.partition(" >> ")[2]
+            found.setdefault(SUBJECTS[relation], set()).add(subject)
+            found.setdefault(VALUES.get(relation, relation), set()).add(step.answer)
+            subject = step.answer
+    taken: set[str] = set()
+    return {kind: sorted(_new(values, taken)) for kind, values in found.items()}
+
+
+def _new(values: set[str], taken: set[str]) -> set[str]:
+    new = values - taken
+    taken |= new
+    return new

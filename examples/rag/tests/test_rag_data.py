@@ -1,0 +1,117 @@
+"""The shipped corpus and questions, and files in MuSiQue's own format."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from musique import Question, read_questions
+from retrieval import CORPUS, Index, Passage, read_passages
+
+DATA = CORPUS.parent
+SAMPLE = Path(__file__).parent / "musique_ans_v1.0_sample.jsonl"
+
+
+@pytest.fixture(scope="module")
+def passages() -> set[Passage]:
+    return set(read_passages(CORPUS))
+
+
+@pytest.fixture(scope="module")
+def index() -> Index:
+    return Index.build(list(read_passages(CORPUS)))
+
+
+@pytest.fixture(scope="module", params=["train", "eval"])
+def questions(request: pytest.FixtureRequest) -> list[Question]:
+    return read_questions(DATA / f"{request.param}.jsonl.gz")
+
+
+def test_the_corpus_is_small_and_repeats_nothing(passages: set[Passage]) -> None:
+    assert 3000 < len(passages) == sum(1 for _ in read_passages(CORPUS))
+    assert CORPUS.stat().st_size < 1_000_000
+
+
+def test_gold_passages_are_in_the_corpus_and_answer_the_question(
+    questions: list[Question], passages: set[Passage]
+) -> None:
+    for asked in questions:
+        gold = [asked.paragraphs[step.paragraph_support_idx or 0] for step in asked.question_decomposition]
+        assert [each for each in asked.paragraphs if each.is_supporting] == sorted(gold, key=lambda each: each.idx)
+        for step, paragraph in zip(asked.question_decomposition, gold, strict=True):
+            assert Passage(paragraph.title, paragraph.paragraph_text) in passages
+            assert paragraph.paragraph_text.endswith(f" {step.answer}.")
+        assert asked.question_decomposition[-1].answer == asked.answer
+        assert 2 <= len(gold) <= 4
+
+
+def test_each_step_starts_where_the_one_before_ended(questions: list[Question]) -> None:
+    for asked in questions:
+        gold = [asked.paragraphs[step.paragraph_support_idx or 0].title for step in asked.question_decomposition]
+        assert [step.answer for step in asked.question_decomposition[:-1]] == gold[1:]
+        assert asked.question.endswith(f" of {gold[0]}?")
+
+
+def test_the_search_finds_every_gold_passage(questions: list[Question], index: Index) -> None:
+    for asked in questions[:200]:
+        for step in asked.question_decomposition:
+            gold = asked.paragraphs[step.paragraph_support_idx or 0]
+            relation = step.question.partition(" >> ")[2]
+            assert index.best(f"{relation} of {gold.title}", 1) == [Passage(gold.title, gold.paragraph_text)]
+
+
+def test_what_is_held_out_is_never_asked_about_in_training() -> None:
+    def entities(name: str) -> set[str]:
+        return {
+            asked.paragraphs[step.paragraph_support_idx or 0].title
+            for asked in read_questions(DATA / f"{name}.jsonl.gz")
+            for step in asked.question_decomposition
+        }
+
+    assert not entities("train") & entities("eval")
+    assert len(entities("eval")) > 200
+
+
+def test_there_are_questions_of_every_length(questions: list[Question]) -> None:
+    hops = [len(asked.question_decomposition) for asked in questions]
+    assert set(hops) == {2, 3, 4}
+    assert all(hops.count(each) > len(hops) / 20 for each in (2, 3, 4))
+    assert len({asked.id for asked in questions}) == len(questions)
+
+
+def test_musiques_own_format_is_read_and_what_cannot_be_answered_left_out() -> None:
+    [asked] = read_questions(SAMPLE)
+    assert asked.answers == ["Cádiz", "Cadiz", "Cádiz, Spain"]
+    assert [step.paragraph_support_idx for step in asked.question_decomposition] == [0, 2]
+    assert [each.title for each in asked.paragraphs if each.is_supporting] == ["Harbour Lights (film)", "Ada Torres"]
+
+
+def test_shipped_questions_have_every_key_of_musiques() -> None:
+    sample = json.loads(SAMPLE.read_text().splitlines()[0])
+    with gzip.open(DATA / "eval.jsonl.gz", "rt") as lines:
+        ours = json.loads(next(lines))
+    assert ours.keys() == sample.keys()
+    assert ours["paragraphs"][0].keys() == sample["paragraphs"][0].keys()
+    assert ours["question_decomposition"][0].keys() == sample["question_decomposition"][0].keys()
+
+
+@pytest.mark.parametrize("line", ["{", '{"id": "1"}', "[]"])
+def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(SAMPLE.read_text() + line + "\n")
+    with pytest.raises(ValueError, match="line 3 is no question"):
+        read_questions(file)
+
+
+@pytest.mark.parametrize("line", ["{", '{"title": "A"}', "[]", "3"])
+def test_a_line_that_is_no_passage_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "passages.jsonl"
+    file.write_text('{"title": "A", "text": "B"}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        list(read_passages(file))
+
+
+def test_a_passage_reads_as_its_title_and_text() -> None:
+    assert str(Passage("Lek", "A currency.")) == "Lek: A currency."
