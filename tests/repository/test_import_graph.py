@@ -24,6 +24,7 @@ FLOORS = [
     {"worker"},
     {"training"},
     {"analysis"},
+    {"view"},
     {"builtin"},
     {"testing"},
     {"cli", ""},  # "" is agl_core itself: what it re-exports
@@ -135,7 +136,7 @@ def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
 def _is_light(module: str) -> bool:
     """Whether a module belongs to the core that an agent's environment has."""
     return module.startswith("agl_core") and not module.startswith(
-        ("agl_core.server", "agl_core.training", "agl_core.analysis")
+        ("agl_core.server", "agl_core.training", "agl_core.analysis", "agl_core.view")
     )
 
 

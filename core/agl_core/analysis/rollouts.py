@@ -5,12 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+from agl_core.errors import StoreRefusedError
 from agl_core.learning import build_episode
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
-from agl_core.types import Attempt, Ending, Episode, Mode, Reward, Rollout, Run, TrainingRecord, Transition
+from agl_core.types import (
+    Attempt,
+    AttemptKey,
+    Call,
+    Ending,
+    Episode,
+    Mode,
+    Reward,
+    Rollout,
+    Run,
+    TrainingRecord,
+    Transition,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +35,8 @@ class RolloutEntry:
     superseded: bool
     rewards: Sequence[Reward]
     """Those of the attempt that counts."""
+    reward: float | None
+    """The terminal reward: the weighted sum of those that rules gave; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,24 +142,56 @@ async def list_rollouts(
     """The newest rollouts that match."""
     found = await store.rollouts(step=step, mode=mode)
     newest = [r for r in found if ending is None or r.ending is ending][-limit:]
-    rewards, runs = by_rollout(await store.rewards(counted_attempts(newest))), await store.runs()
-    entries = [RolloutEntry(r, superseded(r, runs), rewards.get(r.id, [])) for r in newest]
+    entries = await entries_of(store, newest)
     oldest = sorted((r for r in newest if r.counted_attempt is not None), key=lambda rollout: rollout.step)[:1]
     return RolloutList(entries, any(call.pruned for call in await store.calls(counted_attempts(oldest))))
+
+
+async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:
+    """These rollouts with their rewards."""
+    rewards, runs = by_rollout(await store.rewards(counted_attempts(rollouts))), await store.runs()
+    weights = {(run.id, run.restart): reward_weights(run) for run in runs}
+
+    def entry(rollout: Rollout) -> RolloutEntry:
+        given = rewards.get(rollout.id, [])
+        terminal = [reward for reward in given if reward.call is None]
+        value = terminal_reward(terminal, weights.get((rollout.run, rollout.restart), {})).value
+        return RolloutEntry(rollout, superseded(rollout, runs), given, value)
+
+    return [entry(rollout) for rollout in rollouts]
 
 
 async def read_rollout(store: Store, prefix: str) -> RolloutReport:
     """The rollout whose id starts with `prefix`. StoreError if there is none, or more than one."""
     rollout, runs = await store.rollout(prefix), await store.runs()
-    attempts = []
-    for attempt in await store.attempts(rollout.id):
-        keys = [attempt.key]
-        calls = await store.calls(keys)
-        episode = build_episode(rollout, attempt, calls, await store.tool_results(keys), await store.rewards(keys))
-        records = await store.training_records(keys)
-        attempts.append(AttemptReport(attempt, episode, records, any(call.pruned for call in calls)))
+    attempts = await attempt_reports(store, [(rollout, attempt) for attempt in await store.attempts(rollout.id)])
     weights = next((reward_weights(r) for r in runs if (r.id, r.restart) == (rollout.run, rollout.restart)), {})
     return RolloutReport(rollout, superseded(rollout, runs), attempts, await group_credit(store, rollout), weights)
+
+
+async def read_call(store: Store, prefix: str, attempt: int, call: str) -> Call:
+    """One call of the rollout whose id starts with `prefix`, as it was recorded. StoreError if there is none."""
+    rollout = await store.rollout(prefix)
+    for found in await store.calls([AttemptKey(rollout.id, attempt)]):
+        if found.id == call:
+            return found
+    raise StoreRefusedError(
+        f"Attempt {attempt} of {rollout.id} has no call {call!r}. `agl show {rollout.id}` shows them."
+    )
+
+
+async def attempt_reports(store: Store, attempts: Sequence[tuple[Rollout, Attempt]]) -> list[AttemptReport]:
+    """What is recorded of these attempts."""
+    keys = [attempt.key for _, attempt in attempts]
+    calls, tool_results = _by_attempt(await store.calls(keys)), _by_attempt(await store.tool_results(keys))
+    rewards, records = _by_attempt(await store.rewards(keys)), _by_attempt(await store.training_records(keys))
+
+    def report(rollout: Rollout, attempt: Attempt) -> AttemptReport:
+        key, mine = attempt.key, calls.get(attempt.key, [])
+        episode = build_episode(rollout, attempt, mine, tool_results.get(key, ()), rewards.get(key, ()))
+        return AttemptReport(attempt, episode, records.get(key, ()), any(call.pruned for call in mine))
+
+    return [report(rollout, attempt) for rollout, attempt in attempts]
 
 
 def superseded(rollout: Rollout, runs: Sequence[Run]) -> bool:
@@ -185,3 +233,21 @@ async def group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:
         GroupCredit.of(step, policy, dict(sorted(values.items(), key=lambda item: order[item[0]])))
         for (step, policy), values in sorted(found.items())
     ]
+
+
+class _OfAttempt(Protocol):
+    @property
+    def rollout(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+
+Kept = TypeVar("Kept", bound=_OfAttempt)
+
+
+def _by_attempt(records: Sequence[Kept]) -> dict[AttemptKey, list[Kept]]:
+    found: dict[AttemptKey, list[Kept]] = {}
+    for record in records:
+        found.setdefault(AttemptKey(record.rollout, record.attempt), []).append(record)
+    return found

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-import orjson
-
+from agl_core.analysis.metrics import read_metrics
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import load_store
 from agl_core.errors import ConfigError, StoreError
 from agl_core.store.files import is_written
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.checkpoints import HEADLINE_SET, Checkpoints
-from agl_core.training.metrics import METRICS_FILE
+from agl_core.training.checkpoints import Checkpoints
 from agl_core.wire.keys import SERVER_FILE
 
 RUNS = Path("runs")
 """Where commands look for runs."""
-_REWARD = "/reward/mean"
 
 RunStatus: TypeAlias = Literal["running", "finished", "stopped", "capture"]
 """running: a process of this machine writes its store; finished: all steps made; stopped: can be resumed; capture: by
@@ -104,7 +101,7 @@ def open_store(folder: Path, *, read_only: bool = True) -> Store:
 def list_runs(runs: Path) -> list[RunEntry]:
     """The runs below a folder, the oldest first."""
     files = sorted(runs.glob(f"*/{CONFIG_FILE}"), key=lambda file: (file.stat().st_mtime, file))
-    return [_entry(file.parent) for file in files]
+    return [read_entry(file.parent) for file in files]
 
 
 async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> Pruned:
@@ -149,11 +146,12 @@ def _shrinking(store: Store, folder: Path) -> ShrinkingStore:
     return store
 
 
-def _entry(folder: Path) -> RunEntry:
-    config, lines = _toml(folder / CONFIG_FILE), _lines(folder / METRICS_FILE)
-    steps = max((int(line["step"]) for line in lines if line["kind"] == "train"), default=0)
+def read_entry(folder: Path) -> RunEntry:
+    """A run as a list shows it."""
+    config, lines = _toml(folder / CONFIG_FILE), read_metrics(folder)
+    steps = max((line.step for line in lines if line.kind == "train"), default=0)
     planned = None if "capture" in config else int(config.get("train", {}).get("steps", 0))
-    rewards = [value for line in lines if line["kind"] == "eval" and (value := _headline(line)) is not None]
+    rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]
     state: RunStatus = "stopped"
     if is_written(folder / "store.sqlite"):
         state = "running"
@@ -172,28 +170,8 @@ def _entry(folder: Path) -> RunEntry:
     )
 
 
-def _headline(line: Mapping[str, Any]) -> float | None:
-    """The reward of the set `eval`, else of the first one; in the first mode."""
-    rewards = {key: float(value) for key, value in line.items() if key.endswith(_REWARD)}
-    of_set = [value for key, value in rewards.items() if key.startswith(f"{HEADLINE_SET}/")]
-    return next(iter(of_set or rewards.values()), None)
-
-
 def _toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file; the last one may be incomplete."""
-    found = []
-    for line in file.read_bytes().splitlines() if file.exists() else ():
-        try:
-            read = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(read, dict) and {"step", "kind"} <= read.keys():
-            found.append(read)
-    return found

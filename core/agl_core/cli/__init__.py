@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from agl_core.analysis.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.plugins import list_plugins
@@ -16,9 +17,10 @@ from agl_core.cli.rollouts import rollouts
 from agl_core.cli.run import run
 from agl_core.cli.runs import runs
 from agl_core.cli.serve import serve
-from agl_core.cli.shared.text import HarmlessFormatter, harmless
+from agl_core.cli.shared.text import HarmlessFormatter
 from agl_core.cli.show import show
 from agl_core.cli.train import train
+from agl_core.cli.view import view
 from agl_core.cli.worker import work
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
@@ -39,6 +41,7 @@ app.command("eval")(evaluate)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("rollouts")(rollouts)
 app.command("show")(show)
+app.command("view")(view)
 app.add_typer(reward, name="reward")
 app.add_typer(runs, name="runs")
 app.command("plugins")(list_plugins)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agl_core.analysis.words import harmless
 from agl_core.cli.shared.options import AsJson, KeyVariable, Model
-from agl_core.cli.shared.text import harmless, print_json
+from agl_core.cli.shared.text import print_json
 from agl_core.errors import AglError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ UpstreamOption = Annotated[
 
 FRAMEWORKS = {"langchain-core": "langchain_core", "autogen-agentchat": "autogen_agentchat", "openai-agents": "agents"}
 """Agent frameworks that are worth a note if no adapter for them is installed: distribution and module."""
-SERVER_MODULES = ("httptools", "starlette", "uvicorn")
+SERVER_MODULES = ("httptools", "jinja2", "markupsafe", "starlette", "uvicorn")
 """What agl-core imports of its extra `server`."""
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from agl_core.analysis.words import score
 from agl_core.cli.shared.options import AsJson, Seed, ServerUrl, Set
-from agl_core.cli.shared.text import print_json, score
+from agl_core.cli.shared.text import print_json
 from agl_core.cli.train import reached
 
 Target = Annotated[Path, typer.Argument(help="A run's folder, or a configuration file (its initial weights).")]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agl_core.analysis.words import number, one_line, said_by, status_text
 from agl_core.cli.shared.options import AsJson, Set
-from agl_core.cli.shared.text import number, print_json, printable, said_by, status_text
+from agl_core.cli.shared.text import print_json
 from agl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> Non
     if not (change.changed or in_full):
         console.print(f"rollout {change.rollout}  unchanged, reward {_arrow(change.terminal)}")
         return
-    task = printable(change.task, 40)
+    task = one_line(change.task, 40)
     console.print(f"\nrollout {change.rollout}  task {task}  {change.ending.value}", style="bold")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("turn", no_wrap=True)
@@ -125,8 +126,8 @@ def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> Non
         table.add_row(*cells)
 
     for each in change.transitions:
-        agent = printable(each.agent or "unnamed agent", 60)
-        tools = ", ".join(f"{printable(o.tool, 40)} {status_text(o)} ({said_by(o)})" for o in each.tool_results)
+        agent = one_line(each.agent or "unnamed agent", 60)
+        tools = ", ".join(f"{one_line(o.tool, 40)} {status_text(o)} ({said_by(o)})" for o in each.tool_results)
         credit = each.credit if change.mode.trains else None
         row(str(each.turn), f"{agent}: {tools}" if tools else agent, each.reward, credit)
         for part in each.rewards:
@@ -141,7 +142,7 @@ def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> Non
 
 
 def _provenance(reward: RewardChange) -> str:
-    return f"{printable(reward.name, 80)} (by {printable(reward.source, 40)})"
+    return f"{one_line(reward.name, 80)} (by {one_line(reward.source, 40)})"
 
 
 def _arrow(change: Change) -> str:

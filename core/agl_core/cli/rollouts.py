@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agl_core.analysis.words import number, one_line
 from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.text import number, print_json, printable
+from agl_core.cli.shared.text import print_json
 from agl_core.types import Ending, Mode
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def rollouts(
             rollout.mode.value,
             rollout.ending.value if rollout.ending else rollout.state.value,
             "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
-            ", ".join(f"{printable(r.name, 40)} {number(r.value)}" for r in each.rewards if r.call is None) or "-",
-            printable(json.dumps(rollout.task.input, ensure_ascii=False), screen.width),
+            ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in each.rewards if r.call is None) or "-",
+            one_line(json.dumps(rollout.task.input, ensure_ascii=False), screen.width),
         )
     screen.print(table)
     if found.pruned:

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from agl_core.analysis.words import score, size
 from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.text import print_json, score
+from agl_core.cli.shared.text import print_json
 
 Folder = Annotated[Path, typer.Argument(help="Where the runs are.")]
 Runs = Annotated[list[Path], typer.Argument(help="Runs: folders, or names below ./runs.")]
@@ -40,7 +41,7 @@ def list_(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
     for each in entries:
         steps = f"{each.steps}" if each.of_steps is None else f"{each.steps}/{each.of_steps}"
         rewards = score(each.reward_before), score(each.reward_after)
-        table.add_row(str(each.folder), each.state, steps, _size(each.size), *rewards)
+        table.add_row(str(each.folder), each.state, steps, size(each.size), *rewards)
     Screen().print(table)
 
 
@@ -81,16 +82,4 @@ def vacuum(run: Runs, as_json: AsJson = False) -> None:
         print_json(done)
         return
     for each in done:
-        Screen().print(f"{each.folder}: {_size(each.before)} → {_size(each.after)}")
-
-
-def _size(size: float) -> str:
-    """
-    >>> _size(999), _size(1536), _size(5 * 2**30)
-    ('999 B', '1.5 KiB', '5.0 GiB')
-    """
-    units = ["TiB", "GiB", "MiB", "KiB", "B"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop()
-    return f"{size:.0f} B" if units[-1] == "B" else f"{size:.1f} {units[-1]}"
+        Screen().print(f"{each.folder}: {size(each.before)} → {size(each.after)}")

@@ -6,12 +6,13 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agl_core.analysis.words import message_text, number, one_line, said_by, status_text
 from agl_core.cli.shared.options import AsJson, RunOption
-from agl_core.cli.shared.text import number, print_json, printable, said_by, status_text
+from agl_core.cli.shared.text import print_json
 from agl_core.types import Reward, TrainingRecord
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300, as_json: AsJson
     screen.print(f"rollout {found.id}  {found.mode.value}  {found.state.value}", style="bold")
     if report.superseded:
         screen.print("superseded: a later restart went on from an earlier checkpoint", style="yellow")
-    screen.print(f"task {found.task.id}: {printable(json.dumps(found.task.input, ensure_ascii=False), width)}")
+    screen.print(f"task {found.task.id}: {one_line(json.dumps(found.task.input, ensure_ascii=False), width)}")
     for each in report.attempts:
         attempt = each.attempt
         counts = attempt.attempt == found.counted_attempt
@@ -55,7 +56,7 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300, as_json: AsJson
             f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", style="bold"
         )
         if attempt.error:
-            screen.print(f"  {printable(attempt.error, width)}", style="red")
+            screen.print(f"  {one_line(attempt.error, width)}", style="red")
         if each.pruned:
             screen.print(f"  {PRUNED}", style="yellow")
         _print_attempt(screen, each, report.weights, width)
@@ -71,9 +72,9 @@ def _print_groups(screen: Screen, report: RolloutReport) -> None:
         values = "  ".join("/".join(dict.fromkeys(number(v, 4) for v in each)) for each in group.credit.values())
         of = f" of policy {group.policy}" if several else ""
         screen.print(
-            f"  group {printable(report.rollout.group, 80)}, step {group.step}: mean credit{of} "
+            f"  group {one_line(report.rollout.group, 80)}, step {group.step}: mean credit{of} "
             f"{number(group.mean, 4)}, standard deviation {number(group.std, 4)}, over {len(group.credit)} rollouts: "
-            f"{printable(values, 300)}",
+            f"{one_line(values, 300)}",
             style="magenta",
         )
 
@@ -83,9 +84,9 @@ def _print_attempt(screen: Screen, attempt: AttemptReport, weights: Mapping[str,
     for turn in attempt.turns:
         _print_turn(screen, turn, width)
     for tool_result in episode.unjoined:
-        tool = f"{printable(tool_result.tool, 60)} {status_text(tool_result)} ({said_by(tool_result)})"
+        tool = f"{one_line(tool_result.tool, 60)} {status_text(tool_result)} ({said_by(tool_result)})"
         screen.print(f"  tool result of no recorded call: {tool}", style="yellow")
-    screen.print(f"  result: {printable(json.dumps(episode.result, ensure_ascii=False), width)}")
+    screen.print(f"  result: {one_line(json.dumps(episode.result, ensure_ascii=False), width)}")
     for reward in attempt.uncounted_rewards:
         screen.print(f"  reward {_describe_reward(reward)[:-1]}, which does not count)", style="yellow")
     screen.print(f"  terminal reward: {_describe_terminal(attempt.terminal(weights))}", style="bold")
@@ -94,14 +95,14 @@ def _print_attempt(screen: Screen, attempt: AttemptReport, weights: Mapping[str,
 def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
     transition = turn.transition
     version = "" if transition.version is None else f" v{transition.version}"
-    agent = printable(transition.agent or "unnamed agent", 60)
-    screen.print(f"\n  turn {transition.turn}  {agent}  ({printable(transition.policy, 60)}{version})", style="cyan")
+    agent = one_line(transition.agent or "unnamed agent", 60)
+    screen.print(f"\n  turn {transition.turn}  {agent}  ({one_line(transition.policy, 60)}{version})", style="cyan")
     for message in transition.messages[-1:]:
-        text = printable(_text(message), width, tail=True)
-        screen.print(f"    {printable(str(message.get('role')), 40)}: {text}", style="dim")
-    screen.print(f"    → {printable(_text(transition.response), width)}  [{transition.finish_reason.value}]")
+        text = one_line(message_text(message), width, tail=True)
+        screen.print(f"    {one_line(str(message.get('role')), 40)}: {text}", style="dim")
+    screen.print(f"    → {one_line(message_text(transition.response), width)}  [{transition.finish_reason.value}]")
     if transition.state is not None:
-        state = printable(json.dumps(transition.state, ensure_ascii=False), width)
+        state = one_line(json.dumps(transition.state, ensure_ascii=False), width)
         screen.print(f"    state {state}", style="dim")
     prompt, response = transition.prompt_ids, transition.response_ids
     ids = "no token ids" if prompt is None or response is None else f"{len(prompt)} + {len(response)} tokens"
@@ -109,13 +110,13 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
     broken = ", prefix broken" if transition.prefix_broken else ""
     screen.print(f"    {ids}{logprob}{broken}", style="dim")
     if transition.parse_error:
-        screen.print(f"    tool call did not parse: {printable(transition.parse_error, width)}", style="yellow")
+        screen.print(f"    tool call did not parse: {one_line(transition.parse_error, width)}", style="yellow")
     for tool_result in transition.tool_results:
         said = tool_result.error or json.dumps(tool_result.result, ensure_ascii=False)
         arguments = json.dumps(tool_result.arguments, ensure_ascii=False)
         screen.print(
-            f"    tool {printable(tool_result.tool, 60)}({printable(arguments, 80)}): {status_text(tool_result)}  "
-            f"{printable(said, width)}  ({said_by(tool_result)})",
+            f"    tool {one_line(tool_result.tool, 60)}({one_line(arguments, 80)}): {status_text(tool_result)}  "
+            f"{one_line(said, width)}  ({said_by(tool_result)})",
             style="green" if tool_result.status.value == "ok" else "red",
         )
     for reward in turn.rewards:
@@ -141,8 +142,8 @@ def _describe_terminal(terminal: TerminalReward) -> str:
 
 def _describe_reward(reward: Reward) -> str:
     """Its name, value and provenance."""
-    of = "" if reward.call is None else f", for call {printable(reward.call, 80)}"
-    return f"{printable(reward.name, 80)} {number(reward.value)} (by {printable(reward.source, 40)}{of})"
+    of = "" if reward.call is None else f", for call {one_line(reward.call, 80)}"
+    return f"{one_line(reward.name, 80)} {number(reward.value)} (by {one_line(reward.source, 40)}{of})"
 
 
 def _describe_use(record: TrainingRecord) -> str:
@@ -153,17 +154,3 @@ def _describe_use(record: TrainingRecord) -> str:
     return (
         f"step {record.step}: {credit}advantage {number(advantage, 4)}  weight in the loss {number(record.weight, 4)}"
     )
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    calls = [_tool_call(each) for each in message.get("tool_calls") or ()]
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
-    return " ".join([text, *calls]).strip()
-
-
-def _tool_call(tool_call: Any) -> str:
-    function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return json.dumps(tool_call, ensure_ascii=False)
-    return f"{function.get('name')}({function.get('arguments', '')})"

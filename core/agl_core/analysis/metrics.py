@@ -1,0 +1,70 @@
+"""The numbers of a run (docs/metrics.md), as its folder has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agl_core.training.checkpoints import HEADLINE_SET
+from agl_core.training.metrics import METRICS_FILE
+
+_REWARD = "/reward/mean"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLine:
+    """The numbers of one training step or of one evaluation."""
+
+    step: int
+    kind: str
+    """`train` or `eval`."""
+    values: Mapping[str, float]
+
+    @property
+    def headline(self) -> float | None:
+        """Of an evaluation: the reward of the set `eval`, else of the first one; in the first mode."""
+        rewards = {key: value for key, value in self.values.items() if key.endswith(_REWARD)}
+        of_set = [value for key, value in rewards.items() if key.startswith(f"{HEADLINE_SET}/")]
+        return next(iter(of_set or rewards.values()), None)
+
+
+def read_metrics(folder: Path) -> list[MetricsLine]:
+    """The lines of a run's metrics, in their order; the last one may be incomplete, and is then left out."""
+    file, found = folder / METRICS_FILE, []
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        try:
+            read = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(read, dict) and isinstance(read.get("step"), int) and isinstance(read.get("kind"), str):
+            values = {key: float(value) for key, value in read.items() if _is_number(value)}
+            found.append(MetricsLine(read["step"], read["kind"], values))
+    return found
+
+
+def series(lines: Sequence[MetricsLine], kind: str, key: str) -> list[tuple[int, float]]:
+    """The values of a key, each with its step.
+
+    >>> series([MetricsLine(1, "train", {"reward/mean": 0.5}), MetricsLine(1, "eval", {})], "train", "reward/mean")
+    [(1, 0.5)]
+    """
+    return [(line.step, line.values[key]) for line in lines if line.kind == kind and key in line.values]
+
+
+def held_out(lines: Sequence[MetricsLine]) -> dict[str, list[tuple[int, float]]]:
+    """The mean reward of each held-out set and mode, as `eval/greedy`, each with the step it follows."""
+    keys = dict.fromkeys(key for line in lines if line.kind == "eval" for key in line.values if key.endswith(_REWARD))
+    return {key.removesuffix(_REWARD): series(lines, "eval", key) for key in keys}
+
+
+def keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
+    """The keys of training steps that begin with `prefix`, in their alphabetical order."""
+    return sorted({key for line in lines if line.kind == "train" for key in line.values if key.startswith(prefix)})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

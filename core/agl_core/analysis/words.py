@@ -1,0 +1,110 @@
+"""How what was recorded is said: numbers, sources, and text of agents without the characters that something obeys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agl_core.types import Source, ToolResult
+
+_NOISE = 1e-12
+"""Rewards, credits, advantages and weights are not as small; the rounding error of a sum of them is."""
+
+
+def harmless(text: str) -> str:
+    """`text` with a dot in place of each character that steers: a terminal's commands, the direction of writing.
+
+    >>> harmless("red: \\x1b[31m"), harmless("evil\\u202egnp.exe")
+    ('red: ·[31m', 'evil·gnp.exe')
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+def one_line(text: str, width: int, *, tail: bool = False) -> str:
+    """`text` on one harmless line of at most `width` characters; `tail` keeps its end.
+
+    >>> one_line("two\\nlines", 7)
+    'two⏎li…'
+    """
+    safe = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in text)
+    if len(safe) <= width:
+        return safe
+    return f"…{safe[-width + 1 :]}" if tail else f"{safe[: width - 1]}…"
+
+
+def status_text(tool_result: ToolResult) -> str:
+    """Its status, and the rule that decided it where the status alone does not say what was seen.
+
+    >>> from agl_core.types import ToolStatus
+    >>> status_text(ToolResult("1", "r", 0, "add", ToolStatus.ERROR, status_rule="langgraph"))
+    'error by langgraph'
+    """
+    status, rule = tool_result.status.value, tool_result.status_rule
+    return status if rule is None or rule == status else f"{status} by {one_line(rule, 40)}"
+
+
+_SAID_BY = {
+    Source.CONVERSATION: "as the conversation shows",
+    Source.ADAPTER: "by the agent's process",
+    Source.SPAN: "by a span over OTLP",
+    Source.COMMAND: "by a process of the command",
+}
+
+
+def said_by(tool_result: ToolResult) -> str:
+    """Who said what a tool did, and with which adapter.
+
+    >>> from agl_core.types import ToolStatus
+    >>> said_by(ToolResult("1", "r", 0, "add", ToolStatus.OK, source=Source.COMMAND, adapter="langchain"))
+    'by a process of the command, langchain'
+    """
+    adapter = "" if tool_result.adapter is None else f", {one_line(tool_result.adapter, 40)}"
+    return _SAID_BY[tool_result.source] + adapter
+
+
+def number(value: float, digits: int = 6) -> str:
+    """A number with `digits` significant digits; the rounding error of a sum is 0.
+
+    >>> number(7.6e-18), number(2 / 3), number(1e-7)
+    ('0', '0.666667', '1e-07')
+    """
+    return "0" if abs(value) < _NOISE else f"{value:.{digits}g}"
+
+
+def score(value: float | None) -> str:
+    """A mean reward; a dash where there is none."""
+    return "–" if value is None else f"{value:.3f}"
+
+
+def size(of: float) -> str:
+    """Bytes, in the unit that suits them.
+
+    >>> size(999), size(1536), size(5 * 2**30)
+    ('999 B', '1.5 KiB', '5.0 GiB')
+    """
+    units = ["TiB", "GiB", "MiB", "KiB", "B"]
+    while of >= 1024 and len(units) > 1:
+        of /= 1024
+        units.pop()
+    return f"{of:.0f} B" if units[-1] == "B" else f"{of:.1f} {units[-1]}"
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """A chat message: what it says, and then the tool calls that it asks for.
+
+    >>> message_text({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]})
+    'add({})'
+    """
+    content = message.get("content")
+    calls = [tool_call_text(each) for each in message.get("tool_calls") or ()]
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    return " ".join([text, *calls]).strip()
+
+
+def tool_call_text(tool_call: Any) -> str:
+    """One of a message's tool calls, like a call in code."""
+    function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return json.dumps(tool_call, ensure_ascii=False)
+    return f"{function.get('name')}({function.get('arguments', '')})"

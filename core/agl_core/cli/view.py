@@ -1,0 +1,59 @@
+"""`agl view`: runs in the browser."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agl_core.errors import ConfigError
+
+Runs = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Runs, or folders of runs; by default the folder ./runs.", metavar="[RUN]..."),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; by default a free one.")]
+NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
+
+
+def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
+    """Show finished and running runs in the browser: curves, groups side by side, and why a call got its advantage.
+
+    Nothing is written to the runs. The pages can be seen on this machine alone, and only with the token in the printed
+    address, since what agents start runs here too. From another machine, forward the port: ssh -L PORT:127.0.0.1:PORT.
+    Ctrl-C ends it.
+    """
+    import uvicorn
+
+    from agl_core.analysis.runs import RUNS, find_run
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.view.app import make_app
+
+    folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
+    token = secrets.token_urlsafe(24)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"Port {port} is taken or not allowed ({error.strerror}). Leave --port out.") from error
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}"
+        listening.listen()
+        Screen().print(f"view:  {address}")
+        Screen().print("The token in it is for you alone. Ctrl-C ends this.")
+        if not no_browser:
+            webbrowser.open(address)
+        config = uvicorn.Config(
+            make_app(folders, token), access_log=False, log_level="warning", timeout_graceful_shutdown=2, lifespan="off"
+        )
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _has_runs(folder: Path) -> bool:
+    from agl_core.config import CONFIG_FILE
+
+    return not (folder / CONFIG_FILE).is_file() and any(folder.glob(f"*/{CONFIG_FILE}"))

@@ -1,0 +1,55 @@
+"""The application: its routes, its errors, and the guard in front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from agl_core.errors import AglError, ConfigError, StoreRefusedError
+from agl_core.view.folders import RunFolders
+from agl_core.view.pages import BadQueryError, Pages
+from agl_core.view.run_page import run_page
+from agl_core.view.security import Guard
+
+
+def make_app(paths: Sequence[Path], token: str) -> Starlette:
+    """The pages about the runs at `paths`, each a run or a folder of runs, for browsers that have shown `token`."""
+    pages = Pages(RunFolders(paths))
+
+    async def run(request: Request) -> Response:
+        return await run_page(pages, request)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return pages.render(request, "error.html", status=error.status_code, said="There is no such page.")
+        status = 400 if isinstance(error, BadQueryError) else 404 if _is_missing(error) else 503
+        return pages.render(request, "error.html", status=status, said=str(error))
+
+    run_path = "/runs/{run}"
+    return Starlette(
+        routes=[
+            Route("/", pages.runs),
+            Route("/changed", pages.changed),
+            Route(run_path, run),
+            Route(f"{run_path}/changed", pages.changed),
+            Route(f"{run_path}/rollouts", pages.rollouts),
+            Route(f"{run_path}/rollouts/{{id:path}}", pages.rollout),
+            Route(f"{run_path}/groups/{{id:path}}", pages.group),
+            Route(f"{run_path}/call", pages.call),
+            Mount("/static", StaticFiles(packages=[("agl_core.view", "static")])),
+        ],
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers={AglError: failed, HTTPException: failed},
+    )
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, ConfigError | StoreRefusedError)

@@ -1,0 +1,264 @@
+"""Charts as SVG, drawn here: lines, stacked bars, histograms and sparklines. Colours are classes of the style sheet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from markupsafe import Markup, escape
+
+from agl_core.analysis.words import harmless, number
+
+Points: TypeAlias = Sequence[tuple[int, float]]
+"""Values, each with its step."""
+Link: TypeAlias = Callable[[int], str]
+"""The address of a step."""
+
+_WIDE, _MIDDLE, _NARROW = (640, 260), (430, 240), (380, 170)
+"""Width and height of a chart, in its own units: about a pixel each."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24
+_MOST_TARGETS = 400
+"""Steps that can be pointed at; of more, only so many."""
+_COLOURS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart with its title and the names of its series, each with the class of its colour."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: Sequence[tuple[str, str]]
+
+
+def line_chart(
+    title: str, note: str, lines: Mapping[str, Points], link: Link | None = None, *, wide: bool = False
+) -> Chart | None:
+    """One line for each name, which may be empty; values that are no numbers are left out. None if nothing is left."""
+    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()}
+    finite = {name: points for name, points in finite.items() if points}
+    if not finite:
+        return None
+    values = [y for points in finite.values() for _, y in points]
+    low = min([0.0, *values]) if min(values) < 0.4 * max(values) else min(values)
+    scale = _Scale(_steps(finite), low, max(values), _WIDE if wide else _NARROW)
+    parts = [*scale.axes()]
+    for at, points in enumerate(finite.values()):
+        places = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in points)
+        parts.append(_tag("polyline", {"class": f"line c{at % _COLOURS}", "points": places}))
+        if len(points) <= 40:
+            parts += [_dot(scale.x(x), scale.y(y), at) for x, y in points]
+    parts += _targets(scale, finite, link)
+    return Chart(title, note, _svg(title, scale, finite, parts), _legend(finite))
+
+
+def stacked_bars(title: str, note: str, series: Mapping[str, Points], link: Link | None = None) -> Chart | None:
+    """A bar for each step, of one part for each name. None if all are zero."""
+    parts_of = {name: [(x, y) for x, y in points if math.isfinite(y) and y > 0] for name, points in series.items()}
+    parts_of = {name: points for name, points in parts_of.items() if points}
+    if not parts_of:
+        return None
+    sums: dict[int, float] = {}
+    for x, y in (point for points in parts_of.values() for point in points):
+        sums[x] = sums.get(x, 0.0) + y
+    scale = _Scale(_steps(series), 0.0, max(sums.values()), _NARROW)
+    width, below, parts = max(1.0, min(28.0, scale.pitch * 0.7)), dict.fromkeys(sums, 0.0), [*scale.axes()]
+    for at, points in enumerate(parts_of.values()):
+        for x, y in points:
+            top, bottom = scale.y(below[x] + y), scale.y(below[x])
+            below[x] += y
+            place = {"x": f"{scale.x(x) - width / 2:.1f}", "y": f"{top:.1f}", "width": f"{width:.1f}"}
+            parts.append(_tag("rect", {"class": f"bar c{at % _COLOURS}", **place, "height": f"{bottom - top:.1f}"}))
+    parts += _targets(scale, parts_of, link)
+    return Chart(title, note, _svg(title, scale, parts_of, parts), _legend(parts_of))
+
+
+def histogram(title: str, note: str, values: Sequence[float], link: Callable[[float, float], str]) -> Chart | None:
+    """How often which values are there: a bar for each of a few values, else for each of twelve ranges."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if not finite:
+        return None
+    bins = _bins(finite)
+    counts = [sum(low <= value <= high for value in finite) for low, high in bins]
+    scale = _Scale(list(range(len(bins))), 0.0, max(counts) * 1.1, _MIDDLE, band=True)
+    parts = [*scale.axes(x_labels=False)]
+    width = scale.pitch * 0.82
+    for at, ((low, high), count) in enumerate(zip(bins, counts, strict=True)):
+        name = number(low, 3) if low == high else f"{number(low, 3)} – {number(high, 3)}"
+        place = {"x": f"{scale.x(at) - width / 2:.1f}", "width": f"{width:.1f}"}
+        bar = {"class": "bar c0", **place, "y": f"{scale.y(count):.1f}"}
+        shown = _tag("rect", {**bar, "height": f"{scale.y(0) - scale.y(count):.1f}"})
+        whole = {"class": "target", **place, "y": str(_TOP), "height": str(scale.height - _TOP - _BOTTOM)}
+        said = f"reward {name}: {count} rollouts"
+        inside = shown + _tag("rect", whole, _tag("title", {}, said))
+        parts.append(_tag("a", {"href": link(low, high), "aria-label": said}, inside))
+        if len(bins) <= 6 or at % 2 == 0:
+            parts.append(_text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
+        parts.append(_text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
+    return Chart(title, note, _svg(title, scale, {}, parts, role="group"), ())
+
+
+def sparkline(values: Sequence[float], title: str) -> Markup:
+    """The course of some values, as small as a word."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return Markup("")
+    low, high = min(finite), max(finite)
+    span = (high - low) or 1.0
+    points = [(2 + 116 * at / (len(finite) - 1), 24 - 20 * (v - low) / span) for at, v in enumerate(finite)]
+    line = _tag("polyline", {"class": "line c0", "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points)})
+    dot = _tag("circle", {"class": "dot c0", "cx": f"{points[-1][0]:.1f}", "cy": f"{points[-1][1]:.1f}", "r": "2.4"})
+    label = f"{title}: from {number(finite[0], 3)} to {number(finite[-1], 3)}"
+    return _tag("svg", {"class": "spark", "viewBox": "0 0 120 28", "role": "img", "aria-label": label}, line + dot)
+
+
+def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None) -> Markup:
+    """Values on one line with their mean and deviation; `mine` names the one that stands out."""
+    low, high = min([*values.values(), mean - std]), max([*values.values(), mean + std])
+    span = (high - low) or 1.0
+
+    def x(value: float) -> float:
+        return 14 + 332 * (value - low) / span
+
+    band = {
+        "class": "band",
+        "x": f"{x(mean - std):.1f}",
+        "y": "12",
+        "width": f"{max(x(mean + std) - x(mean - std), 1):.1f}",
+    }
+    parts = [
+        _tag("rect", {**band, "height": "20", "rx": "3"}),
+        _tag("line", {"class": "axis", "x1": "14", "x2": "346", "y1": "22", "y2": "22"}),
+        _tag("line", {"class": "mean", "x1": f"{x(mean):.1f}", "x2": f"{x(mean):.1f}", "y1": "8", "y2": "36"}),
+        _text(x(mean), 48, f"mean {number(mean, 3)}", "middle"),
+    ]
+    alike: dict[float, int] = {}
+    for name, value in sorted(values.items(), key=lambda item: item[0] == mine):
+        place = alike[value] = alike.get(value, 0) + 1
+        circle = {"cx": f"{x(value):.1f}", "cy": f"{22 - 3 * min(place - 1, 5):.1f}", "r": "6" if name == mine else "4"}
+        said = _tag("title", {}, f"{name}: {number(value, 4)}")
+        parts.append(_tag("circle", {"class": "mine" if name == mine else "other", **circle}, said))
+    label = f"mean {number(mean, 4)}, deviation {number(std, 4)}, over {len(values)} rollouts"
+    return _tag(
+        "svg", {"class": "strip", "viewBox": "0 0 360 54", "role": "img", "aria-label": label}, Markup("").join(parts)
+    )
+
+
+class _Scale:
+    """Where steps and values are in the picture."""
+
+    def __init__(
+        self, steps: Sequence[int], low: float, high: float, size: tuple[int, int], *, band: bool = False
+    ) -> None:
+        self.steps, self._band = steps, band
+        self.width, self.height = size
+        self._ticks = _ticks(low, high)
+        self._low, self._high = self._ticks[0], self._ticks[-1]
+        self._first, self._last = steps[0], steps[-1]
+
+    @property
+    def pitch(self) -> float:
+        """The distance from one step to the next."""
+        inside = self.width - _LEFT - _RIGHT
+        return inside / len(self.steps) if self._band else inside / max(self._last - self._first + 1, 1)
+
+    def x(self, step: float) -> float:
+        return _LEFT + self.pitch * (step - self._first + 0.5)
+
+    def y(self, value: float) -> float:
+        inside = self.height - _TOP - _BOTTOM
+        return self.height - _BOTTOM - inside * (value - self._low) / (self._high - self._low)
+
+    def axes(self, *, x_labels: bool = True) -> list[Markup]:
+        parts = []
+        for tick in self._ticks:
+            place = {
+                "x1": str(_LEFT),
+                "x2": str(self.width - _RIGHT),
+                "y1": f"{self.y(tick):.1f}",
+                "y2": f"{self.y(tick):.1f}",
+            }
+            parts.append(_tag("line", {"class": "grid", **place}))
+            parts.append(_text(_LEFT - 6, self.y(tick) + 3.5, number(tick, 4), "end"))
+        if x_labels:
+            apart = max(1, math.ceil(len(self.steps) / 8))
+            parts += [_text(self.x(step), self.height - 7, str(step), "middle") for step in self.steps[::apart]]
+        return parts
+
+
+def _targets(scale: _Scale, series: Mapping[str, Points], link: Link | None) -> list[Markup]:
+    """What can be pointed at: for each step all its values, with a link."""
+    at_step: dict[int, list[str]] = {}
+    for name, points in series.items():
+        for x, y in points:
+            at_step.setdefault(x, []).append(f"{name} {number(y, 4)}".strip())
+    steps = sorted(at_step)
+    found = []
+    for step in steps[:: max(1, math.ceil(len(steps) / _MOST_TARGETS))]:
+        width = max(scale.pitch, 4.0)
+        place = {"x": f"{scale.x(step) - width / 2:.1f}", "y": str(_TOP), "width": f"{width:.1f}"}
+        said = _tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
+        target = _tag("rect", {"class": "target", **place, "height": str(scale.height - _TOP - _BOTTOM)}, said)
+        # The same links are in the table of steps, for the keyboard and for screen readers.
+        found.append(target if link is None else _tag("a", {"href": link(step), "tabindex": "-1"}, target))
+    return found
+
+
+def _legend(names: Mapping[str, Points]) -> list[tuple[str, str]]:
+    return [(name, f"c{at % _COLOURS}") for at, name in enumerate(names) if name]
+
+
+def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequence[Markup], role: str = "img") -> Markup:
+    courses = "; ".join(
+        f"{name} from {number(points[0][1], 3)} to {number(points[-1][1], 3)}" for name, points in series.items()
+    )
+    label = f"{title}. {courses}" if courses else title
+    box = f"0 0 {scale.width} {scale.height}"
+    return _tag("svg", {"class": "chart", "viewBox": box, "role": role, "aria-label": label}, Markup("").join(parts))
+
+
+def _dot(x: float, y: float, at: int) -> Markup:
+    return _tag("circle", {"class": f"dot c{at % _COLOURS}", "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> Markup:
+    return _tag("text", {"class": kind, "x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor}, text)
+
+
+def _tag(name: str, attributes: Mapping[str, str], inside: str | Markup = "") -> Markup:
+    written = "".join(f' {key}="{escape(harmless(value))}"' for key, value in attributes.items())
+    return Markup(f"<{name}{written}>{inside if isinstance(inside, Markup) else escape(harmless(inside))}</{name}>")
+
+
+def _steps(series: Mapping[str, Points]) -> list[int]:
+    return sorted({x for points in series.values() for x, _ in points})
+
+
+def _bins(values: Sequence[float]) -> list[tuple[float, float]]:
+    unique = sorted(set(values))
+    if len(unique) <= 12:
+        return [(value, value) for value in unique]
+    low, width = unique[0], (unique[-1] - unique[0]) / 12
+    edges = [low + width * at for at in range(12)] + [unique[-1]]
+    return [
+        (start, end if at == 11 else math.nextafter(end, -math.inf)) for at, (start, end) in enumerate(pairwise(edges))
+    ]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About four round numbers around these.
+
+    >>> _ticks(0.0, 0.9)
+    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    """
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= rough * 0.8)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{at * step:.12g}") for at in range(first, last + 1)]

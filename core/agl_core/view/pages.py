@@ -1,0 +1,255 @@
+"""The pages: what each needs is read by `agl_core.analysis`, and a template makes HTML of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from agl_core.analysis.groups import GroupReport, Query, find_groups, read_group
+from agl_core.analysis.metrics import read_metrics, series
+from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
+from agl_core.analysis.runs import RunEntry, open_store, read_entry
+from agl_core.analysis.tokens import token_texts
+from agl_core.errors import AglError
+from agl_core.store.files import log_of
+from agl_core.training.metrics import METRICS_FILE
+from agl_core.types import Ending, Mode
+from agl_core.types.names import RolloutState
+from agl_core.view import charts
+from agl_core.view.folders import RunFolders
+from agl_core.view.templating import make_environment, page_address
+
+Chosen = TypeVar("Chosen", bound=StrEnum)
+
+_MOST_ROLLOUTS = 2000
+"""A page of rollouts looks at so many, the newest."""
+_SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
+"""Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
+
+
+class BadQueryError(AglError, ValueError):
+    """What an address asks for cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """A run in the list."""
+
+    name: str
+    entry: RunEntry | None
+    """None if its folder cannot be read."""
+    rewards: Sequence[float]
+    """The mean training reward of each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A turn with the messages that are new in its prompt."""
+
+    turn: Turn
+    earlier: int
+    """The number of messages that an earlier turn of the same agent had already."""
+
+
+class Pages:
+    """The handlers of the routes."""
+
+    def __init__(self, folders: RunFolders) -> None:
+        self.folders = folders
+        self._environment = make_environment()
+
+    def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        """A page; `run` and `changed` are of all pages."""
+        page = {"run": request.path_params.get("run"), "changed": None, **values}
+        return HTMLResponse(self._environment.get_template(template).render(page), status)
+
+    async def runs(self, request: Request) -> Response:
+        lines = [run_line(name, folder) for name, folder in self.folders.named().items()]
+        return self.render(request, "runs.html", lines=lines, changed=page_address("changed"))
+
+    async def changed(self, request: Request) -> Response:
+        """A text that is another one once something was recorded."""
+        name = request.path_params.get("run")
+        folders = self.folders.named().values() if name is None else [self.folders.find(name)]
+        return PlainTextResponse(" ".join(_mark(folder) for folder in folders))
+
+    async def rollouts(self, request: Request) -> Response:
+        name, folder = self.found(request)
+        query = read_query(request)
+        async with open_store(folder) as store:
+            found = await find_groups(store, query, _MOST_ROLLOUTS)
+        rewards = [m.entry.reward for g in found.groups for m in g.members if m.entry.reward is not None]
+        advantages = [abs(m.advantage) for g in found.groups for m in g.members if m.advantage is not None]
+        return self.render(
+            request,
+            "rollouts.html",
+            query=query,
+            found=found,
+            low=min(rewards, default=0.0),
+            high=max(rewards, default=0.0),
+            most=max(advantages, default=0.0),
+            modes=list(Mode),
+            endings=list(Ending),
+            steps=sorted({line.step for line in read_metrics(folder)}),
+            changed=page_address("runs", name, "changed") if _is_running(folder) else None,
+        )
+
+    async def group(self, request: Request) -> Response:
+        _, folder = self.found(request)
+        async with open_store(folder) as store:
+            report = await read_group(store, request.path_params["id"])
+        rewards = [side.entry.reward for side in report.sides if side.entry.reward is not None]
+        return self.render(
+            request,
+            "group.html",
+            group=report,
+            low=min(rewards, default=0.0),
+            high=max(rewards, default=0.0),
+            most=_most_of_group(report),
+            strips=[(credit, _strip(credit, None)) for credit in report.credit],
+        )
+
+    async def rollout(self, request: Request) -> Response:
+        name, folder = self.found(request)
+        async with open_store(folder) as store:
+            report = await read_rollout(store, request.path_params["id"])
+            group = await read_group(store, report.rollout.id)
+        ids = [side.entry.rollout.id for side in group.sides]
+        at = ids.index(report.rollout.id) if report.rollout.id in ids else 0
+        agents = dict.fromkeys(turn.transition.agent for each in report.attempts for turn in each.turns)
+        running = report.rollout.state is not RolloutState.DONE and _is_running(folder)
+        return self.render(
+            request,
+            "rollout.html",
+            report=report,
+            attempts=[(each, said_in(each), each.terminal(report.weights)) for each in report.attempts],
+            strips=[(g, _strip(g, report.rollout.id)) for g in report.groups if report.rollout.id in g.credit],
+            colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
+            most=_most_of_group(group),
+            before=ids[at - 1] if at > 0 else None,
+            after=ids[at + 1] if at + 1 < len(ids) else None,
+            changed=page_address("runs", name, "changed") if running else None,
+        )
+
+    async def call(self, request: Request) -> Response:
+        _, folder = self.found(request)
+        asked = request.query_params
+        attempt = _number(asked.get("attempt", "0"), "attempt")
+        async with open_store(folder) as store:
+            call = await read_call(store, asked.get("rollout", ""), int(attempt), asked.get("call", ""))
+        choices = []
+        for choice in call.choices:
+            ids = [] if choice.response_ids is None else choice.response_ids.tolist()
+            logprobs = [None] * len(ids) if choice.logprobs is None else choice.logprobs.tolist()
+            texts = token_texts(folder, call.policy, ids)
+            shown = [str(id) for id in ids] if texts is None else texts
+            sampled = [True] * len(ids) if choice.mask is None else choice.mask.tolist()
+            tokens = [
+                (text, id, logprob, "forced" if not by_policy else _tint(logprob))
+                for text, id, logprob, by_policy in zip(shown, ids, logprobs, sampled, strict=True)
+            ]
+            choices.append((choice, tokens, texts is not None))
+        return self.render(request, "call.html", call=call, choices=choices)
+
+    def found(self, request: Request) -> tuple[str, Path]:
+        """The run that the address names."""
+        name = str(request.path_params["run"])
+        return name, self.folders.find(name)
+
+
+def read_query(request: Request) -> Query:
+    """What the address asks for. BadQueryError names what cannot be read."""
+    asked = {key: value for key, value in request.query_params.items() if value}
+    return Query(
+        step=int(_number(asked["step"], "step")) if "step" in asked else None,
+        mode=_member(Mode, asked.get("mode"), "mode"),
+        ending=_member(Ending, asked.get("ending"), "ending"),
+        agent=asked.get("agent"),
+        low=_number(asked["low"], "low") if "low" in asked else None,
+        high=_number(asked["high"], "high") if "high" in asked else None,
+        text=asked.get("text"),
+    )
+
+
+def said_in(attempt: AttemptReport) -> list[Said]:
+    """The turns of an attempt, each with what its agent had not said or seen before."""
+    known: dict[str | None, list[Any]] = {}
+    found = []
+    for turn in attempt.turns:
+        messages = list(turn.transition.messages)
+        before = known.get(turn.transition.agent, [])
+        earlier = 0
+        while earlier < min(len(before), len(messages)) and before[earlier] == _essence(messages[earlier]):
+            earlier += 1
+        found.append(Said(turn, min(earlier, len(messages))))
+        known[turn.transition.agent] = [_essence(each) for each in [*messages, turn.transition.response]]
+    return found
+
+
+def _essence(message: Any) -> tuple[Any, ...]:
+    """What makes messages equal: frameworks drop or add other fields when they echo one."""
+    return message.get("role"), message.get("content") or "", len(message.get("tool_calls") or ())
+
+
+def run_line(name: str, folder: Path) -> RunLine:
+    """What a list says about a run."""
+    try:
+        rewards = [value for _, value in series(read_metrics(folder), "train", "reward/mean")]
+        return RunLine(name, read_entry(folder), rewards)
+    except (OSError, ValueError, TypeError, AttributeError):  # What others wrote into the folder, or removed from it.
+        return RunLine(name, None, ())
+
+
+def _is_running(folder: Path) -> bool:
+    line = run_line("", folder)
+    return line.entry is not None and line.entry.state == "running"
+
+
+def _mark(folder: Path) -> str:
+    """Sizes and times of what a run writes."""
+    store = folder / "store.sqlite"
+    found = []
+    for file in (folder / METRICS_FILE, store, log_of(store)):
+        try:
+            stat = file.stat()
+        except OSError:
+            found.append("-")
+        else:
+            found.append(f"{stat.st_size}.{stat.st_mtime_ns}")
+    return "/".join(found)
+
+
+def _strip(credit: GroupCredit, mine: str | None) -> Any:
+    values = {rollout: sum(each) / len(each) for rollout, each in credit.credit.items()}
+    return charts.strip(values, credit.mean, credit.std, mine)
+
+
+def _most_of_group(group: GroupReport) -> float:
+    """The largest size of an advantage in it."""
+    sides = (side.attempt for side in group.sides if side.attempt is not None)
+    return max((abs(r.advantage) for each in sides for r in each.training_records if r.advantage), default=0.0)
+
+
+def _tint(logprob: float | None) -> str:
+    return "lpx" if logprob is None else f"lp{sum(-logprob > bound for bound in _SURE)}"
+
+
+def _number(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BadQueryError(f"{name}={text} in the address is not a number.") from None
+
+
+def _member(kind: type[Chosen], text: str | None, name: str) -> Chosen | None:
+    try:
+        return None if text is None else kind(text)
+    except ValueError:
+        known = ", ".join(kind)
+        raise BadQueryError(f"{name}={text} in the address is none of {known}.") from None

@@ -1,0 +1,130 @@
+"""The page of one run: its curves, and what its rewards are like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agl_core.analysis.groups import StepRewards, rewards_by_step
+from agl_core.analysis.metrics import MetricsLine, held_out, keys_below, read_metrics, series
+from agl_core.analysis.runs import open_store
+from agl_core.errors import AglError, ConfigError
+from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked_bars
+from agl_core.view.pages import Pages, read_query, run_line
+from agl_core.view.templating import page_address
+
+_COLUMNS = {
+    "reward": "reward/mean",
+    "loss": "update/loss",
+    "entropy": "update/entropy",
+    "response": "length/response",
+    "seconds": "seconds/step",
+}
+"""The columns of the table of steps."""
+
+
+async def run_page(pages: Pages, request: Request) -> Response:
+    """Curves come from the run's metrics, and rewards from its store; without one of them the other is shown."""
+    name, folder = pages.found(request)
+    entry, lines = run_line(name, folder).entry, read_metrics(folder)
+    if entry is None:
+        raise ConfigError(f"{folder} is not what a run of agl writes. See its config.toml and metrics.jsonl.")
+    steps: dict[int, StepRewards] = {}
+    problem = None
+    try:
+        async with open_store(folder) as store:
+            steps = await rewards_by_step(store)
+    except AglError as error:
+        problem = str(error)
+    asked = read_query(request).step
+    step = asked if asked is not None else max(steps, default=None)
+    trained = {line.step for line in lines if line.kind == "train"}
+
+    def link(at: int) -> str:
+        return page_address("runs", name, "rollouts", step=at, mode="train" if at in trained else None)
+
+    return pages.render(
+        request,
+        "run.html",
+        entry=entry,
+        folder=folder,
+        problem=problem,
+        step=step,
+        steps=sorted(steps),
+        rewards=_histogram(name, step, steps),
+        main=line_chart("Reward", "mean over rollouts", _rewards(lines), link, wide=True),
+        charts=[chart for chart in _charts(lines, steps, link) if chart is not None],
+        evaluations=[(kind, points[0], points[-1]) for kind, points in held_out(lines).items() if points],
+        last={line.step: line.values for line in lines if line.kind == "train"}.get(max(trained, default=0), {}),
+        table=_table(lines),
+        columns=list(_COLUMNS),
+        link=link,
+        changed=page_address("runs", name, "changed") if entry.state == "running" else None,
+    )
+
+
+def _rewards(lines: Sequence[MetricsLine]) -> dict[str, Points]:
+    sets = {key.replace("/", ", "): points for key, points in held_out(lines).items()}
+    return {"training": series(lines, "train", "reward/mean"), **sets}
+
+
+def _charts(lines: Sequence[MetricsLine], steps: Mapping[int, StepRewards], link: Link) -> list[Chart | None]:
+    equal = [(step, each.equal_groups / each.groups) for step, each in steps.items() if each.groups]
+    kl = {
+        **_updates(lines, "kl_reference", "from the initial weights"),
+        **_updates(lines, "kl_behaviour", "from the sampler"),
+    }
+    lengths = {"prompt": series(lines, "train", "length/prompt"), "response": series(lines, "train", "length/response")}
+    return [
+        line_chart("Groups without contrast", "share of groups whose rewards are all equal", {"": equal}, link),
+        stacked_bars("Dropped", "transitions that were not trained on, by reason", _drops(lines), link),
+        line_chart("Loss", "of the update", _updates(lines, "loss"), link),
+        line_chart("KL divergence", "how far the policy has moved", kl, link),
+        line_chart("Entropy", "of the policy, nats per token", _updates(lines, "entropy"), link),
+        line_chart("Length", "tokens per call", lengths, link),
+        stacked_bars("Time", "seconds of each step", _seconds(lines), link),
+        line_chart("Gradient norm", "before clipping", _updates(lines, "grad_norm"), link),
+    ]
+
+
+def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str, Points]:
+    """A number of the update; in a run with several policies, of each."""
+    keys = [each for each in keys_below(lines, "update/") if each.split("/")[-1] == key]
+    return {
+        f"{each.split('/')[1]} {name}".strip() if each.count("/") > 1 else name: series(lines, "train", each)
+        for each in keys
+    }
+
+
+def _drops(lines: Sequence[MetricsLine]) -> dict[str, Points]:
+    return {key.removeprefix("dropped/"): series(lines, "train", key) for key in keys_below(lines, "dropped/")}
+
+
+def _seconds(lines: Sequence[MetricsLine]) -> dict[str, Points]:
+    train = [(line.step, line.values) for line in lines if line.kind == "train"]
+    phases = {
+        phase: [(step, values.get(f"seconds/{phase}", 0.0)) for step, values in train]
+        for phase in ("rollouts", "update")
+    }
+    rest = [
+        (step, v.get("seconds/step", 0.0) - v.get("seconds/rollouts", 0.0) - v.get("seconds/update", 0.0))
+        for step, v in train
+    ]
+    return {**phases, "other": [(step, max(0.0, value)) for step, value in rest]}
+
+
+def _histogram(name: str, step: int | None, steps: Mapping[int, StepRewards]) -> Chart | None:
+    if step is None or step not in steps:
+        return None
+
+    def link(low: float, high: float) -> str:
+        return page_address("runs", name, "rollouts", step=step, mode="train", low=repr(low), high=repr(high))
+
+    return histogram(f"Rewards of step {step}", "rollouts by terminal reward", steps[step].rewards, link)
+
+
+def _table(lines: Sequence[MetricsLine]) -> list[tuple[int, list[float | None]]]:
+    train = [line for line in lines if line.kind == "train"]
+    return [(line.step, [line.values.get(key) for key in _COLUMNS.values()]) for line in reversed(train)]

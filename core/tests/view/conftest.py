@@ -1,0 +1,24 @@
+"""Runs and a browser that has shown the token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+sys.path.append(str(Path(__file__).parent))
+
+from viewed_runs import TOKEN, Folder
+
+from agl_core.view.app import make_app
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Folder]:
+    (tmp_path / "runs").mkdir()
+    with TestClient(make_app([tmp_path / "runs"], TOKEN), "http://127.0.0.1:8000") as browser:
+        assert browser.get(f"/?token={TOKEN}").status_code == 200
+        yield Folder(tmp_path / "runs", browser)

@@ -1,0 +1,282 @@
+"""Every page over HTTP: what it says about a run, whatever agents wrote into it, and whatever its files are like."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from viewed_runs import HOSTILE, Folder, rollout
+
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Ending
+
+STEP = "/runs/calc/rollouts?step=1&mode=train"
+
+
+class Parsed(HTMLParser):
+    """The tags of a page with their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.text += " " if tag not in ("span", "mark") else ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    @property
+    def links(self) -> list[str]:
+        return [str(found["href"]) for tag, found in self.tags if tag == "a"]
+
+
+def said(page: str) -> str:
+    """The text of a page, with single spaces."""
+    return re.sub(r"\s+", " ", Parsed(page).text)
+
+
+def test_runs_have_state_progress_and_evaluations(runs: Folder) -> None:
+    runs.trained()
+
+    page = said(runs.page("/"))
+
+    assert "calc stopped 1 / 4" in page
+    assert "0.250 0.750" in page
+
+
+def test_no_runs_yet(runs: Folder) -> None:
+    assert "There are no runs here yet" in runs.page("/")
+
+
+def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) -> None:
+    runs.trained()
+
+    page = Parsed(runs.page("/runs/calc"))
+
+    charts = {found["aria-label"] for tag, found in page.tags if tag == "svg"}
+    assert "Reward. training from 1.5 to 1.5; eval, greedy from 0.25 to 0.75" in charts
+    assert {"Dropped. no_advantage from 4 to 4", "Groups without contrast.  from 0.5 to 0.5"} <= charts
+    assert STEP in page.links
+
+
+def test_a_bar_of_the_histogram_leads_to_its_rollouts(runs: Folder) -> None:
+    runs.trained()
+    page = Parsed(runs.page("/runs/calc"))
+    (bar,) = [found for tag, found in page.tags if tag == "a" and found.get("aria-label") == "reward 0: 1 rollouts"]
+
+    found = said(runs.page(str(bar["href"])))
+
+    assert "1 of 4 rollouts" in found
+
+
+def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(runs: Folder) -> None:
+    runs.trained()
+
+    run = next(link for link in Parsed(runs.page("/")).links if link == "/runs/calc")
+    rollouts = next(link for link in Parsed(runs.page(run)).links if link == STEP)
+    group = next(link for link in Parsed(runs.page(rollouts)).links if "/groups/" in link)
+    one = next(link for link in Parsed(runs.page(group)).links if link.endswith("rollouts/s1-g0-m1"))
+    page = said(runs.page(one))
+
+    assert "Terminal reward 0" in page
+    assert "right rule right 0 2" in page
+    assert "mean 1, deviation 1.414 over 2 rollouts" in page
+    assert "credit 0 advantage -0.7 weight in the loss 0.125" in page
+
+
+@pytest.mark.parametrize(
+    ("asked", "number"),
+    [
+        ("", 4),
+        ("agent=critic", 1),
+        ("ending=finished", 4),
+        ("ending=crashed", 0),
+        ("low=0&high=0", 1),
+        ("low=1", 3),
+        ("text=it+is+41", 1),
+        ("text=TABLE", 4),
+        ("mode=eval-greedy", 0),
+        ("step=2", 0),
+    ],
+)
+def test_filters_are_in_the_address(runs: Folder, asked: str, number: int) -> None:
+    runs.trained()
+
+    page = runs.page(f"/runs/calc/rollouts?{asked}")
+
+    assert f"{number} of {0 if asked in ('mode=eval-greedy', 'step=2') else 4} rollouts" in page
+
+
+@pytest.mark.parametrize("asked", ["step=x", "mode=other", "ending=2", "low=much"])
+def test_a_filter_that_cannot_be_read_is_named(runs: Folder, asked: str) -> None:
+    runs.trained()
+
+    assert asked in runs.page(f"/runs/calc/rollouts?{asked}", 400)
+
+
+def test_a_group_is_side_by_side_and_marks_where_rollouts_part(runs: Folder) -> None:
+    runs.trained()
+
+    page = runs.page("/runs/calc/groups/s1-g0-m1")
+
+    assert page.count("they part</span>") == 1
+    assert '<span class="same">It is </span><mark>42</mark>' in page
+    assert '<span class="same">look({&#34;at&#34;: &#34;table&#34;})</span></pre>' in page
+    assert page.index("rollouts/s1-g0-m0") < page.index("rollouts/s1-g0-m1")  # the better one first
+
+
+def test_a_group_without_contrast_says_so_and_its_turns_the_reason(runs: Folder) -> None:
+    runs.trained()
+
+    assert runs.page("/runs/calc/rollouts?step=1").count("no contrast</span>") == 1
+    assert runs.page("/runs/calc/rollouts/s1-g1-m0").count("no_advantage</span>") == 2
+
+
+def test_a_tool_result_has_arguments_status_source_and_duration(runs: Folder) -> None:
+    runs.trained()
+
+    page = said(runs.page("/runs/calc/rollouts/s1-g0-m1"))
+
+    assert 'error look 0.5 s by the agent\'s process { "at": "table" } found' in page
+
+
+def test_a_turn_shows_only_the_messages_that_are_new(runs: Folder) -> None:
+    runs.trained()
+
+    assert "2 earlier messages" in runs.page("/runs/calc/rollouts/s1-g0-m0")
+
+
+def test_a_call_has_tinted_tokens_request_and_reply(runs: Folder) -> None:
+    runs.trained()
+
+    page = runs.page("/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c1")
+
+    assert '<span class="lp0" title="token 7, log-probability -0.01">7</span>' in page
+    assert '<span class="lp5" title="token 8, log-probability -4.5">8</span>' in page
+    assert "It is 42" in page
+    assert "tool_call_id" in page
+
+
+def test_text_of_agents_is_text_on_every_page(runs: Folder) -> None:
+    records = [
+        *rollout("s1-g0-m0", answer=HOSTILE, reward=1.0, advantage=0.7, agent=HOSTILE, question=HOSTILE),
+        *rollout("s1-g0-m1", answer="41", reward=0.0, advantage=-0.7, ending=Ending.CRASHED, question=HOSTILE),
+    ]
+    runs.make("calc", *records)
+
+    for address in (
+        "/runs/calc",
+        "/runs/calc/rollouts",
+        "/runs/calc/rollouts?text=%3Cscript%3E%22%27&step=1",
+        "/runs/calc/groups/s1-g0-m0",
+        "/runs/calc/rollouts/s1-g0-m0",
+        "/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c0",
+    ):
+        page = runs.page(address)
+        parsed = Parsed(page)
+        assert [found["src"] for tag, found in parsed.tags if tag == "script"] == ["/static/view.js"], address
+        assert not [name for _, found in parsed.tags for name in found if name.startswith("on") or name == "style"]
+        assert not set("\x1b\u202e\ud800") & set(page), address
+    assert "<script>alert(1)</script>" in said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+    assert "{{ 7 * 7 }}" in said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+
+
+def test_names_of_runs_may_have_every_kind_of_character(runs: Folder) -> None:
+    name = "a b?#'\"<i>é"
+    runs.trained(name)
+
+    link = next(link for link in Parsed(runs.page("/")).links if link.startswith("/runs/"))
+
+    assert said(runs.page(link)).startswith(f" {name} – agl")
+    assert runs.page(next(each for each in Parsed(runs.page(link)).links if each.endswith("step=1&mode=train")))
+
+
+def test_two_folders_of_one_name_are_two_runs(tmp_path: Path, runs: Folder) -> None:
+    from starlette.testclient import TestClient
+
+    from agl_core.view.app import make_app
+
+    one = runs.trained()
+    (tmp_path / "other").mkdir()
+    other = Folder(tmp_path / "other", TestClient(make_app([one, tmp_path / "other"], "t"), "http://localhost"))
+    other.make()
+    other.browser.get("/?token=t")
+
+    assert {"/runs/calc", "/runs/calc~2"} <= set(Parsed(other.page("/")).links)
+    assert "4 of 4 rollouts" in other.page("/runs/calc~2/rollouts") + other.page("/runs/calc/rollouts")
+
+
+def test_a_run_without_steps(runs: Folder) -> None:
+    runs.make("calc", *rollout("s1-g0-m0", answer="42"))
+
+    assert "No step has ended yet" in runs.page("/runs/calc")
+    assert "1 of 1 rollouts" in runs.page("/runs/calc/rollouts")
+    assert "not part of an update" in runs.page("/runs/calc/rollouts/s1-g0-m0").lower()
+
+
+async def test_a_store_that_is_being_written(runs: Folder) -> None:
+    folder = await asyncio.to_thread(runs.trained)
+
+    async with SqliteStore(folder / "store.sqlite") as store:
+        before = await asyncio.to_thread(runs.page, "/runs/calc/changed")
+        await store.put(*rollout("s2-g0-m0", answer="9", reward=1.0, advantage=0.1))
+        page = await asyncio.to_thread(runs.page, "/runs/calc/rollouts")
+        after = await asyncio.to_thread(runs.page, "/runs/calc/changed")
+
+    assert "5 of 5 rollouts" in page
+    assert before != after
+
+
+def test_a_damaged_store_leaves_the_curves(runs: Folder) -> None:
+    store = runs.trained() / "store.sqlite"
+    store.write_bytes(b"This is no database." * 1000)
+
+    page = runs.page("/runs/calc")
+
+    assert "is not an SQLite database" in page
+    assert 'aria-label="Reward.' in page
+    assert "is not an SQLite database" in runs.page("/runs/calc/rollouts", 503)
+
+
+def test_a_folder_that_is_no_run_of_agl(runs: Folder) -> None:
+    (runs.path / "foreign").mkdir()
+    (runs.path / "foreign" / "config.toml").write_text("train = 3")
+    runs.trained()
+
+    assert "its folder cannot be read" in said(runs.page("/"))
+    assert "1 / 4" in said(runs.page("/"))
+    assert "is not what a run of agl writes" in runs.page("/runs/foreign", 404)
+
+
+@pytest.mark.parametrize(
+    ("address", "what"),
+    [
+        ("/runs/nope", "There is no run &#39;nope&#39; here."),
+        ("/runs/calc/rollouts/s9", "No rollout in"),
+        ("/runs/calc/groups/s9", "No rollout in"),
+        ("/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=x", "has no call &#39;x&#39;"),
+        ("/nothing", "There is no such page."),
+        ("/runs/..%2F..%2Fetc", ""),
+    ],
+)
+def test_what_is_not_there(runs: Folder, address: str, what: str) -> None:
+    runs.trained()
+
+    assert what in runs.page(address, 404)
+
+
+def test_nothing_in_the_folder_changes(runs: Folder) -> None:
+    folder = runs.trained()
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()}
+
+    for address in ("/", "/runs/calc", "/runs/calc/rollouts", "/runs/calc/groups/s1-g0-m0", "/runs/calc/changed"):
+        runs.page(address)
+
+    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()} == before

@@ -1,0 +1,79 @@
+"""Who may see the pages, and what a browser may do with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from viewed_runs import TOKEN, Folder
+
+from agl_core.view.app import make_app
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> TestClient:
+    return TestClient(make_app([tmp_path], TOKEN), "http://127.0.0.1:8000", follow_redirects=False)
+
+
+@pytest.mark.parametrize("address", ["/", "/runs/calc", "/static/style.css", "/changed", "/?token=wrong", "/?token=é"])
+def test_without_the_token_nothing_is_shown(stranger: TestClient, address: str) -> None:
+    answer = stranger.get(address)
+
+    assert answer.status_code == 401
+    assert "agl view printed" in answer.text
+
+
+def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_have(stranger: TestClient) -> None:
+    answer = stranger.get(f"/runs/calc/rollouts?step=1&token={TOKEN}&text=a%26b")
+
+    assert answer.status_code == 303
+    assert answer.headers["location"] == "/runs/calc/rollouts?step=1&text=a%26b"
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert TOKEN not in answer.headers["set-cookie"]
+
+
+def test_the_redirect_stays_here(stranger: TestClient) -> None:
+    answer = stranger.get(f"/%2Fevil.example/50%25?token={TOKEN}")
+
+    assert answer.headers["location"] == "/evil.example/50%25"
+
+
+def test_the_cookie_of_another_start_does_not_count(stranger: TestClient, tmp_path: Path) -> None:
+    given = stranger.get(f"/?token={TOKEN}").headers["set-cookie"].partition(";")[0]
+    again = TestClient(make_app([tmp_path], TOKEN), "http://127.0.0.1:8000")
+
+    assert again.get("/", headers={"cookie": given}).status_code == 401
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", ""])
+def test_other_names_of_this_machine_are_refused(runs: Folder, host: str) -> None:
+    assert runs.browser.get("/", headers={"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "[::1]:8000"])
+def test_loopback_by_any_name_and_port(runs: Folder, host: str) -> None:
+    assert runs.browser.get("/", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_pages_can_only_be_read(runs: Folder, method: str) -> None:
+    assert runs.browser.request(method, "/").status_code == 405
+
+
+@pytest.mark.parametrize("address", ["/", "/nothing", "/static/style.css", "/changed"])
+def test_browsers_load_nothing_from_elsewhere(runs: Folder, address: str) -> None:
+    headers = runs.browser.get(address).headers
+
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';")
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize("name", ["style.css", "view.js", "icon.svg"])
+def test_the_assets_come_with_the_package(runs: Folder, name: str) -> None:
+    assert runs.browser.get(f"/static/{name}").status_code == 200

@@ -1,0 +1,150 @@
+"""A folder of runs as they were recorded, with text that tries to be more than text."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import tomli_w
+from starlette.testclient import TestClient
+
+from agl_core.store.interface import Record
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import (
+    Attempt,
+    Call,
+    Choice,
+    Ending,
+    FinishReason,
+    Mode,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    Task,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
+)
+
+TOKEN = "the-token-of-the-test"
+HOSTILE = "<script>alert(1)</script>\" onmouseover='x' \x1b[31m\u202etxt.exe {{ 7 * 7 }} \ud800"
+"""Tries to be markup, an attribute, a terminal's command, writing from right to left, a template, and UTF-8."""
+
+CONFIG: dict[str, Any] = {
+    "config_version": 1,
+    "name": "calc",
+    "agent": {"entry": "my_agent:solve"},
+    "tasks": {"train": {"source": "jsonl", "path": "tasks.jsonl"}},
+    "policies": {"default": {"model": {"path": "weights"}}},
+    "algorithm": {"name": "grpo"},
+    "engine": {"name": "torch"},
+    "train": {"steps": 4},
+    "rewards": {"right": {"rule": "numeric_match", "weight": 2.0}},
+}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Runs below `path`, and their pages."""
+
+    path: Path
+    browser: TestClient
+    """Has shown the token."""
+
+    def make(self, name: str = "calc", *records: Record, metrics: Any = ()) -> Path:
+        """A run of these records, and these lines of metrics."""
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.toml").write_text(tomli_w.dumps(CONFIG))
+        (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in metrics))
+
+        async def put() -> None:
+            async with SqliteStore(folder / "store.sqlite") as store:
+                await store.put(Run("calc", 0, 0.0, {"rewards": {"right": {"weight": 2.0}}}), *records)
+
+        asyncio.run(put())
+        return folder
+
+    def trained(self, name: str = "calc") -> Path:
+        """A run of one step: two tasks, of which only the first has rollouts that differ."""
+        records = [
+            *rollout("s1-g0-m0", answer="42", reward=1.0, advantage=0.7),
+            *rollout("s1-g0-m1", answer="41", reward=0.0, advantage=-0.7, tool=ToolStatus.ERROR),
+            *rollout("s1-g1-m0", answer="1", reward=1.0, dropped="no_advantage"),
+            *rollout("s1-g1-m1", answer="1", reward=1.0, dropped="no_advantage", agent="critic"),
+        ]
+        metrics = [
+            {"step": 0, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.25},
+            {"step": 1, "kind": "train", "restart": 0, "reward/mean": 1.5, "update/loss": -0.1}
+            | {"dropped/no_advantage": 4, "seconds/rollouts": 3.0, "seconds/update": 1.0, "seconds/step": 4.5},
+            {"step": 1, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.75},
+        ]  # fmt: skip
+        return self.make(name, *records, metrics=metrics)
+
+    def page(self, address: str, status: int = 200) -> str:
+        answer: httpx.Response = self.browser.get(address)
+        assert answer.status_code == status, answer.text
+        return answer.text
+
+
+def rollout(
+    id: str,
+    *,
+    answer: str,
+    reward: float | None = None,
+    advantage: float | None = None,
+    dropped: str | None = None,
+    tool: ToolStatus = ToolStatus.OK,
+    agent: str = "solver",
+    ending: Ending = Ending.FINISHED,
+    question: str = "6 * 7",
+) -> list[Record]:
+    """A rollout of two calls with a tool between them."""
+    step, group, member = id.split("-")
+    asked = {"id": f"{id}-t", "type": "function", "function": {"name": "look", "arguments": '{"at": "table"}'}}
+    replies = [
+        {"role": "assistant", "content": None, "tool_calls": [asked]},
+        {"role": "assistant", "content": f"It is {answer}"},
+    ]
+    messages = [
+        {"role": "user", "content": question},
+        replies[0],
+        {"role": "tool", "content": "found", "tool_call_id": f"{id}-t"},
+    ]
+    task = Task(f"t-{group}", {"question": question}, metadata={"answer": "42"})
+    planned = Rollout(id, "calc", 0, f"{step}-{group}", task, Mode.TRAIN, int(step[1:]), int(member[1:]))
+    found: list[Record] = [
+        planned if reward is None else replace(planned, state=RolloutState.DONE, counted_attempt=0, ending=ending),
+        Attempt(id, 0, "w", 0.0, 1.0, ending, result=answer),
+        *(_call(id, n, replies[n], messages[: 1 + 2 * n], agent) for n in (0, 1)),
+        ToolResult(f"{id}-o", id, 0, "look", tool, f"{id}-t", {"at": "table"}, "found", started=1.0, ended=1.5),
+    ]
+    if reward is not None:
+        found.append(Reward(id, 0, "right", reward, "right"))
+        value = advantage if dropped is None else 0.0
+        found += [TrainingRecord(id, 0, f"{id}-c{n}", 0, 1, 2 * reward, value, 0.125, dropped) for n in (0, 1)]
+    return found
+
+
+def _call(id: str, sequence: int, reply: dict[str, Any], messages: list[Any], agent: str) -> Call:
+    ids, logprobs = np.array([7, 8], np.int32), np.array([-0.01, -4.5], np.float32)
+    return Call(
+        id=f"{id}-c{sequence}",
+        rollout=id,
+        attempt=0,
+        sequence=sequence,
+        policy="default",
+        version=3,
+        request={"messages": messages},
+        choices=(Choice(0, reply, FinishReason.STOP, ids, logprobs),),
+        started=0.0,
+        ended=1.0,
+        agent=agent,
+        prompt_ids=np.array([1, 2, 3], np.int32),
+    )
