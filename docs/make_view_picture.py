@@ -19,7 +19,7 @@ def main(address: str, rollout: str) -> None:
     opened = urlsplit(address)
     page = f"{opened.scheme}://{opened.netloc}{opened.path.rstrip('/')}/groups/{rollout}?{opened.query}"
     picture = Path(__file__).with_name("view-group.png")
-    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1180,720", f"--screenshot={picture}"]
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,700", f"--screenshot={picture}"]
     subprocess.run(["chromium", *options, page], check=True, capture_output=True, timeout=120)
     print(picture)
 

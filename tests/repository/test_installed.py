@@ -47,7 +47,9 @@ def test_every_distribution_makes_a_wheel_with_its_types(wheels: Path, distribut
     assert set(made) == {distribution.package for distribution in distributions.values()}
     for distribution in distributions.values():
         sources = {str(file.relative_to(distribution.folder)) for file in distribution.sources}
-        assert sources <= made[distribution.package]
+        package = distribution.folder / distribution.package
+        shown = [file for name in ("templates", "static") for file in package.rglob(f"{name}/*")]
+        assert sources | {str(file.relative_to(distribution.folder)) for file in shown} <= made[distribution.package]
         assert f"{distribution.package}/py.typed" in made[distribution.package]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +47,7 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
         Screen().print(f"view:  {address}")
         Screen().print("The token in it is for you alone. Ctrl-C ends this.")
         if not no_browser:
-            webbrowser.open(address)
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # Some wait for their end.
         config = uvicorn.Config(
             make_app(folders, token), access_log=False, log_level="warning", timeout_graceful_shutdown=2, lifespan="off"
         )

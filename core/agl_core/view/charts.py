@@ -214,7 +214,8 @@ def _legend(names: Mapping[str, Points]) -> list[tuple[str, str]]:
 
 def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequence[Markup], role: str = "img") -> Markup:
     courses = "; ".join(
-        f"{name} from {number(points[0][1], 3)} to {number(points[-1][1], 3)}" for name, points in series.items()
+        f"{name} from {number(points[0][1], 3)} to {number(points[-1][1], 3)}".strip()
+        for name, points in series.items()
     )
     label = f"{title}. {courses}" if courses else title
     box = f"0 0 {scale.width} {scale.height}"

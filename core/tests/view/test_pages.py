@@ -62,7 +62,7 @@ def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) 
 
     charts = {found["aria-label"] for tag, found in page.tags if tag == "svg"}
     assert "Reward. training from 1.5 to 1.5; eval, greedy from 0.25 to 0.75" in charts
-    assert {"Dropped. no_advantage from 4 to 4", "Groups without contrast.  from 0.5 to 0.5"} <= charts
+    assert {"Dropped. no_advantage from 4 to 4", "Groups without contrast. from 0.5 to 0.5"} <= charts
     assert STEP in page.links
 
 

@@ -1,0 +1,87 @@
+"""Charts of whatever a run's numbers are."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from agl_core.view.charts import histogram, line_chart, sparkline, stacked_bars, strip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0],
+        [0.0, 0.0],
+        [3.0, 3.0, 3.0],
+        [-2.5, -2.5],
+        [1e-300, 2e-300],
+        [1e-14, 3e-14, 2e-14],
+        [1.0, 1.0 + 1e-15],
+        [-1e9, 1e9],
+        [1e300, -1e300],
+        [0.5, math.nan, 0.7, math.inf],
+        [float(at) for at in range(3000)],
+    ],
+)
+def test_every_value_is_inside_the_picture(values: list[float]) -> None:
+    chart = line_chart("Loss", "", {"": list(enumerate(values))})
+
+    assert chart is not None
+    root = ET.fromstring(str(chart.svg))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    (line,) = root.findall("polyline")
+    places = [tuple(map(float, each.split(","))) for each in line.attrib["points"].split()]
+    assert len(places) == sum(map(math.isfinite, values))
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+    assert len(root.findall("text")) < 30
+
+
+def test_without_values_there_is_no_chart() -> None:
+    assert line_chart("Loss", "", {"loss": [(1, math.nan)]}) is None
+    assert stacked_bars("Dropped", "", {"stale": [(1, 0.0)]}) is None
+    assert histogram("Rewards", "", [math.nan], lambda low, high: "/") is None
+    assert sparkline([1.0], "reward") == ""
+
+
+@pytest.mark.parametrize("values", [[0.0, 1.0, 1.0], [at / 7 for at in range(100)], [-1.0, 5.0] * 40, [0.1 * 3, 0.3]])
+def test_the_bars_of_a_histogram_have_every_value_once(values: list[float]) -> None:
+    links: list[tuple[float, float]] = []
+
+    def link(low: float, high: float) -> str:
+        links.append((low, high))
+        return "/"
+
+    histogram("Rewards", "", values, link)
+
+    assert [sum(low <= value <= high for low, high in links) for value in values] == [1] * len(values)
+
+
+def test_bars_are_stacked() -> None:
+    chart = stacked_bars("Time", "", {"rollouts": [(1, 3.0)], "update": [(1, 1.0)]}, lambda step: f"/steps/{step}")
+
+    assert chart is not None
+    root = ET.fromstring(str(chart.svg))
+    low, high = (each for each in root.findall("rect") if each.attrib["class"].startswith("bar"))
+    assert float(high.attrib["y"]) + float(high.attrib["height"]) == pytest.approx(float(low.attrib["y"]), abs=0.2)
+    assert float(low.attrib["height"]) == pytest.approx(3 * float(high.attrib["height"]), abs=0.5)
+    assert [each.attrib["href"] for each in root.findall("a")] == ["/steps/1"]
+
+
+def test_names_are_text() -> None:
+    name = "</text><script>\"'\x1b"
+
+    chart = line_chart(name, "", {name: [(1, 1.0), (2, 2.0)]}, lambda step: "/?a=1&b=\"'<>")
+
+    assert chart is not None
+    root = ET.fromstring(str(chart.svg))
+    assert {each.tag for each in root.iter()} <= {"svg", "line", "text", "polyline", "circle", "a", "rect", "title"}
+
+
+def test_one_rollout_stands_out_among_its_group() -> None:
+    root = ET.fromstring(str(strip({"m0": 1.0, "m1": 0.0}, 0.5, 0.7, "m1")))
+
+    (mine,) = (each for each in root.findall("circle") if each.attrib["class"] == "mine")
+    assert [each.text for each in mine] == ["m1: 0"]
