@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agl_core.analysis.rollouts import (
     AttemptReport,
@@ -148,14 +148,7 @@ async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
         for entry in await entries_of(store, newest)
     ]
     if query.text:
-        results = {a.rollout: str(a.result) for r in newest for a in await store.attempts(r.id)}
-        said = query.text.lower()
-        members = [
-            Member(m.entry, m.advantage, True)
-            if _matches(query, m.entry, calls, but_text=True) and said in results.get(m.entry.rollout.id, "").lower()
-            else m
-            for m in members
-        ]
+        members = [await _by_its_result(store, query, member, calls) for member in members]
     by_group: dict[tuple[str, str, int], list[Member]] = {}
     for member in members:
         rollout = member.entry.rollout
@@ -192,6 +185,14 @@ async def read_group(store: Store, prefix: str) -> GroupReport:
     sides = [Side(entry, reports.get(entry.rollout.id)) for entry in entries]
     credit = await group_credit(store, one)
     return GroupReport(one.group, one.task, one.mode, one.step, sides, _aligned(sides), credit)
+
+
+async def _by_its_result(store: Store, query: Query, member: Member, calls: Mapping[str, Sequence[Call]]) -> Member:
+    """The member, which matches if the text is in its result, and all else matches."""
+    if member.matches or not query.text or not _matches(query, member.entry, calls, but_text=True):
+        return member
+    results = [str(attempt.result) for attempt in await store.attempts(member.entry.rollout.id)]
+    return replace(member, matches=any(query.text.lower() in result.lower() for result in results))
 
 
 def _group(members: Sequence[Member]) -> Group:

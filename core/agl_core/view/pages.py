@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from agl_core.analysis.groups import GroupReport, Query, find_groups, read_group
+from agl_core.analysis.groups import GroupReport, Query, StepRewards, find_groups, read_group, rewards_by_step
 from agl_core.analysis.metrics import read_metrics, series
 from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
 from agl_core.analysis.runs import RunEntry, open_store, read_entry
@@ -27,7 +27,7 @@ from agl_core.view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
 
-_MOST_ROLLOUTS = 2000
+_MOST_ROLLOUTS = 1000
 """A page of rollouts looks at so many, the newest."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 """Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
@@ -63,6 +63,8 @@ class Pages:
     def __init__(self, folders: RunFolders) -> None:
         self.folders = folders
         self._environment = make_environment()
+        self._steps: dict[Path, tuple[str, dict[int, StepRewards]]] = {}
+        """The rewards of each run's steps, with the mark of the files that they were read from."""
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         """A page; `run` and `changed` are of all pages."""
@@ -156,6 +158,16 @@ class Pages:
             ]
             choices.append((choice, tokens, texts is not None))
         return self.render(request, "call.html", call=call, choices=choices)
+
+    async def rewards_by_step(self, folder: Path) -> dict[int, StepRewards]:
+        """The rewards of a run's steps; they are read again only if something was recorded since."""
+        mark, steps = self._steps.get(folder, ("", {}))
+        now = _mark(folder)
+        if mark != now:
+            async with open_store(folder) as store:
+                steps = await rewards_by_step(store)
+            self._steps[folder] = now, steps
+        return steps
 
     def found(self, request: Request) -> tuple[str, Path]:
         """The run that the address names."""

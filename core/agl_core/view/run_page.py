@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.groups import StepRewards, rewards_by_step
+from agl_core.analysis.groups import StepRewards
 from agl_core.analysis.metrics import MetricsLine, held_out, keys_below, read_metrics, series
-from agl_core.analysis.runs import open_store
 from agl_core.errors import AglError, ConfigError
 from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked_bars
 from agl_core.view.pages import Pages, read_query, run_line
@@ -34,8 +33,7 @@ async def run_page(pages: Pages, request: Request) -> Response:
     steps: dict[int, StepRewards] = {}
     problem = None
     try:
-        async with open_store(folder) as store:
-            steps = await rewards_by_step(store)
+        steps = await pages.rewards_by_step(folder)
     except AglError as error:
         problem = str(error)
     asked = read_query(request).step
