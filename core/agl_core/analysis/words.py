@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_core.types import Source, ToolResult
 
-_NOISE = 1e-12
+ROUNDING = 1e-12
 """Rewards, credits, advantages and weights are not as small; the rounding error of a sum of them is."""
 
 
@@ -69,7 +69,7 @@ def number(value: float, digits: int = 6) -> str:
     >>> number(7.6e-18), number(2 / 3), number(1e-7)
     ('0', '0.666667', '1e-07')
     """
-    return "0" if abs(value) < _NOISE else f"{value:.{digits}g}"
+    return "0" if abs(value) < ROUNDING else f"{value:.{digits}g}"
 
 
 def score(value: float | None) -> str:

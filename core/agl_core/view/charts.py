@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from markupsafe import Markup, escape
 
-from agl_core.analysis.words import harmless, number
+from agl_core.analysis.words import ROUNDING, harmless, number
 
 Points: TypeAlias = Sequence[tuple[int, float]]
 """Values, each with its step."""
@@ -39,7 +39,10 @@ def line_chart(
     title: str, note: str, lines: Mapping[str, Points], link: Link | None = None, *, wide: bool = False
 ) -> Chart | None:
     """One line for each name, which may be empty; values that are no numbers are left out. None if nothing is left."""
-    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()}
+    finite = {
+        name: [(x, y if abs(y) > ROUNDING else 0.0) for x, y in points if math.isfinite(y)]
+        for name, points in lines.items()
+    }
     finite = {name: points for name, points in finite.items() if points}
     if not finite:
         return None

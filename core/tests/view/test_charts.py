@@ -39,6 +39,15 @@ def test_every_value_is_inside_the_picture(values: list[float]) -> None:
     assert len(root.findall("text")) < 30
 
 
+def test_rounding_errors_are_a_line_at_zero() -> None:
+    chart = line_chart("KL", "", {"": [(1, 3e-14), (2, -2e-14)]})
+
+    assert chart is not None
+    (line,) = ET.fromstring(str(chart.svg)).findall("polyline")
+    first, second = line.attrib["points"].split()
+    assert first.split(",")[1] == second.split(",")[1]
+
+
 def test_without_values_there_is_no_chart() -> None:
     assert line_chart("Loss", "", {"loss": [(1, math.nan)]}) is None
     assert stacked_bars("Dropped", "", {"stale": [(1, 0.0)]}) is None
