@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from agl_core.analysis.plain import plain
-from agl_core.analysis.words import harmless, message_text, number, one_line, said_by, score, size
+from agl_core.analysis.words import harmless, message_text, number, one_line, said_by, score, size, status_text
 from agl_core.view.charts import sparkline
 
 
@@ -87,6 +87,7 @@ def make_environment() -> Environment:
         "shade": shade,
         "lean": lean,
         "said_by": said_by,
+        "status_text": status_text,
         "sparkline": sparkline,
     }
     environment.globals.update(functions)

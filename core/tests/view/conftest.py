@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-sys.path.append(str(Path(__file__).parent))
-
-from viewed_runs import TOKEN, Folder
-
 from agl_core.view.app import make_app
+
+from .viewed_runs import TOKEN, Folder
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from viewed_runs import HOSTILE, Folder, rollout
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Ending
+
+from .viewed_runs import HOSTILE, Folder, rollout
 
 STEP = "/runs/calc/rollouts?step=1&mode=train"
 

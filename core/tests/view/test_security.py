@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from viewed_runs import TOKEN, Folder
 
 from agl_core.view.app import make_app
+
+from .viewed_runs import TOKEN, Folder
 
 
 @pytest.fixture

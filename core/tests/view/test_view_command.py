@@ -13,7 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from viewed_runs import HOSTILE, Folder, rollout
+
+from .viewed_runs import HOSTILE, Folder, rollout
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
