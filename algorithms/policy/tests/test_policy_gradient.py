@@ -45,7 +45,7 @@ OPTIONS = PolicyGradientOptions()
 
 
 def test_rloo_by_hand() -> None:
-    # Rewards 1, 0, 0.5: the others' means are 0.25, 0.75 and 0.5. A group of one has nobody to compare with.
+    # Rewards 1, 0, 0.5: the others' means are 0.25, 0.75 and 0.5. A group of one has nothing to compare with.
     found = at_first_tokens(Rloo(OPTIONS), samples_of([1.0, 0.0, 0.5], [0.7], [2.0, 4.0]))
     assert found == pytest.approx([0.75, -0.75, 0.0, 0.0, -2.0, 2.0])
 

@@ -1,4 +1,4 @@
-"""Who may see the pages: whoever has the token of the printed address, in a browser on this machine."""
+"""Access to the pages: a browser on this machine needs the token of the printed address."""
 
 from __future__ import annotations
 

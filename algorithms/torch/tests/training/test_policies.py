@@ -51,6 +51,24 @@ def test_rows_bound_what_is_decoded_together(checkpoint: Path) -> None:
         assert max(shapes) == rows
 
 
+def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        policies = load(checkpoint)
+        assert torch.get_num_threads() == 1
+        seen: set[int] = set()
+        model = policies.policies["default"].loaded.model
+        model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+        policies.update(UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None)), lambda _: None)
+        assert seen == {3}
+        assert torch.get_num_threads() == 1
+        load(checkpoint, threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_training_settings_reach_the_trainer(checkpoint: Path) -> None:
     passes = []
     for options in ({}, {"tokens_per_micro_batch": 50}, {"gradient_checkpointing": True}):

@@ -43,7 +43,7 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 
 
 _WRAPPED = "_agl_wrapped"
-"""Marks what `wrap_once` made; whoever wraps that again with `functools.wraps` keeps the mark."""
+"""Marks a function that `wrap_once` made; `functools.wraps` copies the mark to wrappers around it."""
 
 
 class Patches:
