@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from agl_core.config.models import PluginChoice, RunConfig, Section
+from agl_core.config.models import RunConfig
+from agl_core.config.sections import PluginChoice, Section
 from agl_core.plugins import Kind, Plugins
 
 OUT = Path(__file__).with_name("configuration.md")

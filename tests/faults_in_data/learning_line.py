@@ -15,7 +15,7 @@ import torch
 
 from agl_algorithms.gae import discounted_sums
 from agl_algorithms.prepared import samples_of
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 from agl_core.learning import PolicyCredit, ScoringRule, StepBatches, make_batches, score
 from agl_core.learning.rewards import reported
 from agl_core.learning.trainable import screen

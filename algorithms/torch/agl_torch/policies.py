@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.interface import Algorithm
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 from agl_core.engines.algorithms import find_algorithm
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 from agl_core.learning.trainable import screen
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind

@@ -123,7 +123,7 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
 
     from agl_core import private
     from agl_core.config import CONFIG_FILE
-    from agl_core.config.models import FOLDER_NAME
+    from agl_core.config.sections import FOLDER_NAME
     from agl_core.training.run import first_free
 
     if not FOLDER_NAME.fullmatch(name):

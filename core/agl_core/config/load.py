@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 import tomli_w
 
 from agl_core import private
-from agl_core.config.models import HUB_NAME, ModelSection, PolicySection, RunConfig
+from agl_core.config.models import RunConfig
+from agl_core.config.policies import ModelSection, PolicySection
 from agl_core.config.problems import Report
 from agl_core.config.resolve import Chosen, PolicyPlan, below, resolve, resolve_store
+from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError
 from agl_core.plugins import Kind, Plugins
 

@@ -2,66 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from agl_core.config.policies import PolicySection
+from agl_core.config.sections import FOLDER_NAME, OpenSection, PluginChoice, Section, is_among
 from agl_core.types import Ending, Mode
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-"""A model's name on the Hugging Face hub, as a whole match."""
-FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""The name of a run or a policy, as a whole match: folders are named so."""
-
-
-def is_among(agent: str | None, patterns: Sequence[str]) -> bool:
-    """Whether an agent has one of these names; `*`, `?` and `[…]` in them are wildcards, upper case counts.
-
-    A call whose agent is unknown has the empty name, so that `*` is everybody.
-
-    >>> is_among("editor-2", ["writer", "editor*"]), is_among("critic", ["writer"]), is_among(None, ["*"])
-    (True, False, True)
-    """
-    return any(fnmatchcase(agent or "", pattern) for pattern in patterns)
-
-
-class Section(BaseModel):
-    """A table of the file; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class OpenSection(BaseModel):
-    """A table whose further keys are a plugin's settings, which the plugin checks."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The plugin's settings, as written in the file."""
-        return dict(self.model_extra or {})
-
-
-class PluginChoice(OpenSection):
-    """`name` chooses a plugin, and a table of that name holds its settings."""
-
-    name: str = Field(description="The plugin to use; its settings are in the table of this name.")
-
-    @property
-    def tables(self) -> dict[str, Any]:
-        """The settings by plugin name, as written in the file."""
-        return dict(self.model_extra or {})
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The chosen plugin's settings."""
-        chosen = self.tables.get(self.name, {})
-        return dict(chosen) if isinstance(chosen, dict) else {}
 
 
 class AgentSection(Section):
@@ -105,63 +55,6 @@ class TaskSection(OpenSection):
     """One set of tasks: the plugin that makes them, and its settings."""
 
     source: str = Field(description="The task source plugin, for instance 'jsonl'.")
-
-
-class LoraSection(Section):
-    """Train a low-rank adapter instead of all weights."""
-
-    rank: int = Field(16, ge=1, description="Rank of the update.")
-    alpha: float = Field(32.0, gt=0, description="Scale: the update is multiplied by alpha / rank.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the update.")
-    targets: tuple[str, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="Names of the linear layers to adapt.",
-    )
-
-
-class ModelSection(Section):
-    """The weights to start from."""
-
-    path: str = Field(description="A folder (relative to this file) or a Hugging Face hub name.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as saved.")
-    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
-    lora: LoraSection | None = Field(None, description="Train a LoRA adapter; absent: all weights.")
-
-
-class OptimizerSection(Section):
-    """AdamW's settings."""
-
-    learning_rate: float = Field(1e-6, gt=0, description="Step size after the warm-up.")
-    schedule: Literal["constant", "cosine"] = Field(
-        "constant",
-        description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, which "
-        "lets a policy settle that would otherwise keep drifting.",
-    )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
-
-
-class PolicySection(Section):
-    """A policy: the agents that it answers, its weights, and how it learns."""
-
-    agents: tuple[str, ...] = Field(
-        (),
-        description="Names or patterns of the agents that it answers, whatever model they ask for. If several policies "
-        "name an agent, the first in the file answers it. Any other agent gets the policy whose name is the model that "
-        "it asks for, else 'default', else the only one.",
-    )
-    model: ModelSection
-    optimizer: OptimizerSection = OptimizerSection()
-    algorithm: PluginChoice | None = Field(
-        None, description="This policy's own algorithm and its settings, like [algorithm]; absent: the run's."
-    )
-    credit: PluginChoice | None = Field(
-        None, description="This policy's own credit rule and its settings, like [credit]; absent: the run's."
-    )
 
 
 class SamplingSection(Section):

@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
-from agl_core.config.models import PluginChoice, PolicySection, RewardSection, RunConfig, TaskSection
+from agl_core.config.models import RewardSection, RunConfig, TaskSection
+from agl_core.config.policies import PolicySection
 from agl_core.config.problems import Place, Report
+from agl_core.config.sections import PluginChoice
 from agl_core.plugins import Component, Kind, Plugins
 from agl_core.registering import Capability
 from agl_core.types import CreditKind

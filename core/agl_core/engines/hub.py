@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from agl_core.config.models import HUB_NAME
+from agl_core.config.sections import HUB_NAME
 from agl_core.errors import EngineError
 
 _PATIENCE = httpx.Timeout(3.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agl_core.config import PolicyPlan
-from agl_core.config.models import is_among
+from agl_core.config.sections import is_among
 from agl_core.learning.credit import credit_group
 from agl_core.learning.propagation import propagate_rewards
 from agl_core.learning.trainable import screen

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from agl_core.config.models import HUB_NAME, LoraSection
+from agl_core.config.policies import LoraSection
+from agl_core.config.sections import HUB_NAME
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.models.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from agl_algorithms.interface import CriticAlgorithm
 from agl_algorithms.prepared import Prepared, ValueTraining, minibatches
 from agl_algorithms.statistics import explained_variance
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 from agl_core.types import Batch
 from agl_torch.models.loading import LoadedModel
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, read_values

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.learning.trainable import screen
 from agl_core.protocols import Progress, UpdateResult

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.options import GrpoOptions
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 from agl_core.protocols import PolicySpec
 from agl_core.types import Batch, CreditKind, TransitionKey
 from agl_torch.models.loading import LoadedModel, load_model

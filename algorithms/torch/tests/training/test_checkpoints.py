@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.options import GrpoOptions
-from agl_core.config.models import OptimizerSection
+from agl_core.config.policies import OptimizerSection
 from agl_core.errors import CheckpointError
 from agl_core.protocols import PolicySpec
 from agl_torch.models.loading import Bases, LoadedModel, load_model

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from agl_core.config.models import LoraSection, OptimizerSection
+from agl_core.config.policies import LoraSection, OptimizerSection
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
 from agl_verl.config.chosen import BuiltAlgorithm

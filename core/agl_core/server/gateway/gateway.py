@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agl_core.capture import unpack_variables
-from agl_core.config.models import is_among
+from agl_core.config.sections import is_among
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.protocols import Upstream
 from agl_core.server.dialects.dialect import Dialect, ModelRequest

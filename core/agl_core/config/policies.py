@@ -1,0 +1,66 @@
+"""The keys of `[policies.NAME]`: the agents it answers, its weights, and how it learns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from agl_core.config.sections import PluginChoice, Section
+
+
+class LoraSection(Section):
+    """Train a low-rank adapter instead of all weights."""
+
+    rank: int = Field(16, ge=1, description="Rank of the update.")
+    alpha: float = Field(32.0, gt=0, description="Scale: the update is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the update.")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="Names of the linear layers to adapt.",
+    )
+
+
+class ModelSection(Section):
+    """The weights to start from."""
+
+    path: str = Field(description="A folder (relative to this file) or a Hugging Face hub name.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as saved.")
+    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
+    lora: LoraSection | None = Field(None, description="Train a LoRA adapter; absent: all weights.")
+
+
+class OptimizerSection(Section):
+    """AdamW's settings."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="Step size after the warm-up.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant",
+        description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, which "
+        "lets a policy settle that would otherwise keep drifting.",
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+
+
+class PolicySection(Section):
+    """A policy: the agents that it answers, its weights, and how it learns."""
+
+    agents: tuple[str, ...] = Field(
+        (),
+        description="Names or patterns of the agents that it answers, whatever model they ask for. If several policies "
+        "name an agent, the first in the file answers it. Any other agent gets the policy whose name is the model that "
+        "it asks for, else 'default', else the only one.",
+    )
+    model: ModelSection
+    optimizer: OptimizerSection = OptimizerSection()
+    algorithm: PluginChoice | None = Field(
+        None, description="This policy's own algorithm and its settings, like [algorithm]; absent: the run's."
+    )
+    credit: PluginChoice | None = Field(
+        None, description="This policy's own credit rule and its settings, like [credit]; absent: the run's."
+    )
