@@ -17,6 +17,7 @@ from agl_core.config.policies import LoraSection
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
+from agl_torch.models import attention
 from agl_torch.models.tokenizer import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -109,6 +110,7 @@ def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
         )
     _check_vocabulary(spec.model, model, tokenizer)
     _switch_dropout_off(model)
+    attention.use(model)
     model.to(device)
     return LoadedModel(
         model=model.eval(),

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from agl_core.errors import EngineError
+from agl_torch.models import attention
 from agl_torch.sampling.cache import LayerShape
 from agl_torch.sampling.types import SampledModel
 
@@ -19,7 +20,7 @@ def cache_layers(loaded: SampledModel) -> tuple[list[LayerShape], torch.dtype]:
     shorter than the context, an attention implementation that takes no mask of its own.
     """
     model, config = loaded.model, loaded.model.config
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation not in (attention.NAME, "sdpa", "eager"):
         raise EngineError(
             f"{type(model).__name__} was loaded with attn_implementation={config._attn_implementation!r}; the torch "
             "engine's sampler needs 'sdpa' (or 'eager')."

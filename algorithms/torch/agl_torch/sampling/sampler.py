@@ -16,7 +16,6 @@ from torch import Tensor
 
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_torch.sampling.attention import grouped_attention
 from agl_torch.sampling.cache import EMPTY, LayerShape, Placement, SlotCache
 from agl_torch.sampling.choose import Uniforms, choose
 from agl_torch.sampling.inspect import cache_layers
@@ -133,15 +132,14 @@ class Sampler:
     def step(self) -> list[Generated]:
         """Admit and prefill what fits, decode one token for every row in progress; return what is complete."""
         touched: list[Job] = []
-        with grouped_attention(self._model):
-            budget = self._prefill_tokens
-            while budget > 0 and (phase := self._next_phase(budget)):
-                budget -= self._prefill(phase)
-                touched += self._retire()
-            if self._active:
-                self._make_room()
-                self._decode()
-                touched += self._retire()
+        budget = self._prefill_tokens
+        while budget > 0 and (phase := self._next_phase(budget)):
+            budget -= self._prefill(phase)
+            touched += self._retire()
+        if self._active:
+            self._make_room()
+            self._decode()
+            touched += self._retire()
         return [self._generated(job) for job in dict.fromkeys(touched) if job.complete]
 
     # Admission.

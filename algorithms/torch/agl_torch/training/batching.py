@@ -1,15 +1,16 @@
 """How transitions are laid out in forward passes, and what a pass yields: the one place that knows.
 
 Transitions with a common prefix make one tree (`agl_torch.training.prefix_tree`), which computes the prefix once. A
-`MicroBatch` is a rectangle of trees of similar size, padded on the right to its own largest. Where no tree branches
-the model's own causal attention is right and no mask is made. Nothing outside this module and the trees' own sees
-input ids, positions, masks or pads.
+`MicroBatch` is a rectangle of paths of similar length, padded on the right to its own longest, for which the model's
+own causal attention is right; or it is one row of trees that branch. Nothing outside this module and the trees' own
+sees input ids, positions, branches or pads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +20,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from agl_core.types import Batch
-from agl_torch.training.prefix_tree import LARGEST_MASKED, Tree, grow, plan_trees
+from agl_torch.models.attention import Branch, branch_inputs, follows_branches
+from agl_torch.training.prefix_tree import Tree, grow, plan_trees
 
 LOGITS_PER_MICRO_BATCH = 2**28
 """Response tokens × vocabulary of one pass: 1 GiB of float32 logits. Bounds memory with large vocabularies."""
 LOGITS_AT_ONCE = 2**24
 """Logits that exist at the same time where that is possible: 64 MiB of float32, in a few copies."""
 SMALLEST_SHARE = 0.5
-"""A tree smaller than this share of the largest goes to another micro-batch: at most half is pads."""
+"""A path shorter than this share of the longest goes to another micro-batch: at most half is pads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,14 @@ class Limits:
     """Pads included; a transition that is longer goes alone."""
     vocabulary: int
     """Numbers that the output layer makes of each response token."""
-    hidden_size: int
-    """The model's: from it follows when sharing a prefix pays."""
+    hidden_size: int | None
+    """The model's: from it follows when sharing a prefix pays. None: its attention cannot follow branches."""
+
+    @classmethod
+    def of(cls, model: Any, tokens: int) -> Limits:
+        """Of a causal LM, for passes of so many tokens."""
+        vocabulary, hidden_size = model.get_output_embeddings().weight.shape
+        return cls(tokens, vocabulary, hidden_size if follows_branches(model) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +63,8 @@ class MicroBatch:
     """[B, L] int64, padded on the right."""
     depth_BL: Tensor | None
     """Position ids; None where no tree branches: they are then 0, 1, …"""
-    last_BL: Tensor | None
-    """Token i sees token j if j <= i <= last[j]; None where no tree branches."""
+    branches: tuple[Branch, ...]
+    """Of the one row, in order; none where no tree branches."""
     row_R: Tensor
     """[R] int64: the row whose hidden state predicts the response token,"""
     column_R: Tensor
@@ -91,7 +99,7 @@ def micro_batches(
             batch, chosen, token_budget=limits.tokens, response_budget=logits, hidden_size=limits.hidden_size
         )
     ]
-    trees.sort(key=lambda tree: (tree.branches, len(tree)), reverse=True)
+    trees.sort(key=lambda tree: (tree.is_path, len(tree)), reverse=True)
     responses = [int(batch.response_lengths_N[tree.transitions_n].sum()) for tree in trees]
     start = 0
     for end in range(1, len(trees) + 1):
@@ -101,31 +109,32 @@ def micro_batches(
 
 
 def _fit(trees: Sequence[Tree], responses: int, limits: Limits, logits: int) -> bool:
-    """Whether these trees, largest first, go into one pass: all with a mask, or all without."""
-    largest = len(trees[0])
-    return (
-        len(trees) * largest <= limits.tokens
-        and len(trees[-1]) >= SMALLEST_SHARE * largest
-        and responses <= logits
-        and trees[0].branches == trees[-1].branches
-        and (len(trees) * largest**2 <= LARGEST_MASKED**2 or not trees[0].branches)
-    )
+    """Whether these trees, largest first, go into one pass: all are paths, or none is."""
+    if responses > logits or trees[0].is_path != trees[-1].is_path:
+        return False
+    if not trees[0].is_path:
+        return sum(map(len, trees)) <= limits.tokens
+    longest = len(trees[0])
+    return len(trees) * longest <= limits.tokens and len(trees[-1]) >= SMALLEST_SHARE * longest
 
 
 def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> MicroBatch:
     transitions = np.concatenate([tree.transitions_n for tree in trees])
-    shape = len(trees), max(map(len, trees))
-    ids, depth, last = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))
-    for row, tree in enumerate(trees):
-        ids[row, : len(tree)], depth[row, : len(tree)] = tree.tokens_L, tree.depth_L
-        last[row, : len(tree)] = tree.last_L
-    paths = [path for tree in trees for path in tree.paths_n]
+    sizes = list(map(len, trees))
+    if trees[0].is_path:
+        shape, places = (len(trees), max(sizes)), [(row, 0) for row in range(len(trees))]
+    else:
+        shape, places = (1, sum(sizes)), [(0, start) for start in accumulate(sizes[:-1], initial=0)]
+    ids, depth = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for tree, (row, start) in zip(trees, places, strict=True):
+        ids[row, start : start + len(tree)] = tree.tokens_L
+        depth[row, start : start + len(tree)] = tree.depth_L
+    paths = [start + path for tree, (_, start) in zip(trees, places, strict=True) for path in tree.paths_n]
     prompts, responses = batch.prompt_lengths_N[transitions], batch.response_lengths_N[transitions]
     transition_R = np.repeat(np.arange(len(transitions)), responses)
     offset_R = np.arange(int(responses.sum())) - np.repeat(np.cumsum(responses) - responses, responses)
-    row_n = np.repeat(np.arange(len(trees)), [len(tree.transitions_n) for tree in trees])
+    row_n = np.repeat([row for row, _ in places], [len(tree.transitions_n) for tree in trees])
     predicted = np.concatenate([path[prompt:] for path, prompt in zip(paths, prompts, strict=True)])
-    branches = any(tree.branches for tree in trees)
 
     def on_device(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -135,8 +144,12 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
         tokens_R=on_device(batch.response_offsets[transitions][transition_R] + offset_R),
         transition_R=on_device(transition_R),
         input_ids=on_device(ids),
-        depth_BL=on_device(depth) if branches else None,
-        last_BL=on_device(last) if branches else None,
+        depth_BL=None if trees[0].is_path else on_device(depth),
+        branches=()
+        if trees[0].is_path
+        else tuple(
+            branch.moved(start) for tree, (_, start) in zip(trees, places, strict=True) for branch in tree.branches
+        ),
         row_R=on_device(row_n[transition_R]),
         column_R=on_device(
             np.concatenate(
@@ -146,7 +159,7 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
         targets_R=on_device(ids[row_n[transition_R], predicted]),
         temperature_R=on_device(batch.temperature_N[transitions][transition_R].astype(np.float32)),
         tokens=int(np.diff(batch.offsets)[transitions].sum()),
-        computed=sum(map(len, trees)),
+        computed=sum(sizes),
     )
 
 
@@ -209,12 +222,7 @@ def read_values(backbone: Any, head: Any, micro: MicroBatch) -> Tensor:
 
 
 def _inputs(micro: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
-    """A model's arguments; the mask is additive, [B, 1, L, L]."""
     inputs: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
-    if micro.last_BL is None:
-        return inputs
-    place_L = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device)
-    hidden_BLL = (place_L[:, None] < place_L) | (place_L[:, None] > micro.last_BL[:, None, :])
-    mask_B1LL = torch.zeros(hidden_BLL.shape, dtype=dtype, device=hidden_BLL.device)
-    mask_B1LL = mask_B1LL.masked_fill_(hidden_BLL, torch.finfo(dtype).min)[:, None]
-    return {**inputs, "attention_mask": mask_B1LL, "position_ids": micro.depth_BL}
+    if micro.branches:
+        inputs |= {"position_ids": micro.depth_BL, **branch_inputs(micro.branches, micro.input_ids.device, dtype)}
+    return inputs

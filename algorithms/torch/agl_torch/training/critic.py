@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,9 @@ class Critic:
         causal = loaded.model.get_base_model() if loaded.has_adapter else loaded.model
         self._backbone: Any = causal.base_model
         # Made on no device, for its usual random weights would advance the random state.
-        hidden_size = causal.get_output_embeddings().weight.shape[1]
-        self._limits = Limits(tokens_per_micro_batch, vocabulary=1, hidden_size=hidden_size)
+        self._limits = replace(Limits.of(causal, tokens_per_micro_batch), vocabulary=1)
         head = nn.Linear(
-            hidden_size,
+            causal.get_output_embeddings().weight.shape[1],
             1,
             device="meta",
             dtype=torch.promote_types(loaded.dtype, torch.float32),

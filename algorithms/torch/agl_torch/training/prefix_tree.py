@@ -5,27 +5,28 @@ are repeated. A tree holds each once, in depth-first order. A token sees the tok
 itself, at its own depth as position: exactly what it would see in its transition alone, so loss and gradient are the
 same (the layout of Tree Training, arXiv 2511.00413).
 
-Where a tree branches, attention is computed over the whole of it and masked, which is dear for large trees: one is cut
-where sharing more would cost more than it saves.
+Where a tree branches, each branch attends along its own path (`agl_torch.models.attention`). That costs an operation
+for each branch, so short prefixes are not shared by small models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.types import Batch
-
-LARGEST_MASKED = 8192
-"""Tokens of a tree with branches: its mask has the square of that many entries."""
+from agl_torch.models.attention import Branch
 
 MASKED, CAUSAL = 1.5, 1.0
 """What attention takes, measured on a CPU, against the operations of all pairs at the speed of the matrices. Causal
 attention skips half of the pairs, at a lower speed."""
+BRANCHING = 80_000
+"""What a branch costs by itself, measured on a CPU, in tokens of a model of hidden size 1; a larger model computes
+fewer in the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class Tree:
     tokens_L: NDArray[np.int64]
     depth_L: NDArray[np.int64]
     """[L] the position of each token in its transition."""
-    last_L: NDArray[np.int64]
-    """[L] the last token below each: token i sees token j if j <= i <= last_L[j]."""
+    branches: tuple[Branch, ...]
+    """They cover the tokens in order; a single path is one branch."""
     paths_n: tuple[NDArray[np.int64], ...]
     """n × [its length] where the tokens of each transition are."""
 
@@ -46,21 +47,22 @@ class Tree:
         return len(self.tokens_L)
 
     @property
-    def branches(self) -> bool:
-        """Whether some token must not see an earlier one; a single path needs no mask."""
-        return bool((self.last_L != len(self) - 1).any())
+    def is_path(self) -> bool:
+        """Whether each token sees all tokens before it, as in a transition alone."""
+        return len(self.branches) == 1
 
 
 def plan_trees(
-    batch: Batch, chosen: NDArray[np.int64], *, token_budget: int, response_budget: int, hidden_size: int
+    batch: Batch, chosen: NDArray[np.int64], *, token_budget: int, response_budget: int, hidden_size: int | None
 ) -> list[NDArray[np.int64]]:
     """Which of the `chosen` transitions make one tree, each in the order of its paths.
 
     A tree has at most `token_budget` tokens and its transitions at most `response_budget` response tokens together,
-    unless it is one transition. `hidden_size` is the model's: from it follows what attention costs.
+    unless it is one transition. `hidden_size` is the model's: from it follows what attention costs. None: no tree may
+    branch.
 
-    Transitions that continue each other are a chain, which costs what its last one does. A chain joins the tree before
-    it if the tree with that branch costs less than both apart.
+    Transitions that continue each other are a chain, which costs what its last one does. A chain branches off the tree
+    before it if that costs less than computing the whole chain apart.
     """
     trees: list[NDArray[np.int64]] = []
     lengths, responses = np.diff(batch.offsets), batch.response_lengths_N
@@ -71,19 +73,15 @@ def plan_trees(
         if continues[place + 1]:
             chain_lengths[place] = chain_lengths[place + 1]
     start = tokens = response_tokens = 0
-    branches = False
     for place, row in enumerate(order):
-        new, chain = int(lengths[row]) - shared[place], int(chain_lengths[place])
-        together = _cost(tokens + chain - shared[place], hidden_size, MASKED)
-        apart = _cost(tokens, hidden_size, MASKED if branches else CAUSAL) + _cost(chain, hidden_size, CAUSAL)
+        new = int(lengths[row]) - shared[place]
         if place > start and (
-            tokens + new > min(token_budget, LARGEST_MASKED)
+            tokens + new > token_budget
             or response_tokens + int(responses[row]) > response_budget
-            or (not continues[place] and together > apart)
+            or not (continues[place] or _pays(shared[place], int(chain_lengths[place]), hidden_size))
         ):
             trees.append(order[start:place])
-            start, tokens, response_tokens, branches = place, 0, 0, False
-        branches |= place > start and not continues[place]
+            start, tokens, response_tokens = place, 0, 0
         tokens += new if place > start else int(lengths[row])
         response_tokens += int(responses[row])
     if len(order):
@@ -95,27 +93,37 @@ def grow(batch: Batch, transitions: NDArray[np.int64]) -> Tree:
     """The tree of these transitions, which must be in the order that `plan_trees` gave them."""
     tokens: list[NDArray[np.int32]] = []
     depths: list[NDArray[np.int64]] = []
-    last = np.zeros(int(np.diff(batch.offsets)[transitions].sum()), np.int64)
     paths: list[NDArray[np.int64]] = []
+    branches: list[Branch] = []
     size, path, before = 0, np.zeros(0, np.int64), np.zeros(0, np.int32)
     for row in transitions:
         ids = _ids(batch, int(row))
         same = _shared(before, ids)
-        last[path[same:]] = size - 1
-        path = np.concatenate([path[:same], np.arange(size, size + len(ids) - same)])
+        end = size + len(ids) - same
+        if branches and same == len(before):
+            branches[-1] = replace(branches[-1], end=end)
+        elif same < len(ids):
+            branches.append(Branch(size, end, _runs(path[:same])))
+        path = np.concatenate([path[:same], np.arange(size, end)])
         tokens.append(ids[same:])
         depths.append(np.arange(same, len(ids)))
-        size += len(ids) - same
         paths.append(path)
-        before = ids
-    last[path] = size - 1
+        size, before = end, ids
     return Tree(
         transitions_n=transitions,
         tokens_L=np.concatenate(tokens).astype(np.int64),
         depth_L=np.concatenate(depths),
-        last_L=last[:size],
+        branches=tuple(branches),
         paths_n=tuple(paths),
     )
+
+
+def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    """Ascending places as runs [start, end)."""
+    if not len(places):
+        return ()
+    cuts = np.flatnonzero(np.diff(places) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(places, cuts))
 
 
 def _by_prefix(batch: Batch, chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], Sequence[int]]:
@@ -140,9 +148,14 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def _cost(tokens: int, hidden_size: int, attention: float) -> float:
-    """Of a pass over a tree, in what a token costs outside attention.
+def _pays(shared: int, length: int, hidden_size: int | None) -> bool:
+    """Whether a path of `length` tokens is cheaper as a branch that shares its first ones than apart.
 
-    A layer's matrices take about 24 · hidden² operations a token, attention 4 · hidden a pair of tokens.
+    The unit is what a token costs outside attention. A layer's matrices take about 24 · hidden² operations a token,
+    attention 4 · hidden a pair of tokens.
     """
-    return tokens + attention * tokens**2 / (6 * hidden_size)
+    if hidden_size is None or shared == 0:
+        return False
+    pair, new = 1 / (6 * hidden_size), length - shared
+    together = new + MASKED * pair * new * length + BRANCHING / hidden_size**2
+    return together < length + CAUSAL * pair * length**2

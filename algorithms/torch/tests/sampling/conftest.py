@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from agl_core.types import FinishReason
+from agl_torch.models import attention
 from agl_torch.sampling import Generated, Request, Response, Sampler
 from agl_torch.serve import ModelServer
 from agl_torch.serve.request import parse_request
@@ -119,6 +120,7 @@ def _weights(model: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.12)
+    attention.use(model)
     return model.eval()
 
 

@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
@@ -102,10 +103,11 @@ def test_bfloat16_agrees_to_a_tenth(qwen: Loaded) -> None:
     assert_exact(half, drive(Sampler(half), mixed_requests(half)), tolerance=0.1)
 
 
-def test_eager_attention_is_sampled_from_too(qwen: Loaded) -> None:
-    eager = replace(qwen, model=copy.deepcopy(qwen.model))
-    eager.model.set_attn_implementation("eager")
-    assert_exact(eager, drive(Sampler(eager), mixed_requests(eager, 6)))
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_transformers_own_attention_is_sampled_from_too(qwen: Loaded, implementation: str) -> None:
+    other = replace(qwen, model=copy.deepcopy(qwen.model))
+    other.model.set_attn_implementation(implementation)
+    assert_exact(other, drive(Sampler(other), mixed_requests(other, 6)))
 
 
 def test_an_adapter_is_sampled_with(qwen: Loaded) -> None:
@@ -116,11 +118,6 @@ def test_an_adapter_is_sampled_with(qwen: Loaded) -> None:
     assert_exact(adapted, done)
     plain = drive(Sampler(qwen.with_eos()), [request])
     assert done["r"].responses[0].ids.tolist() != plain["r"].responses[0].ids.tolist()
-
-
-def test_sampling_leaves_the_attention_of_training_alone(qwen: Loaded) -> None:
-    drive(Sampler(qwen), mixed_requests(qwen, 2))
-    assert qwen.model.config._attn_implementation == "sdpa"
 
 
 def test_forced_tokens_are_masked_and_scored(qwen: Loaded) -> None:

@@ -14,7 +14,7 @@ from transformers import CohereConfig, CohereForCausalLM
 
 from agl_core.types import Batch, TransitionKey
 from agl_torch.models.loading import LoadedModel
-from agl_torch.training import batching, prefix_tree
+from agl_torch.training import batching
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
 
 from .conftest import make_batch, plain_logprobs
@@ -92,41 +92,38 @@ def test_logits_bound_a_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(micro.transitions_n) == 1 or len(micro.targets_R) <= 12
 
 
-def test_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "LARGEST_MASKED", 60)
-    monkeypatch.setattr(prefix_tree, "LARGEST_MASKED", 60)
-    for micro in laid_out(make_shared(1, turns=2)):
-        rows, longest = micro.input_ids.shape
-        assert micro.last_BL is None or rows * longest**2 <= 60**2
-
-
 @given(st.integers(0, 1000), st.sampled_from([2, 5, 300]))
 def test_a_shared_prefix_is_computed_once(seed: int, alphabet: int) -> None:
     batch = make_shared(seed, groups=1, alphabet=alphabet)
     [micro] = laid_out(batch)
     sequences = [sequence(batch, i) for i in range(len(batch))]
-    trees = {each[0] for each in sequences}
     prefixes = {each[:end] for each in sequences for end in range(1, len(each) + 1)}
-    assert (micro.computed, len(micro.input_ids)) == (len(prefixes), len(trees))
+    assert micro.computed == len(prefixes)
 
 
 def test_turns_of_one_rollout_need_no_mask() -> None:
     rng = np.random.default_rng(0)
     batch = batch_of([([5, 6], [7]), ([5, 6, 7, 8], [9, 10]), ([5, 6, 7, 8, 9, 10, 11], [12])], rng)
     [micro] = laid_out(batch)
-    assert micro.last_BL is None
+    assert not micro.branches
     assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
     assert (micro.tokens, micro.computed) == (3 + 6 + 8, 8)
 
 
-def test_a_prefix_is_not_shared_where_attention_would_cost_more() -> None:
+def test_a_prefix_is_shared_where_that_pays() -> None:
+    """A large model shares even a short prefix, a small one a long prefix only, a model without branches none."""
     rng = np.random.default_rng(0)
-    batch = batch_of([([5, *rng.integers(10, 300, 100).tolist()], [7]) for _ in range(2)], rng)
-    assert [len(micro.input_ids) for micro in laid_out(batch, replace(WIDE, hidden_size=64))] == [2]
-    assert [len(micro.input_ids) for micro in laid_out(batch, replace(WIDE, hidden_size=10_000))] == [1]
+
+    def rows(prompt: int, hidden_size: int | None) -> list[int]:
+        task = rng.integers(10, 300, prompt).tolist()
+        batch = batch_of([(task, [7, *rng.integers(10, 300, 30).tolist(), end]) for end in (7, 8)], rng)
+        return [len(micro.input_ids) for micro in laid_out(batch, replace(WIDE, hidden_size=hidden_size))]
+
+    assert rows(10, 4096) == rows(300, 4096) == rows(300, 64) == [1]
+    assert rows(10, 64) == rows(10, None) == rows(300, None) == [2]
 
 
-@pytest.mark.parametrize("limits", [WIDE, replace(WIDE, tokens=150), replace(WIDE, hidden_size=16)])
+@pytest.mark.parametrize("limits", [WIDE, replace(WIDE, tokens=150), replace(WIDE, hidden_size=None)])
 @pytest.mark.parametrize("seed", range(6))
 def test_scores_equal_a_plain_forward_of_each_transition(in_float64: LoadedModel, limits: Limits, seed: int) -> None:
     batch = make_batch(None, seed=seed) if seed == 0 else make_shared(seed, alphabet=300 if seed % 2 else 3)
@@ -212,20 +209,21 @@ def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
         torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
 
 
-def test_a_group_of_long_rollouts_computes_no_more_than_its_chains() -> None:
-    """Six turns a rollout: as few tokens as each rollout in one row, and none of it under a mask."""
+def test_a_group_of_long_rollouts_computes_its_prompt_once() -> None:
+    """Six turns a rollout: fewer tokens than each rollout in one row has."""
     rng = np.random.default_rng(0)
 
     def some(count: int) -> list[int]:
         return [int(token) for token in rng.integers(3, 300, count)]
 
     task, pairs, longest = some(200), [], 0
+    limits = replace(WIDE, hidden_size=128)
     for _ in range(8):
         prompt = task
         for _ in range(6):
             pairs.append((prompt, some(40)))
             prompt = prompt + pairs[-1][1] + some(60)
         longest = len(prompt) - 60
-    passes = laid_out(batch_of(pairs, rng), replace(WIDE, hidden_size=128))
-    assert all(micro.last_BL is None for micro in passes)
-    assert sum(micro.computed for micro in passes) == 8 * longest
+    [micro] = laid_out(batch_of(pairs, rng), limits)
+    assert micro.computed == 200 + 8 * (longest - 200)
+    assert [branch.seen for branch in micro.branches] == [()] + 7 * [((0, 200),)]
