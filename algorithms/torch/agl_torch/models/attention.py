@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,6 +39,24 @@ class Branch:
         return Branch(self.start + offset, self.end + offset, seen)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """How the attention of one row follows its branches.
+
+    Keys are cut where any branch starts, ends or leaves another. Cutting a tensor once, instead of a slice for each
+    branch, keeps the backward pass from making a gradient of the whole row for each.
+    """
+
+    queries: list[int]
+    """How many tokens each branch has."""
+    keys: list[int]
+    """How many tokens each piece has."""
+    seen: list[list[int]]
+    """For each branch the pieces that it sees, itself included."""
+    masks: list[Tensor | None]
+    """For each branch, [new, seen + new] additive; None for a root, which plain causal attention serves."""
+
+
 def use(model: Any) -> None:
     """Let a model attend this way. One that was loaded with another attention than 'sdpa' keeps its own."""
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
@@ -45,24 +64,31 @@ def use(model: Any) -> None:
 
 
 def follows_branches(model: Any) -> bool:
-    """Whether the model can be given `branches`, a sequence of `Branch` that covers its one row of tokens."""
+    """Whether the model takes the inputs that `branch_inputs` makes."""
     return bool(model.config._attn_implementation == NAME)
 
 
 def branch_inputs(branches: Sequence[Branch], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The model's arguments for one row of trees."""
-    masks = [_mask(branch, device, dtype) for branch in branches]
+    """A model's arguments for one row of tokens that these branches cover in order."""
+    runs = [(*branch.seen, (branch.start, branch.end)) for branch in branches]
+    cuts = sorted({place for each in runs for run in each for place in run})
+    piece = {place: number for number, place in enumerate(cuts)}
+    pieces = _Pieces(
+        queries=[branch.end - branch.start for branch in branches],
+        keys=[end - start for start, end in pairwise(cuts)],
+        seen=[[number for start, end in each for number in range(piece[start], piece[end])] for each in runs],
+        masks=[_mask(branch, device, dtype) for branch in branches],
+    )
     # Any mask of four dimensions keeps the model from making its own.
-    return {"branches": tuple(zip(branches, masks, strict=True)), "attention_mask": torch.zeros(1, 1, 1, 1)}
+    return {"branches": pieces, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
 
 
 def _mask(branch: Branch, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """[new, seen + new] additive; None for a root, which plain causal attention serves."""
     if not branch.seen:
         return None
     new, seen = branch.end - branch.start, sum(end - start for start, end in branch.seen)
-    hidden = torch.ones(new, seen + new, dtype=torch.bool, device=device).triu_(seen + 1)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+    hidden = torch.full((new, seen + new), torch.finfo(dtype).min, dtype=dtype, device=device)
+    return hidden.triu_(seen + 1)
 
 
 def _attention(
@@ -72,27 +98,30 @@ def _attention(
     value_BKTD: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    branches: Sequence[tuple[Branch, Tensor | None]] = (),
+    branches: _Pieces | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if branches:
-        outputs = [_branch(query_BHQD, key_BKTD, value_BKTD, branch, mask, scaling) for branch, mask in branches]
-        return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
-    if attention_mask is None:
+    if branches is not None:
+        output = _along_branches(query_BHQD, key_BKTD, value_BKTD, branches, scaling)
+    elif attention_mask is not None:
+        output = _grouped(query_BHQD, key_BKTD, value_BKTD, attention_mask, scaling)
+    else:
         attended, _ = sdpa_attention_forward(module, query_BHQD, key_BKTD, value_BKTD, None, scaling=scaling, **kwargs)
         return attended, None
-    return _grouped(query_BHQD, key_BKTD, value_BKTD, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None
 
 
-def _branch(
-    query: Tensor, key: Tensor, value: Tensor, branch: Branch, mask: Tensor | None, scaling: float | None
-) -> Tensor:
-    runs = (*branch.seen, (branch.start, branch.end))
-    query = query[:, :, branch.start : branch.end]
-    key, value = (torch.cat([each[:, :, start:end] for start, end in runs], 2) for each in (key, value))
-    if mask is None:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return _grouped(query, key, value, mask[None, None], scaling)
+def _along_branches(query: Tensor, key: Tensor, value: Tensor, branches: _Pieces, scaling: float | None) -> Tensor:
+    keys, values = key.split(branches.keys, 2), value.split(branches.keys, 2)
+    outputs = []
+    for new, seen, mask in zip(query.split(branches.queries, 2), branches.seen, branches.masks, strict=True):
+        key, value = (torch.cat([pieces[number] for number in seen], 2) for pieces in (keys, values))
+        outputs.append(
+            scaled_dot_product_attention(new, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+            if mask is None
+            else _grouped(new, key, value, mask[None, None], scaling)
+        )
+    return torch.cat(outputs, 2)
 
 
 def _grouped(query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:

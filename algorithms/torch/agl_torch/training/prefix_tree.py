@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from agl_core.types import Batch
 from agl_torch.models.attention import Branch
 
-MASKED, CAUSAL = 1.5, 1.0
+MASKED, CAUSAL = 2.0, 1.0
 """What attention takes, measured on a CPU, against the operations of all pairs at the speed of the matrices. Causal
 attention skips half of the pairs, at a lower speed."""
 BRANCHING = 80_000

@@ -217,7 +217,7 @@ def test_a_group_of_long_rollouts_computes_its_prompt_once() -> None:
         return [int(token) for token in rng.integers(3, 300, count)]
 
     task, pairs, longest = some(200), [], 0
-    limits = replace(WIDE, hidden_size=128)
+    limits = replace(WIDE, hidden_size=576)
     for _ in range(8):
         prompt = task
         for _ in range(6):
