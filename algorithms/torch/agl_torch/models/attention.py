@@ -112,9 +112,9 @@ def _attention(
 
 
 def _along_branches(query: Tensor, key: Tensor, value: Tensor, branches: _Pieces, scaling: float | None) -> Tensor:
-    keys, values = key.split(branches.keys, 2), value.split(branches.keys, 2)
+    keys, values = torch.split(key, branches.keys, 2), torch.split(value, branches.keys, 2)
     outputs = []
-    for new, seen, mask in zip(query.split(branches.queries, 2), branches.seen, branches.masks, strict=True):
+    for new, seen, mask in zip(torch.split(query, branches.queries, 2), branches.seen, branches.masks, strict=True):
         key, value = (torch.cat([pieces[number] for number in seen], 2) for pieces in (keys, values))
         outputs.append(
             scaled_dot_product_attention(new, key, value, is_causal=True, scale=scaling, enable_gqa=True)
