@@ -149,6 +149,8 @@ class PolicySpec:
     algorithm_options: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     """The model as the configuration names it; `model` is where that is on this machine."""
+    adapter: str | None = None
+    """A folder with a saved adapter to put on the model, which is then served, and not trained."""
 
 
 @dataclass(frozen=True)
@@ -273,3 +275,20 @@ class DescribedEngine(Protocol):
 
     def describe(self) -> str:
         """Its resolved configuration and the resources that it would take; nothing is started."""
+
+
+class PolicyEngine(Engine, Protocol):
+    """An engine that serves and merges versions that were saved, without a run: `agl policy`.
+
+    It declares `Capability.POLICIES`. Its context may name no policies; it serves those then that are published. Mistakes
+    are errors as for every engine: an adapter of other weights than those in `PolicySpec.model` is an EngineError.
+    """
+
+    async def publish(self, name: str, spec: PolicySpec) -> None:
+        """Load a policy and serve it by this name. Meanwhile the others are answered; adapters share their bases."""
+
+    async def withdraw(self, name: str) -> None:
+        """Serve a policy no longer; what it is answering now is answered, and its memory is then free."""
+
+    async def merge(self, spec: PolicySpec, folder: Path) -> None:
+        """Write the model with its adapter merged into it, and the tokenizer, as transformers loads them."""

@@ -33,7 +33,7 @@ def register_engines(register: RegisterEngine) -> None:
         "torch",
         build_engine,
         options=TorchOptions,
-        provides={Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC},
+        provides={Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC, Capability.POLICIES},
     )
 
 

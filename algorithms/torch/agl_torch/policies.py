@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from agl_algorithms.interface import Algorithm
 from agl_core.config.policies import OptimizerSection
@@ -51,7 +50,7 @@ class Policies:
     def __init__(self, policies: Mapping[str, Policy], plugins: Plugins, threads: Threads) -> None:
         self.policies = dict(policies)
         self._plugins = plugins
-        self._threads = threads
+        self.threads = threads
         torch.set_num_threads(threads.sampling)
 
     @classmethod
@@ -62,21 +61,20 @@ class Policies:
         if context.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(context.seed)
-        cache = CACHE * device_memory(device) if options.cache_mib is None else options.cache_mib * 2**20
-        share = int(cache / len(context.policies))
+        share = int(cache_bytes(options, device) / max(1, len(context.policies)))
         bases = Bases()
         made = {
             name: _make_policy(spec, options, context, device, context.seed + place, share, bases)
             for place, (name, spec) in enumerate(context.policies.items())
         }
-        largest = max(sum(map(Tensor.numel, policy.loaded.model.parameters())) for policy in made.values())
+        largest = max((policy.loaded.size for policy in made.values()), default=0)
         sampling = 1 if options.threads is None and largest < TINY else threads
         return cls(made, Plugins.load(context.plugin_files), Threads(sampling, training=threads))
 
     @property
     def context_length(self) -> int:
-        """What every policy can take."""
-        return min(policy.loaded.context_length for policy in self.policies.values())
+        """What every policy can take; 0 without policies."""
+        return min((policy.loaded.context_length for policy in self.policies.values()), default=0)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -91,7 +89,7 @@ class Policies:
         component, options = find_algorithm(self._plugins, request.algorithm, request.options)
         algorithm: Algorithm = component.build(options)
         steps = policy.trainer.optimizer.steps
-        torch.set_num_threads(self._threads.training)
+        torch.set_num_threads(self.threads.training)
         try:
             return policy.trainer.update(request.batch, algorithm, progress)
         except Exception:
@@ -99,7 +97,7 @@ class Policies:
                 policy.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
             raise
         finally:
-            torch.set_num_threads(self._threads.sampling)
+            torch.set_num_threads(self.threads.sampling)
             policy.sampler.new_version(policy.trainer.version)
 
     def save(self, folder: Path) -> None:
@@ -112,6 +110,11 @@ class Policies:
         for name, policy in self.policies.items():
             load_policy(folder / name, policy.loaded, policy.trainer)
             policy.sampler.new_version(policy.trainer.version)
+
+
+def cache_bytes(options: TorchOptions, device: torch.device) -> float:
+    """What all policies together may have for keys and values."""
+    return CACHE * device_memory(device) if options.cache_mib is None else options.cache_mib * 2**20
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -131,12 +134,10 @@ def _make_policy(
     context: EngineContext,
     device: torch.device,
     seed: int,
-    cache_bytes: int,
+    share: int,
     bases: Bases,
 ) -> Policy:
-    loaded = load_model(spec, device, seed, bases)
-    if options.max_context is not None:
-        loaded = replace(loaded, context_length=min(loaded.context_length, options.max_context))
+    loaded = load_for_sampling(spec, options, device, seed, bases)
     trainer = PolicyTrainer(
         loaded,
         OptimizerSection.model_validate(dict(spec.optimizer)),
@@ -146,10 +147,22 @@ def _make_policy(
         seed=seed,
         initial=lambda: load_model(spec, device, seed, bases),
     )
+    return Policy(loaded, trainer, make_sampler(loaded, options, share, deterministic=context.deterministic))
+
+
+def load_for_sampling(
+    spec: PolicySpec, options: TorchOptions, device: torch.device, seed: int, bases: Bases
+) -> LoadedModel:
+    """A policy's model, with the context that the settings allow."""
+    loaded = load_model(spec, device, seed, bases)
+    if options.max_context is None:
+        return loaded
+    return replace(loaded, context_length=min(loaded.context_length, options.max_context))
+
+
+def make_sampler(loaded: LoadedModel, options: TorchOptions, share: int, *, deterministic: bool) -> Sampler:
+    """`share` is how many bytes of keys and values it may hold. EngineError with the remedy if that is too little."""
     try:
-        sampler = Sampler(
-            loaded, cache_bytes=cache_bytes, max_rows=options.max_rows, deterministic=context.deterministic
-        )
+        return Sampler(loaded, cache_bytes=share, max_rows=options.max_rows, deterministic=deterministic)
     except EngineError as error:
         raise EngineError(f"{error} Raise engine.torch.cache_mib, or lower engine.torch.max_context.") from error
-    return Policy(loaded, trainer, sampler)

@@ -20,6 +20,7 @@ from agl_core.wire.updates import UpdateRequest
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
 from agl_torch.serve import EngineLoop, ModelServer, create_app
+from agl_torch.versions import Versions
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class ServedPolicies:
         policies = self._policies.policies
         self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()})
         served = {name: ModelServer(name, policy.loaded) for name, policy in policies.items()}
+        versions = Versions(options, self._loop, served, threads=self._policies.threads.training)
+        self.publish, self.withdraw, self.merge = versions.publish, versions.withdraw, versions.merge
         app = create_app(served, self._loop, api_key=context.api_key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -50,7 +53,7 @@ class ServedPolicies:
         self.context_length = self._policies.context_length
         self._loop.start()
         threading.Thread(target=_serve, args=(server, listener), name="agl-http", daemon=True).start()
-        _log.info("Serving %s at %s.", ", ".join(served), *self.urls)
+        _log.info("Serving %s at %s.", ", ".join(served) or "nothing yet", *self.urls)
 
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
         """Train one policy, between two replies."""
@@ -74,7 +77,7 @@ class ServedPolicies:
         return {
             **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counted.items()},
             "peak_rss_bytes": float(peak_rss_bytes()),
-            "cache_bytes": float(sum(each.sampler.cache_nbytes for each in self._policies.policies.values())),
+            "cache_bytes": float(self._loop.cache_nbytes),
         }
 
 

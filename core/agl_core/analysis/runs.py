@@ -170,6 +170,11 @@ def read_entry(folder: Path) -> RunEntry:
     )
 
 
+def policy_names(folder: Path) -> list[str]:
+    """The policies that a run trains; none of a capture."""
+    return list(_toml(folder / CONFIG_FILE).get("policies", {}))
+
+
 def _toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())

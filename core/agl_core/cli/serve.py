@@ -78,11 +78,11 @@ async def _serve(
             console.print("from other machines, use an address of this one in its place")
         console.print(f"train:  agl train {trained} --server {server.base_url}")
         console.print(f"work:   agl worker {worked} --server {server.base_url}")
-        await _until_signalled()
+        await until_signalled()
         console.print("stopping; trainer and workers wait for the next server")
 
 
-async def _until_signalled() -> None:
+async def until_signalled() -> None:
     """Return on Ctrl-C or SIGTERM; a second one gets the default treatment."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)

@@ -40,6 +40,30 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, eq=False)
+class PolicyConfig:
+    """A configuration as far as the policies that a run trained need it."""
+
+    config: RunConfig
+    folder: Path
+    """Where relative paths start; absolute."""
+    plugins: Plugins
+    engine: Chosen | None
+    """None: it is not installed here."""
+
+    def weights(self, policy: str) -> str:
+        """What a policy started from: a folder, absolute, or a hub name. ConfigError if that folder is gone."""
+        model = self.config.policies[policy].model
+        found = _weights(model, self.folder)
+        if found is None:
+            raise ConfigError(
+                f"The weights that the policy '{policy}' started from are gone: there is no folder "
+                f"{below(self.folder, Path(model.path))}. Put them back, or say where they are: "
+                f"--set policies.{policy}.model.path=FOLDER."
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
 class ScoredConfig(ServerConfig):
     """A configuration as far as rewards and credit of recorded rollouts need it."""
 
@@ -105,6 +129,14 @@ def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
     except ConfigError as error:
         raise ConfigError(f"{error}\n  Plugin files that are not there: {missing}.") if missing else error from None
     return ScoredConfig(config=config, folder=folder, plugins=plugins, **_only(ScoredConfig, chosen))
+
+
+def load_for_policies(path: Path, overrides: Sequence[str] = ()) -> PolicyConfig:
+    """Read a run's configuration as far as the policies that it trained need it; no plugin has to be installed."""
+    config, folder, report = _validated(path, overrides)
+    plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
+    config, chosen = resolve(config, plugins, folder, report, ())
+    return PolicyConfig(config, folder, plugins, chosen["engine"])
 
 
 def load_store(path: Path) -> Chosen:

@@ -19,10 +19,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Generic, NoReturn, Protocol
+from typing import IO, Any, Generic, NoReturn, Protocol, runtime_checkable
 
-from agl_core.engines.wire import START, Answer, Command, Options, Ready, decode_settings
-from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.engines.wire import START, Answer, Command, Options, Ready, decode_settings, decode_spec
+from agl_core.errors import EngineError
+from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest, encode_result
 
 PROGRESS_STEP = 0.01
@@ -43,7 +44,7 @@ class Served(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Of the policies' contexts the shortest."""
+        """Of the policies' contexts the shortest; 0 if there is none yet."""
 
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult: ...
 
@@ -54,6 +55,17 @@ class Served(Protocol):
     def versions(self) -> Mapping[str, int]: ...
 
     def stats(self) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
+class ServedVersions(Served, Protocol):
+    """An engine whose policies come and go, for `agl_core.protocols.PolicyEngine`; on the main thread too."""
+
+    def publish(self, name: str, spec: PolicySpec) -> None: ...
+
+    def withdraw(self, name: str) -> None: ...
+
+    def merge(self, spec: PolicySpec, folder: Path) -> None: ...
 
 
 class Host(Generic[Options]):
@@ -136,6 +148,8 @@ class Host(Generic[Options]):
             return dict(engine.versions())
         if command.do == "stats":
             return dict(engine.stats())
+        if command.do in ("publish", "withdraw", "merge"):
+            return _versions_changed(engine, command, body)
         assert command.folder is not None
         return engine.save(command.folder) if command.do == "save" else engine.load(command.folder)
 
@@ -154,3 +168,15 @@ class Host(Generic[Options]):
         with self._writing:
             self._answers.write(answer.encode())
             self._answers.flush()
+
+
+def _versions_changed(engine: Served, command: Command, body: bytes) -> None:
+    if not isinstance(engine, ServedVersions):
+        raise EngineError("This engine serves and merges no policies without a run.")
+    if command.do == "merge":
+        assert command.folder is not None
+        engine.merge(decode_spec(body), command.folder)
+    elif command.do == "publish":
+        engine.publish(command.policy or "", decode_spec(body))
+    else:
+        engine.withdraw(command.policy or "")

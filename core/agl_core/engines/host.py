@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Generic
 
 from agl_core import private
 from agl_core.engines.hub import check_models
-from agl_core.engines.wire import START, Action, Answer, Command, Options, Ready, encode_settings
+from agl_core.engines.wire import START, Action, Answer, Command, Options, Ready, encode_settings, encode_spec
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult, Upstream
 from agl_core.types import Batch
 from agl_core.wire.updates import UpdateRequest, decode_result
 
@@ -88,7 +88,7 @@ class ProcessEngine(ABC, Generic[Options]):
             urls=ready.urls,
             models={name: name for name in self._context.policies},
             api_key=self._context.api_key,
-            context_length=ready.context_length,
+            context_length=ready.context_length or None,
         )
 
     async def update(
@@ -115,6 +115,20 @@ class ProcessEngine(ABC, Generic[Options]):
         """Counters since the start."""
         stats: dict[str, float] = await self._ask("stats")
         return stats
+
+    async def publish(self, name: str, spec: PolicySpec) -> None:
+        """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""
+        await asyncio.to_thread(check_models, [spec.model])
+        await self._ask("publish", encode_spec(spec), policy=name)
+
+    async def withdraw(self, name: str) -> None:
+        """Serve a policy no longer."""
+        await self._ask("withdraw", policy=name)
+
+    async def merge(self, spec: PolicySpec, folder: Path) -> None:
+        """Write the model with its adapter merged into it."""
+        await asyncio.to_thread(check_models, [spec.model])
+        await self._ask("merge", encode_spec(spec), folder=folder)
 
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""
@@ -170,12 +184,17 @@ class ProcessEngine(ABC, Generic[Options]):
             answers.put_nowait(None)
 
     async def _ask(
-        self, do: Action, body: bytes = b"", progress: Progress | None = None, folder: Path | None = None
+        self,
+        do: Action,
+        body: bytes = b"",
+        progress: Progress | None = None,
+        folder: Path | None = None,
+        policy: str | None = None,
     ) -> Any:
         if self._process is None or self._stopped:
             raise EngineError("The engine is not running: call start() first, and nothing after stop().")
         number = next(self._numbers)
-        return await self._exchange(do, number, Command.of(number, do, folder).encode(body), progress)
+        return await self._exchange(do, number, Command.of(number, do, folder, policy).encode(body), progress)
 
     async def _exchange(self, doing: str, number: int, data: bytes, progress: Progress | None = None) -> Any:
         """Write to the process and wait for the answer."""
@@ -233,6 +252,8 @@ class ProcessEngine(ABC, Generic[Options]):
 
     @property
     def _how_to_resume(self) -> str:
+        if not self._context.policies:
+            return "Start it again."
         return f"Resume the run from its last checkpoint: agl train --resume {self._context.run_dir}"
 
     def _log_lines(self, count: int) -> list[str]:

@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from agl_core import errors
 from agl_core.errors import AglError
-from agl_core.protocols import EngineContext
+from agl_core.protocols import EngineContext, PolicySpec
 
 START = 0
 """The number of the settings: the answer to them says that the engine serves, or why it does not start."""
-Action: TypeAlias = Literal["update", "save", "load", "versions", "stats"]
+Action: TypeAlias = Literal["update", "save", "load", "versions", "stats", "publish", "withdraw", "merge"]
 _CONTEXT = TypeAdapter(EngineContext)
+_SPEC = TypeAdapter(PolicySpec)
 Options = TypeVar("Options", bound=BaseModel)
 
 
@@ -33,14 +34,16 @@ class Command(BaseModel):
     number: int
     do: Action
     folder: Path | None = None
-    """Of save and load."""
+    """Of save, load and merge."""
+    policy: str | None = None
+    """Of publish and withdraw."""
     size: int = 0
-    """Bytes that follow: of an update its `agl_core.wire.updates.UpdateRequest`."""
+    """Bytes that follow: of an update its `agl_core.wire.updates.UpdateRequest`, of publish and merge a policy's."""
 
     @classmethod
-    def of(cls, number: int, do: Action, folder: Path | None) -> Command:
+    def of(cls, number: int, do: Action, folder: Path | None, policy: str | None = None) -> Command:
         """With the folder as the process finds it, whatever its working directory."""
-        return cls(number=number, do=do, folder=None if folder is None else folder.absolute())
+        return cls(number=number, do=do, folder=None if folder is None else folder.absolute(), policy=policy)
 
     def encode(self, body: bytes = b"") -> bytes:
         """The line and its body."""
@@ -89,6 +92,7 @@ class Ready(BaseModel):
     urls: tuple[str, ...]
     """OpenAI-compatible base URLs, each ending in /v1."""
     context_length: int
+    """0: it serves nothing yet."""
 
 
 def encode_settings(options: BaseModel, context: EngineContext) -> bytes:
@@ -106,6 +110,16 @@ def decode_settings(line: bytes, options: type[Options]) -> tuple[Options, Engin
     """What `encode_settings` gave."""
     value = orjson.loads(line)
     return options.model_validate(value["options"]), _CONTEXT.validate_python(value["context"])
+
+
+def encode_spec(spec: PolicySpec) -> bytes:
+    """The body that says which policy to load."""
+    return _SPEC.dump_json(spec)
+
+
+def decode_spec(body: bytes) -> PolicySpec:
+    """What `encode_spec` gave."""
+    return _SPEC.validate_json(body)
 
 
 def in_one_line(error: Exception) -> str:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import errno
-import functools
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,17 +25,13 @@ from agl_core.server.api.openapi import document
 from agl_core.server.api.routes import refused
 from agl_core.server.api.trainers import trainer_routes
 from agl_core.server.api.workers import worker_routes
-from agl_core.server.dialects.chat import ChatCompletions
-from agl_core.server.dialects.completions import Completions
-from agl_core.server.dialects.dialect import Dialect
-from agl_core.server.dialects.messages import Messages
-from agl_core.server.dialects.responses import Responses
+from agl_core.server.dialects.routes import DIALECTS
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.routes import ModelCalls, find_place
 from agl_core.server.gateway.upstream import Relay
-from agl_core.server.http.limits import RequestLimits
-from agl_core.server.http.protocol import CorkedHttp, Refusals
+from agl_core.server.http.listening import Listening, url_of
+from agl_core.server.http.protocol import Refusals
 from agl_core.server.keys import Keys
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.server.rollouts.current_run import CurrentRun
@@ -52,17 +43,7 @@ from agl_core.wire.workers import Health
 if TYPE_CHECKING:
     from agl_core.server.otlp.over_grpc import GrpcTraces
 
-_GRACEFUL = 5
-"""Seconds that requests in flight get at the end."""
-_KEEP_ALIVE = 75
-"""Seconds an idle connection is kept: longer than clients do (5 in httpx), so that none is closed under a request."""
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
-_DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": ChatCompletions(),
-    "/v1/responses": Responses(),
-    "/v1/messages": Messages(),
-    "/v1/completions": Completions(),
-}
 
 
 class LightningServer:
@@ -127,14 +108,13 @@ class LightningServer:
         self._traces = TraceService(self.queue, self._intake, keys=keys)
         self._grpc: GrpcTraces | None = None
         self._refusals = Refusals()
-        self._http: _Uvicorn | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._listening: Listening | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def base_url(self) -> str:
         """Where the server listens, without a path; known once it has started."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return url_of(self._host, self._port)
 
     @property
     def otlp_port(self) -> int | None:
@@ -153,36 +133,22 @@ class LightningServer:
 
     async def start(self) -> None:
         """Listen; ServerError if a port is taken."""
-        listener = _bind(self._host, self._port)
+        listening = Listening(self._host, self._port)
         try:
             await self.run.take_up()
         except BaseException:
-            listener.close()
+            listening.close()
             raise
-        self._port = listener.getsockname()[1]
+        self._port = listening.port
         if self._upstream is not None:
             await self._relay.serve(self._upstream, self._settings, None)
-        config = uvicorn.Config(
-            RequestLimits(ModelCalls(self._app(), self._gateway, _DIALECTS)),
-            http=cast(Any, functools.partial(CorkedHttp, refusals=self._refusals)),
-            lifespan="off",
-            proxy_headers=False,
-            ws="none",
-            timeout_keep_alive=_KEEP_ALIVE,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_GRACEFUL,
-        )
-        self._http = _Uvicorn(config)
-        serving = asyncio.create_task(self._http.serve(sockets=[listener]))
-        self._tasks = [serving, asyncio.create_task(self.queue.watch())]
-        ready = asyncio.create_task(self._http.ready.wait())
-        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if serving.done():
+        self._listening = listening
+        self._watching = asyncio.create_task(self.queue.watch())
+        try:
+            await listening.start(ModelCalls(self._app(), self._gateway, DIALECTS), self._refusals)
+        except ServerError:
             await self.stop()
-            raise ServerError(f"The Lightning Server did not start at {self.base_url}; its log says why.")
+            raise
         if self._otlp_port is not None:
             await self._start_grpc(self._otlp_port)
 
@@ -191,10 +157,10 @@ class LightningServer:
 
         If the run is `over`, workers end; else they wait for the next server.
         """
-        if self._http is None:
+        listening, watching = self._listening, self._watching
+        if listening is None or watching is None:
             return
-        http, self._http = self._http, None
-        serving, watching = self._tasks
+        self._listening = None
         if over:
             self.queue.close()
         self.queue.stop()
@@ -202,8 +168,8 @@ class LightningServer:
         if self._grpc is not None:
             await self._grpc.stop()
         await self._gateway.stop()
-        http.should_exit = True
-        await asyncio.gather(serving, watching, return_exceptions=True)
+        await listening.stop()
+        await asyncio.gather(watching, return_exceptions=True)
         await self._relay.stop()
 
     async def _start_grpc(self, port: int) -> None:
@@ -232,7 +198,7 @@ class LightningServer:
     @property
     def openapi(self) -> dict[str, Any]:
         """What it serves, as an OpenAPI document; also at /openapi.json."""
-        return document([*_DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"))
+        return document([*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"))
 
     def _health(self) -> Health:
         return Health(
@@ -255,7 +221,7 @@ class LightningServer:
                 gateway.check_key(request)
                 names = gateway.models
             except ApiError as error:
-                response = _DIALECTS["/v1/chat/completions"].refuse(error)
+                response = DIALECTS["/v1/chat/completions"].refuse(error)
                 response.headers.update(error.headers)
                 return response
             listed = [{"id": name, "object": "model", "created": started, "owned_by": "agl"} for name in names]
@@ -268,13 +234,13 @@ class LightningServer:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
             if path.startswith("/agl/"):
                 return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
-            if find_place(path, _DIALECTS) is not None:  # With POST it would have been a model call.
+            if find_place(path, DIALECTS) is not None:  # With POST it would have been a model call.
                 status = 405
-            ours = next((each for route, each in _DIALECTS.items() if route in path), _DIALECTS["/v1/chat/completions"])
+            ours = next((each for route, each in DIALECTS.items() if route in path), DIALECTS["/v1/chat/completions"])
             return ours.refuse(
                 ApiError(
                     status,
-                    f"agl does not serve {request.method} {path}. There are POST {', '.join(_DIALECTS)} and "
+                    f"agl does not serve {request.method} {path}. There are POST {', '.join(DIALECTS)} and "
                     f"/v1/traces, and GET /v1/models, also below {_PREFIX}. Does the base URL end in /v1, as OpenAI's "
                     "clients want it, or without it, as Anthropic's does?",
                     code="unknown_route",
@@ -291,40 +257,3 @@ class LightningServer:
             ],
             exception_handlers={404: unknown, 405: unknown},
         )
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn as a guest in a loop that is not its own: it leaves signals alone and says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ServerError(
-            f"The Lightning Server cannot listen on {host}:{port} ({error.strerror}). "
-            + (
-                "Another program, perhaps another run, has that port: use port 0 for a free one, or stop the other "
-                "program."
-                if error.errno == errno.EADDRINUSE
-                else "Use an address of this machine, 127.0.0.1 for instance."
-            )
-        ) from error
-    listener.setblocking(False)
-    return listener

@@ -26,6 +26,8 @@ CHECKPOINTS = "checkpoints"
 """Their folder in a run's."""
 _STATE = "state.json"
 _PREFIX = "step-"
+_STABLE = "stable.json"
+"""In a run's folder: the step of each policy's stable version."""
 _SUMS = "SHA256SUMS"
 """One line for each file of a checkpoint, which `sha256sum --check` reads too."""
 
@@ -69,7 +71,7 @@ class RunState:
 class Checkpoints:
     """The checkpoints of one run, in `folder/step-N`, and beside the folder links to the latest weights.
 
-    The last `keep` are kept, and the best one if `keep_best`. The link is `model`, or `model-POLICY` for each of
+    The last `keep` are kept, the best one if `keep_best`, and those marked as stable. The link is `model`, or `model-POLICY` for each of
     several policies; transformers loads it. It is relative, so a run can be moved.
     """
 
@@ -106,7 +108,9 @@ class Checkpoints:
 
     def prune(self) -> list[Path]:
         """Remove the checkpoints that are not kept; returns them."""
-        old = [path for path in self.all()[: -self._keep] if not self._keep_best or path != self.best()]
+        kept = {self.best() if self._keep_best else None}
+        kept |= {self.path(step) for step in self.stable().values()}
+        old = [path for path in self.all()[: -self._keep] if path not in kept]
         for path in old:
             self._remove(path)
         return old
@@ -115,6 +119,25 @@ class Checkpoints:
         """The one whose evaluation had the highest reward, the latest of equals; None if none was evaluated."""
         rewards = {path: reward for path in self.all() if (reward := _evaluated(path)) is not None}
         return max(reversed(rewards), key=rewards.__getitem__, default=None)
+
+    def stable(self) -> dict[str, int]:
+        """The step of each policy's stable version, of those that have one. CheckpointError if that cannot be read."""
+        file = self.folder.parent / _STABLE
+        try:
+            marks = orjson.loads(file.read_bytes())
+            if not isinstance(marks, dict) or not all(type(step) is int for step in marks.values()):
+                raise ValueError("it is no object of steps")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Remove it, and mark the version again.") from error
+        return marks
+
+    def mark_stable(self, policy: str, step: int) -> None:
+        """Make the version of this step the policy's stable one; it is kept from now on."""
+        part = self.folder.parent / f".{_STABLE}.part"
+        private.write(part, orjson.dumps({**self.stable(), policy: step}))
+        os.replace(part, part.with_name(_STABLE))
 
     def _link(self, checkpoint: Path) -> None:
         """Point the links to the weights of this checkpoint; each link always points to complete weights."""

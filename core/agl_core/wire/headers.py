@@ -15,6 +15,9 @@ HEADER_RETRY = "x-agl-retry"
 HEADER_POLICY = "x-agl-policy-version"
 """On an upstream's reply: the policy version that sampled it."""
 
+HEADER_ANSWERED = "x-agl-policy"
+"""On a reply of a served policy: the version that answered, as `calc@40`."""
+
 
 def rollout_path(rollout: str, attempt: int) -> str:
     """The path prefix before /v1 in an attempt's own base URL."""

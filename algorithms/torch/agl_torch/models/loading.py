@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
@@ -18,6 +19,7 @@ from agl_core.config.sections import HUB_NAME
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.models import attention
+from agl_torch.models.adapters import check_base
 from agl_torch.models.tokenizer import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,6 +43,11 @@ class LoadedModel:
     def has_adapter(self) -> bool:
         """Whether it is wrapped by peft and only its adapter is trained."""
         return hasattr(self.model, "peft_config")
+
+    @property
+    def size(self) -> int:
+        """How many weights it has."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def vocabulary(self) -> int:
@@ -77,8 +84,11 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases |
     since training in float16 overflows.
 
     Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
-    template, or the tokenizer does not fit the model.
+    template, the tokenizer does not fit the model, or a saved adapter was trained on other weights.
     """
+    if spec.adapter is not None:
+        base = (bases or Bases()).get(spec, device)
+        return replace(base, model=_with_saved_adapter(base.model, Path(spec.adapter), spec).eval())
     if spec.lora is None:
         return _load(spec, device)
     base = (bases or Bases()).get(spec, device)
@@ -200,6 +210,20 @@ def _with_adapter(model: Any, lora: LoraSection, spec: PolicySpec, seed: int) ->
                 f"LoRA finds no layer of '{spec.model}' to adapt: lora.targets is {', '.join(lora.targets)}, "
                 f"the model's linear layers are {', '.join(linear)}."
             ) from error
+
+
+def _with_saved_adapter(model: Any, adapter: Path, spec: PolicySpec) -> Any:
+    from peft import PeftModel
+
+    check_base(adapter, model, spec.name or spec.model)
+    try:
+        return PeftModel.from_pretrained(model, str(adapter), torch_device=str(model.device))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise EngineError(
+            f"The adapter in {adapter} cannot be put on '{spec.name or spec.model}': {reason} Is the folder whole, and "
+            f"was the adapter trained on these weights?"
+        ) from error
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

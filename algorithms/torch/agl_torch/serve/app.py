@@ -42,7 +42,7 @@ def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: 
                 "owned_by": "agl",
                 "max_model_len": model.context_length,
             }
-            for name, model in models.items()
+            for name, model in list(models.items())
         ]
         return _json({"object": "list", "data": entries})
 

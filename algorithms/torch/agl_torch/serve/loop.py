@@ -58,6 +58,8 @@ class EngineLoop:
         self._futures: dict[tuple[str, str], Future[Generated]] = {}
         self._held: deque[_Submit | _Abort | _Exclusive] = deque()
         """From the first exclusive job on that could not run yet, what came after it, in order."""
+        self._leaving: set[str] = set()
+        """Models to let go of."""
         self._thread = threading.Thread(target=self._run, name="agl-torch", daemon=True)
 
     def start(self) -> None:
@@ -82,6 +84,16 @@ class EngineLoop:
             self._post(_Abort(model, request.id))
             raise
 
+    def add(self, name: str, sampler: Sampler) -> None:
+        """Answer by one more model."""
+        self._samplers = {**self._samplers, name: sampler}  # The thread may be going through the ones before.
+
+    def remove(self, name: str) -> None:
+        """Let go of a model once it has answered what it was asked; the caller asks it nothing more."""
+        with self._wake:
+            self._leaving.add(name)
+            self._wake.notify()
+
     def run_exclusive(self, job: Callable[[], Result]) -> Future[Result]:
         """Run a function on the tensor thread while nothing is being sampled; it runs to its end in any case."""
         future: Future[Result] = Future()
@@ -95,6 +107,11 @@ class EngineLoop:
             for name, value in sampler.counters.as_dict().items():
                 totals[name] = totals.get(name, 0) + value
         return totals
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes held for keys and values."""
+        return sum(sampler.cache_nbytes for sampler in self._samplers.values())
 
     def _post(self, message: _Submit | _Abort | _Exclusive) -> None:
         with self._wake:
@@ -114,13 +131,14 @@ class EngineLoop:
                 for name, sampler in self._samplers.items():
                     if not sampler.idle:
                         self._step(name, sampler)
+                self._let_go()
         finally:
             self._fail_all()
 
     def _receive(self) -> bool:
         """Take what was posted; wait for it when there is nothing else to do. False when closing."""
         with self._wake:
-            while not (self._inbox or self._held or self._closing or self._busy):
+            while not (self._inbox or self._held or self._closing or self._leaving or self._busy):
                 self._wake.wait()
             self._held += self._inbox
             self._inbox.clear()
@@ -129,6 +147,13 @@ class EngineLoop:
     @property
     def _busy(self) -> bool:
         return not all(sampler.idle for sampler in self._samplers.values())
+
+    def _let_go(self) -> None:
+        with self._wake:
+            gone = {name for name in self._leaving if self._samplers[name].idle and not self._inbox}
+            self._leaving -= gone
+        if gone:
+            self._samplers = {name: sampler for name, sampler in self._samplers.items() if name not in gone}
 
     def _handle_held(self) -> None:
         """Handle messages in order, up to the first job that has to wait; an abort need not wait behind it."""

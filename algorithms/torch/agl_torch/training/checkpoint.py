@@ -1,7 +1,8 @@
 """Writing a policy to a folder and restoring it exactly.
 
 FOLDER/
-  model/               Hugging Face format (safetensors) with the tokenizer; of a LoRA policy its adapter (peft)
+  model/               Hugging Face format (safetensors) with the tokenizer; of a LoRA policy its adapter (peft), and
+                       in agl_base.json which weights it was trained on
   trainer.pt           optimizer, critic, version, random state; read without pickle's arbitrary code
   checkpoint.json      the format's number and what kind of policy it is
 """
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from agl_core.errors import CheckpointError
+from agl_torch.models.adapters import is_of_other_base, write_base
 from agl_torch.models.loading import LoadedModel
 from agl_torch.training.trainer import PolicyTrainer
 
@@ -38,6 +40,8 @@ def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> No
         of_adapter = {"save_embedding_layers": False} if loaded.has_adapter else {}
         loaded.model.save_pretrained(partial / "model", safe_serialization=True, **of_adapter)
         loaded.tokenizer.save_pretrained(partial / "model")
+        if loaded.has_adapter:
+            write_base(partial / "model", loaded.model)
         torch.save(trainer.state_dict(), partial / "trainer.pt")
         (partial / "checkpoint.json").write_text(json.dumps({"format": FORMAT, **_kind(loaded)}), encoding="utf-8")
         if folder.exists():
@@ -68,6 +72,11 @@ def load_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> No
         raise CheckpointError(
             f"The checkpoint {folder} belongs to another configuration ({'; '.join(different)}). "
             f"Resume with the model, dtype and lora settings it was saved with."
+        )
+    if loaded.has_adapter and is_of_other_base(folder / "model", loaded.model):
+        raise CheckpointError(
+            f"The checkpoint {folder} has an adapter of other weights than those that are loaded now. Resume with the "
+            f"weights that the run started from."
         )
     try:
         state = torch.load(folder / "trainer.pt", map_location=loaded.device, weights_only=True)

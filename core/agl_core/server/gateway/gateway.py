@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
@@ -21,20 +20,19 @@ from starlette.responses import Response
 from agl_core.capture import unpack_variables
 from agl_core.config.sections import is_among
 from agl_core.errors import StoreError, StoreRefusedError, nearest
-from agl_core.protocols import Upstream
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.dialects.replies import ReplyMemories
 from agl_core.server.errors import ApiError, attempt_closed, stopping, store_failed
 from agl_core.server.gateway.attribution import attempt_of
 from agl_core.server.gateway.reply import Reply, read_reply
 from agl_core.server.gateway.retries import Exchange
-from agl_core.server.gateway.sampling import DISTORTING, call_seed, effective_sampling
+from agl_core.server.gateway.sampling import call_seed, effective_sampling, forwarded
 from agl_core.server.gateway.upstream import Destination, Relay
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.interface import Store
-from agl_core.types import Call, Json, Sampling
+from agl_core.types import Call
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE
 
 logger = logging.getLogger(__name__)
@@ -157,7 +155,7 @@ class Gateway:
         effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
         try:
             payload, headers = await served.client.complete(
-                _forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
+                forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
             )
             reply = read_reply(payload, headers, f"{dialect.id_prefix}{uuid.uuid4().hex}", logprobs=asked.logprobs)
         except ApiError:
@@ -243,24 +241,6 @@ def _policy(served: Destination, model: str, agent: str | None) -> str:
         param="model",
         code="model_not_found",
     )
-
-
-def _forwarded(
-    upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
-) -> dict[str, Json]:
-    body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
-    body["model"] = upstream.models[policy]
-    sampling = {
-        "temperature": effective.temperature,
-        "top_p": effective.top_p,
-        "max_tokens": effective.max_tokens,
-        "seed": effective.seed,
-    }
-    body.update({name: value for name, value in sampling.items() if value is not None})
-    if upstream.returns_ids:
-        body["return_token_ids"] = True
-        body["logprobs"] = True
-    return body
 
 
 def _agent(headers: Headers) -> str | None:

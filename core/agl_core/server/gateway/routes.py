@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.server.dialects.dialect import Dialect
-from agl_core.server.gateway.gateway import Gateway
 
 _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?P<route>/v1/.+)")
 
@@ -23,10 +23,16 @@ class Place(NamedTuple):
     """`rollout` and `attempt`, if the path names them."""
 
 
+class Answering(Protocol):
+    """What answers model calls."""
+
+    async def answer(self, request: Request, dialect: Dialect) -> Response: ...
+
+
 class ModelCalls:
     """Answers POST requests to the dialects' routes, alone or below an attempt's path; `app` answers the others."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway, dialects: Mapping[str, Dialect]) -> None:
+    def __init__(self, app: ASGIApp, gateway: Answering, dialects: Mapping[str, Dialect]) -> None:
         self._app, self._gateway, self._dialects = app, gateway, dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import orjson
 
 from agl_core.config.models import SamplingSection
-from agl_core.types import Mode, Rollout, Sampling
+from agl_core.protocols import Upstream
+from agl_core.types import Json, Mode, Rollout, Sampling
 
 DISTORTING = frozenset(
     {
@@ -52,3 +54,22 @@ def call_seed(run_seed: int, rollout: Rollout, attempt: int, sequence: int) -> i
     """
     place = [rollout.mode, rollout.step, rollout.position, rollout.task.id, rollout.member, attempt, sequence]
     return int.from_bytes(blake2b(orjson.dumps([run_seed, *place]), digest_size=8).digest(), "big") >> 1
+
+
+def forwarded(
+    upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
+) -> dict[str, Json]:
+    """The chat completion that the upstream gets."""
+    body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
+    body["model"] = upstream.models[policy]
+    sampling = {
+        "temperature": effective.temperature,
+        "top_p": effective.top_p,
+        "max_tokens": effective.max_tokens,
+        "seed": effective.seed,
+    }
+    body.update({name: value for name, value in sampling.items() if value is not None})
+    if upstream.returns_ids:
+        body["return_token_ids"] = True
+        body["logprobs"] = True
+    return body

@@ -52,10 +52,10 @@ class UpstreamClient:
         """The server for a rollout: always the same one, where its prefixes are cached."""
         return self._urls[crc32(rollout.encode()) % len(self._urls)]
 
-    async def complete(self, body: Mapping[str, Json], key: AttemptKey) -> tuple[bytes, Mapping[str, str]]:
-        """POST a chat completion; the reply's body and headers if its status is 200."""
-        url = self.url(key.rollout)
-        stamp = {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"}
+    async def complete(self, body: Mapping[str, Json], key: AttemptKey | None) -> tuple[bytes, Mapping[str, str]]:
+        """POST a chat completion, of an attempt or of none; the reply's body and headers if its status is 200."""
+        url = self.url("" if key is None else key.rollout)
+        stamp = {} if key is None else {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"}
         try:
             async with asyncio.timeout(self._timeout):
                 reply = await self._endpoints[url].post(stamp, orjson.dumps(body))

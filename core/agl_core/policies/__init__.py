@@ -1,0 +1,1 @@
+"""The policies that runs have trained: finding them by name, taking them along, serving them."""

@@ -1,0 +1,115 @@
+"""An HTTP server on an event loop that is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import socket
+from collections.abc import Iterator
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from agl_core.errors import ServerError
+from agl_core.server.http.limits import RequestLimits
+from agl_core.server.http.protocol import CorkedHttp, Refusals
+
+_GRACEFUL = 5
+"""Seconds that requests in flight get at the end."""
+_KEEP_ALIVE = 75
+"""Seconds an idle connection is kept: longer than clients do (5 in httpx), so that none is closed under a request."""
+
+
+class Listening:
+    """Has a port from the start on, and answers by `app` from `start` to `stop`. ServerError if the port is taken."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._socket = _bind(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._http: _Uvicorn | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Where it listens, without a path."""
+        return url_of(self._host, self.port)
+
+    def close(self) -> None:
+        """Let go of the port without having served."""
+        self._socket.close()
+
+    async def start(self, app: ASGIApp, refusals: Refusals) -> None:
+        """Answer from now on; ServerError if that fails."""
+        config = uvicorn.Config(
+            RequestLimits(app),
+            http=cast(Any, functools.partial(CorkedHttp, refusals=refusals)),
+            lifespan="off",
+            proxy_headers=False,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACEFUL,
+        )
+        self._http = _Uvicorn(config)
+        self._serving = asyncio.create_task(self._http.serve(sockets=[self._socket]))
+        ready = asyncio.create_task(self._http.ready.wait())
+        await asyncio.wait({self._serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._serving.done():
+            raise ServerError(f"The Lightning Server did not start at {self.base_url}; its log says why.")
+
+    async def stop(self) -> None:
+        """Finish the requests in flight, which get a few seconds, and close the port."""
+        if self._http is None or self._serving is None:
+            return
+        self._http.should_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL by which this machine reaches a server that listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn as a guest in a loop that is not its own: it leaves signals alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ServerError(
+            f"The Lightning Server cannot listen on {host}:{port} ({error.strerror}). "
+            + (
+                "Another program, perhaps another run, has that port: use port 0 for a free one, or stop the other "
+                "program."
+                if error.errno == errno.EADDRINUSE
+                else "Use an address of this machine, 127.0.0.1 for instance."
+            )
+        ) from error
+    listener.setblocking(False)
+    return listener
