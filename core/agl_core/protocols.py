@@ -280,8 +280,8 @@ class DescribedEngine(Protocol):
 class PolicyEngine(Engine, Protocol):
     """An engine that serves and merges versions that were saved, without a run: `agl policy`.
 
-    It declares `Capability.POLICIES`. Its context may name no policies; it serves those then that are published. Mistakes
-    are errors as for every engine: an adapter of other weights than those in `PolicySpec.model` is an EngineError.
+    It declares `Capability.POLICIES`. Its context may name no policies; then it serves those that are published.
+    Mistakes are errors as for every engine: an adapter of other weights than those of the spec is an EngineError.
     """
 
     async def publish(self, name: str, spec: PolicySpec) -> None:

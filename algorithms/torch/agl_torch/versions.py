@@ -24,7 +24,8 @@ _SHARES = 4
 class Versions:
     """Serves saved policies on `loop`, by the names in `served`; adapters of the same weights share them.
 
-    `threads` is how many CPU threads sampling from a large model uses. Used from one thread, which is not the one that samples: what is loaded keeps nothing from being answered.
+    `threads` is how many CPU threads sampling from a large model uses. Used from one thread, which is not the one that
+    samples: what is loaded keeps nothing from being answered.
     """
 
     def __init__(self, options: TorchOptions, loop: EngineLoop, served: dict[str, ModelServer], threads: int) -> None:

@@ -12,6 +12,7 @@ from agl_core.analysis.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.plugins import list_plugins
+from agl_core.cli.policy import policy
 from agl_core.cli.reward import reward
 from agl_core.cli.rollouts import rollouts
 from agl_core.cli.run import run
@@ -44,6 +45,7 @@ app.command("show")(show)
 app.command("view")(view)
 app.add_typer(reward, name="reward")
 app.add_typer(runs, name="runs")
+app.add_typer(policy, name="policy")
 app.command("plugins")(list_plugins)
 app.command("doctor")(doctor)
 

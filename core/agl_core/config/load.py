@@ -134,7 +134,9 @@ def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
 def load_for_policies(path: Path, overrides: Sequence[str] = ()) -> PolicyConfig:
     """Read a run's configuration as far as the policies that it trained need it; no plugin has to be installed."""
     config, folder, report = _validated(path, overrides)
-    plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
+    plugins = Plugins.load()
+    if config.engine.name not in plugins.components(Kind.ENGINE):
+        plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
     config, chosen = resolve(config, plugins, folder, report, ())
     return PolicyConfig(config, folder, plugins, chosen["engine"])
 

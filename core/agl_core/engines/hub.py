@@ -26,7 +26,7 @@ def check_models(models: Iterable[str]) -> None:
     """
     for model in dict.fromkeys(models):
         is_of_the_hub = HUB_NAME.fullmatch(model) and not Path(model).exists()
-        reason = _why_out_of_reach(model) if is_of_the_hub and not _is_downloaded(model) else None
+        reason = _why_out_of_reach(model) if is_of_the_hub and downloaded(model) is None else None
         if reason is not None:
             raise EngineError(
                 f"There is no folder '{model}', no model of that name in {_cache()}, and {reason}. Check the spelling "
@@ -46,9 +46,10 @@ def _why_out_of_reach(model: str) -> str | None:
     return None
 
 
-def _is_downloaded(model: str) -> bool:
-    """Whether any revision is there; the engine finds out whether it is complete."""
-    return any((_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+def downloaded(model: str) -> Path | None:
+    """The folder of a hub model's revision in the cache, if any is there; the engine finds out whether it is whole."""
+    found = (_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    return next((file.parent for file in found), None)
 
 
 def _cache() -> Path:

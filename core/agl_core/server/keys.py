@@ -119,7 +119,7 @@ class Keys:
                 keys = [self.operator, self.worker]
             case Right.LEASE:
                 keys = [] if attempt is None else [self.of_lease(attempt)]
-        if not any(_carries(request, key) for key in keys):
+        if not any(carries(request, key) for key in keys):
             raise _refusal(request, _HINTS[right])
 
     def holds(self, secret: str, attempt: AttemptKey) -> bool:
@@ -129,7 +129,7 @@ class Keys:
     def holder(self, request: Request, attempts: Iterable[AttemptKey]) -> AttemptKey:
         """The attempt whose agent's key the request carries; ApiError 401 if it is none of these."""
         for attempt in attempts:
-            if _carries(request, self.of_attempt(attempt)):
+            if carries(request, self.of_attempt(attempt)):
                 return attempt
         raise _refusal(request, _AGENT_HINT)
 
@@ -145,7 +145,8 @@ def _sent(request: Request) -> list[str]:
     return [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
 
 
-def _carries(request: Request, key: str) -> bool:
+def carries(request: Request, key: str) -> bool:
+    """Whether a request has this key."""
     return any(_same(each, key) for each in _sent(request))
 
 

@@ -71,8 +71,8 @@ class RunState:
 class Checkpoints:
     """The checkpoints of one run, in `folder/step-N`, and beside the folder links to the latest weights.
 
-    The last `keep` are kept, the best one if `keep_best`, and those marked as stable. The link is `model`, or `model-POLICY` for each of
-    several policies; transformers loads it. It is relative, so a run can be moved.
+    The last `keep` are kept, the best one if `keep_best`, and those marked as stable. The link is `model`, or
+    `model-POLICY` for each of several policies; transformers loads it. It is relative, so a run can be moved.
     """
 
     def __init__(self, folder: Path, keep: int, *, keep_best: bool = True) -> None:

@@ -22,8 +22,8 @@ _SAMPLED = 1024
 def fingerprint(model: Any) -> str:
     """A digest of a model's weights, without those of an adapter: the shapes, and values from all over each tensor.
 
-    It looks at so few of them that a large model takes no time. They are rounded to bfloat16, so that the dtype in which
-    the same weights are loaded makes no difference.
+    It looks at so few of them that a large model takes no time. They are rounded to bfloat16, so that it makes no
+    difference in which dtype the same weights are loaded.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(_of_base(model)):

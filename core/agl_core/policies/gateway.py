@@ -1,0 +1,190 @@
+"""Answers model calls by served policies, in every dialect; nothing is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.datastructures import URL
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from agl_core.errors import ServerError
+from agl_core.policies.shelf import Shelf
+from agl_core.protocols import Upstream
+from agl_core.server.dialects.dialect import Dialect, ModelRequest
+from agl_core.server.dialects.replies import ReplyMemory
+from agl_core.server.dialects.routes import DIALECTS
+from agl_core.server.errors import ApiError
+from agl_core.server.gateway.reply import Reply, read_reply
+from agl_core.server.gateway.routes import ModelCalls
+from agl_core.server.gateway.sampling import forwarded
+from agl_core.server.gateway.upstream import UpstreamClient
+from agl_core.server.http.listening import Listening
+from agl_core.server.http.protocol import Refusals
+from agl_core.server.keys import carries, is_loopback
+from agl_core.wire.headers import HEADER_ANSWERED
+from agl_core.wire.keys import problem_of_key
+
+logger = logging.getLogger(__name__)
+
+POLICY_KEY = "AGL_POLICY_KEY"
+"""The environment variable with the key that clients of served policies need."""
+_LONGEST = 600.0
+"""Seconds that a call may take."""
+
+
+class PolicyServer:
+    """Serves the policies of a shelf over HTTP, on the event loop that starts it.
+
+    Without `key`, whoever reaches the port is answered. So it then listens on this machine alone, and refuses requests
+    that come by another name, as those of a web page may. ServerError if others can reach `host`, or the port is taken.
+    """
+
+    def __init__(self, shelf: Shelf, upstream: Upstream, *, host: str, port: int, key: str | None) -> None:
+        check_key(host, key)
+        self._shelf, self._key = shelf, key
+        self._upstream = replace(upstream, returns_ids=False)
+        self._client = UpstreamClient(upstream, _LONGEST)
+        self._memory = ReplyMemory()
+        self._started = int(time.time())
+        self._listening = Listening(host, port)
+
+    @property
+    def base_url(self) -> str:
+        """Where it listens, without a path."""
+        return self._listening.base_url
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._listening.start(ModelCalls(self._app(), self, DIALECTS), Refusals())
+
+    async def stop(self) -> None:
+        """Finish the calls in flight, which get a few seconds, and close the port."""
+        await self._listening.stop()
+        await self._client.__aexit__(None, None, None)
+
+    async def answer(self, request: Request, dialect: Dialect) -> Response:
+        """One model call."""
+        try:
+            self._check(request)
+            asked = dialect.parse(await request.body(), self._memory)
+            served = self._shelf.served(asked.model)
+            with served.answering():
+                reply = await _unless_gone(request, self._reply(dialect, asked, served.model, served.max_tokens))
+            if reply is None:
+                return Response(status_code=499)
+            self._memory.add(reply, asked.conversation)
+            response = dialect.render(asked, reply)
+            response.headers[HEADER_ANSWERED] = str(served.version)
+            return response
+        except ApiError as refused:
+            error = refused
+        except Exception:
+            logger.exception("A call failed in %s %r", request.method, request.url.path)
+            error = ApiError(500, "agl failed; its log says why.", type="server_error", code="gateway_failed")
+        response = dialect.refuse(error)
+        response.headers.update(error.headers)
+        return response
+
+    async def _reply(self, dialect: Dialect, asked: ModelRequest, model: str, max_tokens: int) -> Reply:
+        limit = max_tokens if asked.requested.max_tokens is None else asked.requested.max_tokens
+        upstream = replace(self._upstream, models={model: model})
+        body = forwarded(upstream, asked.chat, replace(asked.requested, max_tokens=limit), model, trains=False)
+        if asked.logprobs:
+            body["logprobs"] = True
+        payload, headers = await self._client.complete(body, None)
+        return read_reply(payload, headers, f"{dialect.id_prefix}{uuid.uuid4().hex}", logprobs=asked.logprobs)
+
+    def _check(self, request: Request) -> None:
+        """ApiError 401 without the key; without a key at all, 403 for requests by another name than this machine's."""
+        if self._key is not None:
+            if not carries(request, self._key):
+                raise ApiError(
+                    401,
+                    f"The API key (Authorization: Bearer …, or x-api-key) is missing or wrong. It is the value of "
+                    f"{POLICY_KEY} where `agl policy serve` was started.",
+                    code="invalid_api_key",
+                )
+            return
+        names = [f"http://{request.headers.get('host', '')}", request.headers.get("origin", "http://localhost")]
+        if not all(is_loopback(URL(name).hostname or "") for name in names):
+            raise ApiError(
+                403,
+                f"Without a key, served policies answer only to this machine's own names, such as 127.0.0.1. Start "
+                f"`agl policy serve` with {POLICY_KEY} set, and send its value.",
+                code="foreign_name",
+            )
+
+    def _app(self) -> ASGIApp:
+        async def models(request: Request) -> Response:
+            try:
+                self._check(request)
+            except ApiError as error:
+                return DIALECTS["/v1/chat/completions"].refuse(error)
+            listed: list[dict[str, Any]] = [
+                {
+                    "id": name,
+                    "object": "model",
+                    "created": self._started,
+                    "owned_by": "agl",
+                    "root": str(served.version),
+                }
+                for name, served in self._shelf.names.items()
+            ]
+            return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
+
+        async def unknown(request: Request, error: Exception) -> Response:
+            path = request.url.path
+            status = 405 if path in DIALECTS else error.status_code if isinstance(error, HTTPException) else 404
+            ours = next((each for route, each in DIALECTS.items() if route in path), DIALECTS["/v1/chat/completions"])
+            return ours.refuse(
+                ApiError(
+                    status,
+                    f"Served policies have no {request.method} {path}. There are POST {', '.join(DIALECTS)}, and GET "
+                    "/v1/models. Does the base URL end in /v1, as OpenAI's clients want it, or without it, as "
+                    "Anthropic's does?",
+                    code="unknown_route",
+                )
+            )
+
+        return Starlette(
+            routes=[Route("/v1/models", models, methods=["GET"])], exception_handlers={404: unknown, 405: unknown}
+        )
+
+
+def check_key(host: str, key: str | None) -> None:
+    """ServerError if the key is invalid, or there is none and others can reach `host`."""
+    if key is not None and (problem := problem_of_key(POLICY_KEY, key)):
+        raise ServerError(problem)
+    if key is None and not is_loopback(host):
+        raise ServerError(
+            f"Policies are not served on {host}, where other machines can reach them, without a key. Set {POLICY_KEY} "
+            f"here (`openssl rand -hex 24` makes one), which clients send as their API key, or use host 127.0.0.1."
+        )
+
+
+async def _unless_gone(request: Request, work: Any) -> Reply | None:
+    """The reply; None, and the work is given up, if the client hangs up before."""
+    replying = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_hang_up(request))
+    try:
+        await asyncio.wait({replying, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return replying.result() if replying.done() else None
+    finally:
+        replying.cancel()
+        watching.cancel()
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
