@@ -41,8 +41,8 @@ def export(version: Version, folder: Path, overrides: Sequence[str] = ()) -> Non
             described = orjson.loads((part / _ADAPTER).read_bytes())
             described["base_model_name_or_path"] = source.loaded.weights(version.policy)
             (part / _ADAPTER).write_bytes(orjson.dumps(described, option=orjson.OPT_INDENT_2))
-        kind = "adapter" if version.is_adapter else "full"
-        (part / "README.md").write_text(model_card(version, source.loaded, kind), encoding="utf-8")
+        card = model_card(version, source.loaded, "adapter" if version.is_adapter else "full")
+        (part / "README.md").write_text(card, encoding="utf-8")
 
 
 def merge(version: Version, folder: Path, overrides: Sequence[str] = (), engine: str | None = None) -> None:

@@ -46,18 +46,17 @@ _LONGEST = 600.0
 class PolicyServer:
     """Serves the policies of a shelf over HTTP, on the event loop that starts it.
 
-    Without `key`, whoever reaches the port is answered. So it then listens on this machine alone, and refuses requests
-    that come by another name, as those of a web page may. ServerError if others can reach `host`, or the port is taken.
+    Without `key`, whoever reaches the port is answered. So it must then be of this machine alone (`check_key`), and
+    requests that come by another name are refused, as those of a web page may.
     """
 
-    def __init__(self, shelf: Shelf, upstream: Upstream, *, host: str, port: int, key: str | None) -> None:
-        check_key(host, key)
+    def __init__(self, shelf: Shelf, upstream: Upstream, listening: Listening, key: str | None) -> None:
         self._shelf, self._key = shelf, key
         self._upstream = replace(upstream, returns_ids=False)
         self._client = UpstreamClient(upstream, _LONGEST)
         self._memory = ReplyMemory()
         self._started = int(time.time())
-        self._listening = Listening(host, port)
+        self._listening = listening
 
     @property
     def base_url(self) -> str:

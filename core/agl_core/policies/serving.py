@@ -11,6 +11,7 @@ from pathlib import Path
 from agl_core.policies.engines import Source
 from agl_core.policies.gateway import PolicyServer, check_key
 from agl_core.policies.shelf import Shelf, wanted_of
+from agl_core.server.http.listening import Listening
 
 INTERVAL = 1.0
 """Seconds between two looks at what names mean now."""
@@ -53,13 +54,15 @@ async def serving(
         if each.required:
             each.reference.resolve()  # A mistake is found before an engine is started.
     async with AsyncExitStack() as stack:
+        listening = Listening(host, port)  # Before the engine is started, which takes long.
+        stack.callback(listening.close)
         log = stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-policy-serve-"))
         built = next(iter(sources.values())).engine(Path(log), engine)
         stack.push_async_callback(built.stop)
         upstream = await built.start()
         shelf = Shelf(built, wanted, sources, say)
         await shelf.refresh()
-        server = PolicyServer(shelf, upstream, host=host, port=port, key=key)
+        server = PolicyServer(shelf, upstream, listening, key)
         await server.start()
         stack.push_async_callback(server.stop)
         yield Serving(server, shelf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,32 @@ from agl_core.training.report import Observer
 from agl_core.types import Episode, Mode
 
 
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """The rewards of one held-out task in one mode, one for each of its rollouts."""
+
+    set: str
+    mode: str
+    task: str
+    rewards: tuple[float, ...]
+
+    def solved(self, success: float) -> float:
+        """The share of the rollouts whose reward is at least `success`."""
+        return sum(reward >= success for reward in self.rewards) / len(self.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation found."""
+
+    entries: list[dict[str, Any]]
+    """For the run's record, one for each set and mode."""
+    metrics: dict[str, float]
+    calls: int
+    """LLM calls made."""
+    scores: list[TaskScore]
+
+
 @dataclass(frozen=True)
 class Evaluator:
     """Evaluates the policies being served on held-out sets of tasks."""
@@ -30,8 +56,8 @@ class Evaluator:
     observer: Observer
     store: Store
 
-    async def evaluate(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float], int]:
-        """Every set in every mode: the entries for the run's record, the metrics, and the LLM calls made.
+    async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
+        """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
         The first evaluation reports if some rollouts failed, later ones only if all did.
         """
@@ -39,10 +65,12 @@ class Evaluator:
         metrics: dict[str, float] = {}
         position = 0
         episodes: list[Episode] = []
+        scores: list[TaskScore] = []
         for name, source in self.sets.items():
             for mode in self.settings.modes:
                 started = time.monotonic()
                 count = min(self.settings.tasks, source.size or self.settings.tasks)
+                tries = 1 if mode is Mode.EVAL_GREEDY else repeat
                 groups = plan_groups(
                     source,
                     range(count),
@@ -52,6 +80,7 @@ class Evaluator:
                     mode=mode,
                     split=name,
                     position=position,
+                    repeat=tries,
                 )
                 position += count
                 with self.observer.phase(f"evaluation {name} {short(mode)}", step) as phase:
@@ -59,19 +88,30 @@ class Evaluator:
                 found = episode_metrics(collected.episodes)
                 metrics |= {f"{name}/{short(mode)}/{key}": value for key, value in found.items()}
                 episodes += collected.episodes
+                scores += _scores(name, short(mode), collected.episodes, tries)
                 entries.append(
                     {
                         "step": step,
                         "set": name,
                         "mode": short(mode),
                         "reward": found["reward/mean"],
-                        "rollouts": count,
+                        "rollouts": count * tries,
                         "seconds": time.monotonic() - started,
                     }
                 )
         if (step == 0 or common_failure(episodes)) and (failure := await describe_failures(self.store, episodes)):
             self.observer.say(f"step {step}, evaluation: {failure}")
-        return entries, metrics, sum(len({t.key.call for t in e.transitions}) for e in episodes)
+        calls = sum(len({t.key.call for t in e.transitions}) for e in episodes)
+        return Evaluated(entries, metrics, calls, scores)
+
+
+def _scores(held_out: str, mode: str, episodes: Sequence[Episode], tries: int) -> list[TaskScore]:
+    """The scores of episodes in the order of their tasks; without a terminal reward it is 0, as in the metrics."""
+    tasks = [episodes[first : first + tries] for first in range(0, len(episodes), tries)]
+    return [
+        TaskScore(held_out, mode, of_task[0].task.id, tuple(each.terminal or 0.0 for each in of_task))
+        for of_task in tasks
+    ]
 
 
 def short(mode: Mode) -> str:

@@ -242,13 +242,13 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         step = self.state.step
-        entries, metrics, calls = await self.session.evaluator.evaluate(step)
-        self.state.evaluations += entries
-        self.state.llm_calls += calls
+        evaluated = await self.session.evaluator.evaluate(step)
+        self.state.evaluations += evaluated.entries
+        self.state.llm_calls += evaluated.calls
         self._count_memory(await self.session.engine.stats())
-        if entries:
-            self.log.write(step, "eval", metrics)
-            self.observer.say(evaluation_line(step, self.loaded.config.train.steps, entries))
+        if evaluated.entries:
+            self.log.write(step, "eval", evaluated.metrics)
+            self.observer.say(evaluation_line(step, self.loaded.config.train.steps, evaluated.entries))
 
     async def checkpoint(self) -> Path:
         """Save everything that resuming needs."""

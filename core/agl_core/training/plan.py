@@ -45,12 +45,19 @@ def plan_groups(
     mode: Mode,
     split: str,
     position: int,
+    repeat: int = 1,
 ) -> list[list[Rollout]]:
-    """Evaluation's rollouts, one for each task: groups of one, the first of them at `position` of the evaluation."""
+    """Evaluation's rollouts, `repeat` for each task, the first task at `position` of the evaluation.
+
+    Each is scored by itself, as a group of one; those of a task differ in their sampling seeds.
+    """
     name = f"s{step}-{split}{_SHORT[mode]}"
     return [
-        _group(Rollout("", run, restart, f"{name}-g{n}", source.task(index), mode, step, 0, position=position + n), 1)
+        [rollout]
         for n, index in enumerate(indices)
+        for rollout in _group(
+            Rollout("", run, restart, f"{name}-g{n}", source.task(index), mode, step, 0, position=position + n), repeat
+        )
     ]
 
 

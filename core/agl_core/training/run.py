@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from agl_core import private
 from agl_core.client import BlockingClient, RemoteServer, ServerAddress
@@ -21,6 +20,7 @@ from agl_core.protocols import Tracker
 from agl_core.store.interface import Store
 from agl_core.training.cautions import Assertions
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, changes, check_changes, read_state
+from agl_core.training.evaluate import Evaluated
 from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, MetricsLog, has_trained
 from agl_core.training.report import Observer, Summary
@@ -183,9 +183,10 @@ async def evaluate(
     checkpoint: Path | None,
     observer: Observer,
     *,
+    repeat: int = 1,
     remote: ServerAddress | None = None,
-) -> list[Any]:
-    """Evaluate a checkpoint (None: the initial weights) on every held-out set; one entry per set and mode.
+) -> Evaluated:
+    """Evaluate a checkpoint (None: the initial weights) on every held-out set, sampled tasks `repeat` times.
 
     The numbers are also a line of the run's metrics.jsonl. The records of later steps stay as they are: an evaluation
     does not resume the run. The folder of a new run is removed if it cannot be started.
@@ -197,9 +198,9 @@ async def evaluate(
             open_session(loaded, run_dir, server, observer, weights=checkpoint) as session,
         ):
             begun()
-            entries, metrics, _ = await session.evaluator.evaluate(step)
-            MetricsLog(run_dir / METRICS_FILE, {}, session.restart).write(step, "eval", metrics)
-            return entries
+            evaluated = await session.evaluator.evaluate(step, repeat)
+            MetricsLog(run_dir / METRICS_FILE, {}, session.restart).write(step, "eval", evaluated.metrics)
+            return evaluated
 
 
 def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:
