@@ -1,0 +1,84 @@
+"""pass@k, pass^k and comparisons: against enumeration and the formulas that define them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from agl_core.analysis.repeated import compare, pass_all, pass_at, passes, sign_test, wilson
+from agl_core.training.evaluate import TaskScore
+
+
+@pytest.mark.parametrize(("tries", "k"), [(5, 1), (5, 3), (6, 6)])
+def test_the_estimates_are_the_means_over_all_choices_of_k_tries(tries: int, k: int) -> None:
+    for solved in range(tries + 1):
+        outcomes = [True] * solved + [False] * (tries - solved)
+        chosen = list(itertools.combinations(outcomes, k))
+        assert pass_at(k, tries, solved) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+        assert pass_all(k, tries, solved) == pytest.approx(sum(map(all, chosen)) / len(chosen))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.93])
+def test_the_estimates_are_unbiased(rate: float) -> None:
+    tries, k = 7, 3
+    chances = [math.comb(tries, c) * rate**c * (1 - rate) ** (tries - c) for c in range(tries + 1)]
+    at = sum(chance * pass_at(k, tries, c) for c, chance in enumerate(chances))
+    every = sum(chance * pass_all(k, tries, c) for c, chance in enumerate(chances))
+
+    assert at == pytest.approx(1 - (1 - rate) ** k)
+    assert every == pytest.approx(rate**k)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 5), (0.2, 10), (0.5, 40), (1.0, 200)])
+def test_the_interval_ends_where_the_score_test_does(share: float, count: int) -> None:
+    low, high = wilson(share, count)
+    for end in {low, high} - {0.0, 1.0}:
+        assert abs(share - end) == pytest.approx(1.959963984540054 * math.sqrt(end * (1 - end) / count))
+    assert 0 <= low <= share <= high <= 1
+    assert high - low > 0, "also where all tasks went one way"
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (3, 9), (12, 2)])
+def test_the_sign_test_counts_the_outcomes_as_extreme(gained: int, lost: int) -> None:
+    both, extreme = gained + lost, min(gained, lost)
+    outcomes = [sum(signs) for signs in itertools.product((0, 1), repeat=both)]
+    as_extreme = sum(min(ups, both - ups) <= extreme for ups in outcomes)
+
+    assert sign_test(gained, lost) == pytest.approx(as_extreme / len(outcomes))
+
+
+def scores(mode: str, *tasks: tuple[str, Sequence[float]]) -> list[TaskScore]:
+    return [TaskScore("eval", mode, task, tuple(rewards)) for task, rewards in tasks]
+
+
+def test_passes_are_of_repeated_tasks_alone() -> None:
+    found = passes(
+        scores("sampled", ("a", [1, 1, 0.5, 0]), ("b", [0, 0, 0, 1])) + scores("greedy", ("a", [1.0])), success=1.0
+    )
+
+    assert [(each.mode, each.k, each.tasks, each.repeats) for each in found] == [
+        ("sampled", k, 2, 4) for k in (1, 2, 4)
+    ]
+    assert [each.pass_at.value for each in found] == pytest.approx([3 / 8, (5 / 6 + 1 / 2) / 2, 1])
+    assert [each.pass_all.value for each in found] == pytest.approx([3 / 8, (1 / 6) / 2, 0])
+    half = passes(scores("sampled", ("a", [1, 1, 0.5, 0])), success=0.5)
+    assert half[0].pass_at.value == 0.75
+
+
+def test_two_policies_are_compared_on_the_tasks_that_both_have() -> None:
+    before = scores("greedy", *((name, [float(name in "ab")]) for name in "abcdef"))
+    now = scores("greedy", *((name, [float(name in "bcde")]) for name in "abcdeg"))
+    (found,) = compare(now, before, success=1.0)
+
+    assert found.tasks == 5
+    assert [each.task for each in found.gained] == ["c", "d", "e"]
+    assert [(each.task, each.before, each.now) for each in found.lost] == [("a", 1.0, 0.0)]
+    assert found.difference.value == pytest.approx(0.4)
+    assert found.difference.low <= 0.4 <= found.difference.high
+    assert found.p == sign_test(3, 1)
+    assert compare(now, scores("sampled", ("a", [1.0])), success=1.0) == []
+    (same,) = compare(now, now, success=1.0)
+    assert (same.difference.low, same.difference.high, same.gained, same.lost, same.p) == (0, 0, [], [], 1)
