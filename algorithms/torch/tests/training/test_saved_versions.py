@@ -201,4 +201,6 @@ async def test_a_merged_model_says_what_its_adapter_does(
     torch.testing.assert_close(logprobs(merged), logprobs(load_model(spec, CPU, 0).model), atol=1e-5, rtol=0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "merged")
     assert tokenizer.chat_template == PreTrainedTokenizerFast.from_pretrained(checkpoint).chat_template
-    assert await running.ask("before") == before, "what is served is not touched"
+    after = await running.ask("before")
+    assert after[:2] == before[:2]
+    assert after[2] == pytest.approx(before[2], abs=1e-4), "what is served is not touched"
