@@ -21,7 +21,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode
 
 LORA = ("policies.default.model.lora.rank=4", "policies.default.optimizer.learning_rate=1e-2")
-SMALL = ("train.steps=2", "eval.every=1", "eval.tasks=3", "train.keep_checkpoints=9")
+SMALL = ("train.steps=2", "train.groups_per_step=4", "train.group_size=16", "eval.every=1", "eval.tasks=3")
 
 
 def recorded(run: Path, step: int) -> list[Call]:
@@ -54,7 +54,7 @@ def difference(model: Any, calls: list[Call]) -> float:
 
 @pytest.mark.storm
 def test_from_a_run_to_a_served_policy(agl: Any) -> None:
-    agl.run(*agl.calc("name=tuned", *SMALL, *LORA))
+    agl.run(*agl.calc("name=tuned", "train.keep_checkpoints=9", *SMALL, *LORA))
     runs = agl.folder / "runs"
     listed = json.loads(agl.run("policy", "list", "--json"))
     assert [(each["name"], each["kind"]) for each in listed] == [("tuned@1", "adapter"), ("tuned@2", "adapter")]

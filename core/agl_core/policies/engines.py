@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,14 @@ from agl_core.plugins import Kind
 from agl_core.policies.naming import Version
 from agl_core.protocols import EngineContext, PolicyEngine, PolicySpec
 from agl_core.registering import Capability
+
+
+@contextmanager
+def log_folder() -> Iterator[Path]:
+    """A folder for an engine's log, removed at the end; after an error it stays, for the error may name the log."""
+    folder = Path(tempfile.mkdtemp(prefix="agl-policy-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import orjson
 
 from agl_core.errors import CheckpointError, ConfigError
 from agl_core.policies.card import model_card
-from agl_core.policies.engines import Source
+from agl_core.policies.engines import Source, log_folder
 from agl_core.policies.naming import Version
 from agl_core.protocols import PolicySpec
 from agl_core.training.checkpoints import verify
@@ -66,8 +65,8 @@ def merge(version: Version, folder: Path, overrides: Sequence[str] = (), engine:
 
 
 async def _merged(source: Source, spec: PolicySpec, folder: Path, name: str | None) -> None:
-    with tempfile.TemporaryDirectory(prefix="agl-merge-") as log:
-        engine = source.engine(Path(log), name)
+    with log_folder() as log:
+        engine = source.engine(log, name)
         try:
             await engine.start()
             await engine.merge(spec, folder)

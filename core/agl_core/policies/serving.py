@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
-from agl_core.policies.engines import Source
+from agl_core.policies.engines import Source, log_folder
 from agl_core.policies.gateway import PolicyServer, check_key
 from agl_core.policies.shelf import Shelf, wanted_of
 from agl_core.server.http.listening import Listening
@@ -56,8 +54,8 @@ async def serving(
     async with AsyncExitStack() as stack:
         listening = Listening(host, port)  # Before the engine is started, which takes long.
         stack.callback(listening.close)
-        log = stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-policy-serve-"))
-        built = next(iter(sources.values())).engine(Path(log), engine)
+        log = stack.enter_context(log_folder())
+        built = next(iter(sources.values())).engine(log, engine)
         stack.push_async_callback(built.stop)
         upstream = await built.start()
         shelf = Shelf(built, wanted, sources, say)
