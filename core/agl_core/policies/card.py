@@ -11,7 +11,7 @@ from typing import Any, Literal
 from agl_core.analysis.metrics import read_metrics
 from agl_core.analysis.words import one_line
 from agl_core.config.load import PolicyConfig
-from agl_core.config.models import HUB_NAME
+from agl_core.config.sections import HUB_NAME
 from agl_core.engines.hub import downloaded
 from agl_core.errors import ConfigError
 from agl_core.policies.details import evaluations_of
