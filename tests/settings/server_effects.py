@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from agl_core.cli.shared.screen import Screen
+from agl_core.cli.shared.viewing import shown
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
 from agl_core.training.report import Silent
@@ -75,12 +77,22 @@ async def terms(server: LightningServer, url: str) -> tuple[float, float]:
     return lease.heartbeat, lease.expires
 
 
+async def shows_pages_there(bench: Bench, given: Given) -> bool:
+    loaded = bench.load(given)
+    screen = Screen()
+    with screen.capture() as printed:
+        async with shown(new_run_dir(loaded), loaded.config.server, None, screen):
+            pass
+    return urlsplit(printed.get().split()[-1]).port == PORT
+
+
 APART: Given = {"workers.embedded": False}
 
 EFFECTS: Mapping[str, Effect] = {
     "server.host": Effect(serving(host), {"server.host": "127.0.0.2"}, APART),
     "server.port": Effect(serving(has_the_port), {"server.port": PORT}, APART),
     "server.otlp_port": Effect(serving(takes_spans_over_grpc), {"server.otlp_port": 0}, APART),
+    "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
     "server.heartbeat": Effect(serving(terms), {"server.heartbeat": 2.0}, APART),
     "server.lease": Effect(serving(terms), {"server.lease": 60.0}, APART),
 }

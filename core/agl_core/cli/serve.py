@@ -66,6 +66,7 @@ async def _serve(
     loaded: ServerConfig, run_dir: Path, trained: str, worked: str, console: Screen, begun: Callable[[], None]
 ) -> None:
     """`trained` and `worked` are the arguments of trainer and workers, without the address."""
+    from agl_core.cli.shared.viewing import shown
     from agl_core.training.serving import standalone_server
 
     async with standalone_server(loaded, run_dir) as server:
@@ -78,7 +79,8 @@ async def _serve(
             console.print("from other machines, use an address of this one in its place")
         console.print(f"train:  agl train {trained} --server {server.base_url}")
         console.print(f"work:   agl worker {worked} --server {server.base_url}")
-        await until_signalled()
+        async with shown(run_dir, loaded.config.server, server.keys.operator, console):
+            await until_signalled()
         console.print("stopping; trainer and workers wait for the next server")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,7 +46,8 @@ def train(
 ) -> None:
     """Train the agent that CONFIG names, and print the reward before and after.
 
-    Everything runs on this machine: the engine in a process of its own, server and workers in this one. Ctrl-C stops
+    Everything runs on this machine: the engine in a process of its own, server and workers in this one. The address
+    that is printed at the start shows the run in a browser. Ctrl-C stops
     the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The run's folder holds the store,
     metrics.jsonl, checkpoints and summary.json.
 
@@ -57,10 +59,12 @@ def train(
     set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
     """
     from agl_core.cli.shared.screen import ConsoleObserver, Screen
+    from agl_core.cli.shared.viewing import shown
     from agl_core.config import CONFIG_FILE, check, load
     from agl_core.server.http.event_loop import run
     from agl_core.training.run import run_dir_of
     from agl_core.training.run import train as run_training
+    from agl_core.wire.keys import OPERATOR_KEY
 
     checkpoint = None
     if config is not None and resume is None:
@@ -81,9 +85,15 @@ def train(
     console = Screen()
     console.print(f"run folder: {run_dir}")
     observer = ConsoleObserver(console, loaded.config.train.steps)
-    summary = run(
-        run_training(loaded, run_dir, observer, resume=resume is not None, checkpoint=checkpoint, remote=remote)
-    )
+    operator_key = None if remote else os.environ.get(OPERATOR_KEY)
+
+    async def trained() -> Summary:
+        async with shown(run_dir, loaded.config.server, operator_key, console):
+            return await run_training(
+                loaded, run_dir, observer, resume=resume is not None, checkpoint=checkpoint, remote=remote
+            )
+
+    summary = run(trained())
     summary.write()
     print_summary(console, summary)
     if summary.stopped_by is not None:

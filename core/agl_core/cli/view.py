@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from agl_core.errors import ConfigError
 
 Runs = Annotated[
     list[Path] | None,
@@ -28,30 +25,19 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
     address, since what agents start runs here too. From another machine, forward the port: ssh -L PORT:127.0.0.1:PORT.
     Ctrl-C ends it.
     """
-    import uvicorn
-
     from agl_core.analysis.runs import RUNS, find_run
     from agl_core.cli.shared.screen import Screen
-    from agl_core.view.app import make_app
+    from agl_core.view.serving import address_of, answer, listen
 
     folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
     token = secrets.token_urlsafe(24)
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(f"Port {port} is taken or not allowed ({error.strerror}). Leave --port out.") from error
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}"
-        listening.listen()
+    with listen("127.0.0.1", port) as listener:
+        address = address_of(listener, "/", token)
         Screen().print(f"view:  {address}")
         Screen().print("The token in it is for you alone. Ctrl-C ends this.")
         if not no_browser:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # Some wait for their end.
-        config = uvicorn.Config(
-            make_app(folders, token), access_log=False, log_level="warning", timeout_graceful_shutdown=2, lifespan="off"
-        )
-        uvicorn.Server(config).run(sockets=[listening])
+        answer(listener, folders, token)
 
 
 def _has_runs(folder: Path) -> bool:

@@ -204,6 +204,13 @@ class ServerSection(Section):
     otlp_port: int | None = Field(
         None, ge=0, le=65535, description="A port for OpenTelemetry spans over gRPC; absent: over HTTP only."
     )
+    view_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="The port of the pages in the browser; 0 takes a free one. They are for this machine alone, unless "
+        "`host` can be reached from others and AGL_OPERATOR_KEY is set: it is their password.",
+    )
     heartbeat: float = Field(5.0, gt=0, description="Seconds between the heartbeats of a worker.")
     lease: float = Field(
         20.0, gt=0, description="Seconds without a heartbeat after which a worker's attempts are lost and tried again."

@@ -6,6 +6,7 @@ import fcntl
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -16,6 +17,8 @@ _LOCKED_BYTE = 1 << 62
 """Far behind the bytes that SQLite locks, and behind the end of any file."""
 _FLOCK = struct.Struct("hhqqi")
 """Linux's `struct flock`: type, whence, start, length, process."""
+_FLOCK_OF_MACOS = struct.Struct("qqihh")
+"""The same of macOS: start, length, process, type, whence."""
 _LOG_HEADER = 32
 _FRAME_HEADER = 24
 """Of a write-ahead log: it begins with a header, and each of its frames is a header and a page."""
@@ -64,15 +67,40 @@ class WriterLock:
 
 
 def is_written(store: Path) -> bool:
-    """Whether another process writes the store now."""
-    try:
-        handle = os.open(store, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    """Whether another process writes the store now. No lock is taken for the answer, so no writer is ever refused."""
+    if not log_of(store).exists():
         return False
     try:
-        return not _lock(handle)
-    finally:
-        os.close(handle)
+        handle = _asking_handle(store)
+    except OSError:
+        return False
+    asked = _asked_for(handle, fcntl.F_RDLCK)
+    return _is_blocked(handle) if asked is None else asked[0] != fcntl.F_UNLCK
+
+
+_asking: dict[tuple[int, int, int], int] = {}
+"""By process, device and inode: handles to ask with. They stay open, for closing one would end the locks by which
+SQLite holds the file for the readers of this process."""
+_asking_guard = threading.Lock()
+
+
+def _asking_handle(store: Path) -> int:
+    found = store.stat()
+    key = (os.getpid(), found.st_dev, found.st_ino)
+    with _asking_guard:
+        if key not in _asking:
+            _asking[key] = os.open(store, os.O_RDONLY | os.O_CLOEXEC)
+        return _asking[key]
+
+
+def _is_blocked(handle: int) -> bool:
+    """The same where the system is not asked in a known way: a shared lock, held for a moment, says it."""
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _LOCKED_BYTE)
+    except OSError:
+        return True
+    fcntl.lockf(handle, fcntl.LOCK_UN, 1, _LOCKED_BYTE)
+    return False
 
 
 def _lock(handle: int) -> bool:
@@ -85,11 +113,22 @@ def _lock(handle: int) -> bool:
 
 def _holder(handle: int) -> int | None:
     """The process that has the lock; None where the system does not give it, or the lock is free again."""
-    if sys.platform != "linux":
-        return None
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
-    kind, *_, process = _FLOCK.unpack_from(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+    kind, process = _asked_for(handle, fcntl.F_WRLCK) or (fcntl.F_UNLCK, 0)
     return None if kind == fcntl.F_UNLCK or process <= 0 else process
+
+
+def _asked_for(handle: int, kind: int) -> tuple[int, int] | None:
+    """The kind and the process of the lock that bars one of this kind; None if the system is not asked like that."""
+    match sys.platform:
+        case "linux":
+            asked = _FLOCK.pack(kind, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
+            found, *_, process = _FLOCK.unpack_from(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+        case "darwin":
+            asked = _FLOCK_OF_MACOS.pack(_LOCKED_BYTE, 1, 0, kind, os.SEEK_SET)
+            *_, process, found, _ = _FLOCK_OF_MACOS.unpack_from(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+        case _:
+            return None
+    return int(found), int(process)
 
 
 def _taken(store: Path, process: int | None) -> StoreError:

@@ -164,7 +164,7 @@ def _server(
         store,
         None,
         **dict(run_settings(loaded.config)),
-        **{**loaded.config.server.model_dump(), "port": port},
+        **{**loaded.config.server.model_dump(exclude={"view_port"}), "port": port},
         hook=loaded.plugins.hook,
         keys=keys,
         run=run,

@@ -20,8 +20,11 @@ from agl_core.view.run_page import run_page
 from agl_core.view.security import Guard
 
 
-def make_app(paths: Sequence[Path], token: str) -> Starlette:
-    """The pages about the runs at `paths`, each a run or a folder of runs, for browsers that have shown `token`."""
+def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None) -> Starlette:
+    """The pages about the runs at `paths`, each a run or a folder of runs, for browsers that have shown `token`.
+
+    Browsers on other machines need the operator's key; without one they see nothing.
+    """
     pages = Pages(RunFolders(paths))
 
     async def run(request: Request) -> Response:
@@ -46,7 +49,7 @@ def make_app(paths: Sequence[Path], token: str) -> Starlette:
             Route(f"{run_path}/call", pages.call),
             Mount("/static", StaticFiles(packages=[("agl_core.view", "static")])),
         ],
-        middleware=[Middleware(Guard, token=token)],
+        middleware=[Middleware(Guard, token=token, operator_key=operator_key)],
         exception_handlers={AglError: failed, HTTPException: failed},
     )
 

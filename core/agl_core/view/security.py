@@ -1,7 +1,8 @@
-"""Access to the pages: a browser on this machine needs the token of the printed address."""
+"""Access to the pages: a browser needs the token of the printed address, one on another machine the operator's key."""
 
 from __future__ import annotations
 
+import base64
 import hmac
 import secrets
 from typing import Any
@@ -11,6 +12,8 @@ from starlette.datastructures import URL
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agl_core.server.keys import is_loopback
 
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {
@@ -33,11 +36,12 @@ class Guard:
     runs on this machine, and must not read expected answers.
 
     The Host header must name this machine itself, so that no page elsewhere reads these ones under a name of its own
-    that leads here (DNS rebinding).
+    that leads here (DNS rebinding). With an operator's key it may be any: a page elsewhere has neither that nor the
+    cookie.
     """
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp, token: str, operator_key: str | None = None) -> None:
+        self._app, self._token, self._operator_key = app, token, operator_key
         self._cookie = f"agl-view-{secrets.token_hex(4)}"
         self._session = secrets.token_urlsafe(32)
 
@@ -58,22 +62,54 @@ class Guard:
         await (self._app if refusal is None else refusal)(scope, receive, guarded)
 
     def _refusal(self, request: Request) -> Response | None:
-        if URL(f"http://{request.headers.get('host', '')}").hostname not in _LOOPBACK:
+        host = URL(f"http://{request.headers.get('host', '')}").hostname
+        if self._operator_key is None and host not in _LOOPBACK:
             return PlainTextResponse("This server answers only to 127.0.0.1 and localhost.", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("These pages can only be read.", 405, {"Allow": "GET, HEAD"})
-        given = request.query_params.get("token")
-        if given is not None and _same(given, self._token):
-            others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
-            path = "/" + quote(str(request.scope["path"]).lstrip("/"))
-            response = RedirectResponse(path + (f"?{urlencode(others)}" if others else ""), 303)
-            response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path="/")
-            return response
-        if not _same(request.cookies.get(self._cookie, ""), self._session):
+        if _same(request.cookies.get(self._cookie, ""), self._session):
+            given = request.query_params.get("token")
+            return None if given is None else self._without_token(request)
+        if not _is_here(request):
+            key = self._operator_key
+            if key is not None and any(_same(each, key) for each in _passwords(request)):
+                return None
             return PlainTextResponse(
-                "Open the address that agl view printed: it ends in ?token=… The token changes with each start.", 401
+                "From another machine these pages need the operator's key as the password; the name does not matter.",
+                401,
+                {"WWW-Authenticate": 'Basic realm="agl", charset="UTF-8"'},
             )
-        return None
+        if not _same(request.query_params.get("token", ""), self._token):
+            return PlainTextResponse(
+                "Open the address that agl view printed (or agl train, or agl serve): it ends in ?token=… The token "
+                "changes with each start.",
+                401,
+            )
+        response = self._without_token(request)
+        response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path="/")
+        return response
+
+    def _without_token(self, request: Request) -> Response:
+        others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+        path = "/" + quote(str(request.scope["path"]).lstrip("/"))
+        return RedirectResponse(path + (f"?{urlencode(others)}" if others else ""), 303)
+
+
+def _is_here(request: Request) -> bool:
+    """Whether the browser runs on this machine."""
+    own, client = request.scope.get("server"), request.client
+    return client is None or is_loopback(client.host) or (own is not None and client.host == own[0])
+
+
+def _passwords(request: Request) -> list[str]:
+    """What the browser has asked its user for, or a program has sent as its bearer token."""
+    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return [sent.strip()]
+    try:
+        return [base64.b64decode(sent).decode().partition(":")[2]] if scheme.lower() == "basic" else []
+    except ValueError:
+        return []
 
 
 def _same(one: Any, other: str) -> bool:

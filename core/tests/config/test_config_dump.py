@@ -63,6 +63,7 @@ CHANGED: dict[str, Any] = {
     "server.host": "localhost",
     "server.port": 8123,
     "server.otlp_port": 4317,
+    "server.view_port": 8124,
     "server.heartbeat": 2.5,
     "server.lease": 30.0,
     "workers.concurrency": 3,

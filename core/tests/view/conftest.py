@@ -10,12 +10,12 @@ from starlette.testclient import TestClient
 
 from agl_core.view.app import make_app
 
-from .viewed_runs import TOKEN, Folder
+from .viewed_runs import HERE, TOKEN, Folder
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Folder]:
     (tmp_path / "runs").mkdir()
-    with TestClient(make_app([tmp_path / "runs"], TOKEN), "http://127.0.0.1:8000") as browser:
+    with TestClient(make_app([tmp_path / "runs"], TOKEN), "http://127.0.0.1:8000", client=HERE) as browser:
         assert browser.get(f"/?token={TOKEN}").status_code == 200
         yield Folder(tmp_path / "runs", browser)

@@ -14,7 +14,7 @@ import pytest
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Ending
 
-from .viewed_runs import HOSTILE, Folder, rollout
+from .viewed_runs import HERE, HOSTILE, Folder, rollout
 
 STEP = "/runs/calc/rollouts?step=1&mode=train"
 
@@ -208,7 +208,8 @@ def test_two_folders_of_one_name_are_two_runs(tmp_path: Path, runs: Folder) -> N
 
     one = runs.trained()
     (tmp_path / "other").mkdir()
-    other = Folder(tmp_path / "other", TestClient(make_app([one, tmp_path / "other"], "t"), "http://localhost"))
+    browser = TestClient(make_app([one, tmp_path / "other"], "t"), "http://localhost", client=HERE)
+    other = Folder(tmp_path / "other", browser)
     other.make()
     other.browser.get("/?token=t")
 

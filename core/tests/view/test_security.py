@@ -9,12 +9,12 @@ from starlette.testclient import TestClient
 
 from agl_core.view.app import make_app
 
-from .viewed_runs import TOKEN, Folder
+from .viewed_runs import HERE, TOKEN, Folder
 
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> TestClient:
-    return TestClient(make_app([tmp_path], TOKEN), "http://127.0.0.1:8000", follow_redirects=False)
+    return TestClient(make_app([tmp_path], TOKEN), "http://127.0.0.1:8000", follow_redirects=False, client=HERE)
 
 
 @pytest.mark.parametrize("address", ["/", "/runs/calc", "/static/style.css", "/changed", "/?token=wrong", "/?token=é"])
@@ -44,7 +44,7 @@ def test_the_redirect_stays_here(stranger: TestClient) -> None:
 
 def test_the_cookie_of_another_start_does_not_count(stranger: TestClient, tmp_path: Path) -> None:
     given = stranger.get(f"/?token={TOKEN}").headers["set-cookie"].partition(";")[0]
-    again = TestClient(make_app([tmp_path], TOKEN), "http://127.0.0.1:8000")
+    again = TestClient(make_app([tmp_path], TOKEN), "http://127.0.0.1:8000", client=HERE)
 
     assert again.get("/", headers={"cookie": given}).status_code == 401
 
@@ -78,3 +78,40 @@ def test_browsers_load_nothing_from_elsewhere(runs: Folder, address: str) -> Non
 @pytest.mark.parametrize("name", ["style.css", "view.js", "icon.svg"])
 def test_the_assets_come_with_the_package(runs: Folder, name: str) -> None:
     assert runs.browser.get(f"/static/{name}").status_code == 200
+
+
+ELSEWHERE = ("10.0.0.7", 50000)
+KEY = "the-operator's-key"
+
+
+def elsewhere(folder: Path, key: str | None) -> TestClient:
+    return TestClient(make_app([folder], TOKEN, key), "http://trainer.example:8000", client=ELSEWHERE)
+
+
+def test_another_machine_needs_the_operators_key(tmp_path: Path) -> None:
+    browser = elsewhere(tmp_path, KEY)
+
+    refused = browser.get(f"/?token={TOKEN}")
+
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"].startswith("Basic ")
+    assert "set-cookie" not in refused.headers
+    assert browser.get("/", auth=("me", "wrong")).status_code == 401
+    assert browser.get("/", headers={"authorization": "Basic é".encode()}).status_code == 401
+    assert browser.get("/", auth=("me", KEY)).status_code == 200
+    assert browser.get("/", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+def test_without_an_operators_key_no_other_machine_sees_anything(tmp_path: Path) -> None:
+    browser = elsewhere(tmp_path, None)
+
+    assert browser.get(f"/?token={TOKEN}", headers={"host": "127.0.0.1"}).status_code == 401
+    assert browser.get("/", auth=("me", "")).status_code == 421
+
+
+def test_the_token_counts_on_this_machine_beside_an_operators_key(tmp_path: Path) -> None:
+    browser = TestClient(make_app([tmp_path], TOKEN, KEY), "http://10.0.0.5:8000", client=("10.0.0.5", 1))
+
+    assert browser.get("/", auth=("me", KEY)).status_code == 401
+    assert browser.get(f"/?token={TOKEN}").status_code == 200
+    assert browser.get(f"/?token={TOKEN}", follow_redirects=False).headers["location"] == "/"

@@ -33,6 +33,8 @@ from agl_core.types import (
 )
 
 TOKEN = "the-token-of-the-test"
+HERE = ("127.0.0.1", 50000)
+"""A browser on this machine."""
 HOSTILE = "<script>alert(1)</script>\" onmouseover='x' \x1b[31m\u202etxt.exe {{ 7 * 7 }} \ud800"
 """Tries to be markup, an attribute, a terminal's command, writing from right to left, a template, and UTF-8."""
 

@@ -1,0 +1,127 @@
+"""Listening for browsers, and answering them: for `agl view`, and beside a run in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
+
+import orjson
+import uvicorn
+
+from agl_core.errors import ConfigError
+from agl_core.view.app import make_app
+from agl_core.view.templating import page_address
+
+_RESTART_SECONDS = 1.0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for browsers; port 0 takes a free one. ConfigError if that cannot be."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Port {port} of {host} is taken or not allowed for the pages of runs ({error.strerror}). Leave it out "
+            f"(--port, or server.view_port) to have a free one."
+        ) from error
+    return listener
+
+
+def answer(listener: socket.socket, folders: Sequence[Path], token: str, operator_key: str | None = None) -> None:
+    """Show the runs in these folders until a signal ends it."""
+    config = uvicorn.Config(
+        make_app(folders, token, operator_key),
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+        lifespan="off",
+        proxy_headers=False,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def address_of(listener: socket.socket, path: str, token: str) -> str:
+    """Where a browser on this machine opens a page."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}?token={token}"
+
+
+@asynccontextmanager
+async def shown_beside(run: Path, host: str, port: int, operator_key: str | None) -> AsyncIterator[str]:
+    """Show a run, and those in the same folder, while this process writes it; gives the address with its token.
+
+    A process of its own answers, so that reading never holds up the gateway; it starts with the first visitor, and ends
+    with this process, however that ends. The lock of the store's writer also needs this: a process loses it when it
+    opens the store's file a second time and closes it.
+    """
+    listener = listen(host, port)
+    token = secrets.token_urlsafe(24)
+    settings = {"folder": str(run.resolve().parent), "token": token, "operator_key": operator_key}
+    visited = asyncio.create_task(_answer_visitors(listener, settings))
+    try:
+        yield address_of(listener, page_address("runs", run.resolve().name), token)
+    finally:
+        visited.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await visited
+        listener.close()
+
+
+async def _answer_visitors(listener: socket.socket, settings: dict[str, str | None]) -> None:
+    """Start the process that answers once someone calls, and again should it fail."""
+    loop = asyncio.get_running_loop()
+    while True:
+        called = asyncio.Event()
+        loop.add_reader(listener, called.set)
+        try:
+            await called.wait()
+        finally:
+            loop.remove_reader(listener)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "agl_core.view", str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for the run, which then ends this process.
+        )
+        try:
+            assert process.stdin is not None
+            process.stdin.write(orjson.dumps(settings) + b"\n")
+            process.stdin.flush()
+            while process.poll() is None:
+                await asyncio.sleep(_RESTART_SECONDS)
+        except BrokenPipeError:
+            await asyncio.sleep(_RESTART_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answer_beside(descriptor: int, orders: IO[bytes]) -> None:
+    """What the process of `shown_beside` does: `orders` has a line of settings, and ends with the run's process."""
+    settings = orjson.loads(orders.readline())
+    with contextlib.suppress(OSError):
+        os.nice(5)  # Training goes first.
+
+    def until_the_end() -> None:
+        orders.read()
+        os._exit(0)
+
+    threading.Thread(target=until_the_end, daemon=True).start()
+    with socket.socket(fileno=descriptor) as listener:
+        answer(listener, [Path(settings["folder"])], settings["token"], settings["operator_key"])

@@ -1,0 +1,108 @@
+"""The pages of a run while this process, or `agl serve`, writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import tomli_w
+
+from agl_core.errors import ConfigError, StoreError
+from agl_core.store.files import is_written
+from agl_core.store.sqlite import SqliteStore
+from agl_core.view.serving import shown_beside
+
+from .viewed_runs import CONFIG, Folder, rollout
+
+PATIENCE = 30.0
+
+
+def opened(address: str) -> str:
+    with httpx.Client(follow_redirects=True, timeout=PATIENCE) as browser:
+        return browser.get(address).text
+
+
+async def test_a_run_is_shown_while_this_process_writes_it_and_its_lock_stays(runs: Folder) -> None:
+    folder = await asyncio.to_thread(runs.trained)
+
+    async with SqliteStore(folder / "store.sqlite") as store, shown_beside(folder, "127.0.0.1", 0, None) as address:
+        page = await asyncio.to_thread(opened, address)
+        await store.put(*rollout("s2-g0-m0", answer="9", reward=1.0, advantage=0.1))
+        later = await asyncio.to_thread(opened, address)
+        refused = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SECOND_WRITER, folder / "store.sqlite", stderr=subprocess.PIPE
+        )
+        _, said = await refused.communicate()
+
+    assert "running" in page
+    assert "reward 2: 1 rollouts" in later
+    assert StoreError.__name__.encode() in said
+    with pytest.raises(httpx.ConnectError):
+        await asyncio.to_thread(opened, address)
+
+
+SECOND_WRITER = """
+import asyncio, sys
+from pathlib import Path
+from agl_core.store.sqlite import SqliteStore
+asyncio.run(SqliteStore(Path(sys.argv[1])).open())
+"""
+
+
+async def test_no_process_is_started_before_someone_looks(runs: Folder) -> None:
+    folder = await asyncio.to_thread(runs.trained)
+    before = psutil.Process().children()
+
+    async with shown_beside(folder, "127.0.0.1", 0, None) as address:
+        asleep = psutil.Process().children()
+        await asyncio.to_thread(opened, address)
+        awake = psutil.Process().children()
+
+    assert asleep == before
+    assert len(awake) == len(before) + 1
+    assert psutil.Process().children() == before
+
+
+async def test_a_port_that_is_taken_is_named(runs: Folder) -> None:
+    folder = await asyncio.to_thread(runs.trained)
+
+    async with shown_beside(folder, "127.0.0.1", 0, None) as address:
+        port = httpx.URL(address).port
+        with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 is taken"):
+            async with shown_beside(folder, "127.0.0.1", port or 0, None):
+                pass
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_agl_serve_shows_its_run_and_the_pages_end_with_it(tmp_path: Path, end: signal.Signals) -> None:
+    (tmp_path / "serve.toml").write_text(tomli_w.dumps(CONFIG))
+    command = [Path(sys.executable).with_name("agl"), "serve", "serve.toml"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            line = next(line for line in server.stdout if line.startswith("view:"))
+            found = re.fullmatch(r"view:   (http://127\.0\.0\.1:\d+/runs/calc\?token=\S{30,})\n", line)
+            assert found is not None, line
+            assert "No step has ended yet" in opened(found[1])
+            assert is_written(tmp_path / "runs" / "calc" / "store.sqlite")
+        finally:
+            server.send_signal(end)
+            server.communicate()
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            opened(found[1])
+        except httpx.TransportError:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the pages are still there")
+    assert not is_written(tmp_path / "runs" / "calc" / "store.sqlite")
