@@ -63,18 +63,19 @@ def address_of(listener: socket.socket, path: str, token: str) -> str:
 
 @asynccontextmanager
 async def shown_beside(run: Path, host: str, port: int, operator_key: str | None) -> AsyncIterator[str]:
-    """Show a run, and those in the same folder, while this process writes it; gives the address with its token.
+    """Show `run`, and those in the same folder, while this process writes it; gives the address with its token.
 
     A process of its own answers, so that reading never holds up the gateway; it starts with the first visitor, and ends
     with this process, however that ends. The lock of the store's writer also needs this: a process loses it when it
     opens the store's file a second time and closes it.
     """
+    run = await asyncio.to_thread(run.resolve)
     listener = listen(host, port)
     token = secrets.token_urlsafe(24)
-    settings = {"folder": str(run.resolve().parent), "token": token, "operator_key": operator_key}
+    settings = {"folder": str(run.parent), "token": token, "operator_key": operator_key}
     visited = asyncio.create_task(_answer_visitors(listener, settings))
     try:
-        yield address_of(listener, page_address("runs", run.resolve().name), token)
+        yield address_of(listener, page_address("runs", run.name), token)
     finally:
         visited.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -92,8 +93,8 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
             await called.wait()
         finally:
             loop.remove_reader(listener)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "agl_core.view", str(listener.fileno())],
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agl_core.view", str(listener.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -102,14 +103,12 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
         try:
             assert process.stdin is not None
             process.stdin.write(orjson.dumps(settings) + b"\n")
-            process.stdin.flush()
-            while process.poll() is None:
-                await asyncio.sleep(_RESTART_SECONDS)
-        except BrokenPipeError:
+            await process.wait()
             await asyncio.sleep(_RESTART_SECONDS)
         finally:
-            process.kill()
-            process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 def answer_beside(descriptor: int, orders: IO[bytes]) -> None:

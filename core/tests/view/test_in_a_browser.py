@@ -1,0 +1,104 @@
+"""The pages in a real browser: live updates, keys, small windows, and what axe finds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from axe_core_python.base import AXE_FILE_PATH
+
+from agl_core.store.sqlite import SqliteStore
+from agl_core.view.serving import shown_beside
+
+from .browser import CHROMIUM, MISSING, Page, opened
+from .viewed_runs import Folder, rollout
+
+pytestmark = [pytest.mark.storm, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
+
+
+class Running:
+    """A run that this process writes, and its pages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ended, self._ready = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._write(),))
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    def page(self, path: str) -> str:
+        return f"{self._address[0]}{path}{'&' if '?' in path else '?'}{self._address[1]}"
+
+    def step(self, number: int, reward: float) -> None:
+        """Another step of training has ended."""
+        line = {"step": number, "kind": "train", "restart": 0, "reward/mean": reward}
+        with (self.folder / "metrics.jsonl").open("ab") as file:
+            file.write(orjson.dumps(line) + b"\n")
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    async def _write(self) -> None:
+        async with (
+            SqliteStore(self.folder / "store.sqlite") as store,
+            shown_beside(self.folder, "127.0.0.1", 0, None) as address,
+        ):
+            await store.put(*rollout("s2-g0-m0", answer="9", reward=1.0, advantage=0.1))
+            base, _, query = address.partition("/runs/")
+            self._address = base, query.partition("?")[2]
+            self._ready.set()
+            await asyncio.to_thread(self._ended.wait)
+
+
+@pytest.fixture
+def running(runs: Folder) -> Iterator[Running]:
+    found = Running(runs.trained())
+    found.start()
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with opened(tmp_path / "browser") as found:
+        found.look()
+        yield found
+        assert not found.complaints
+
+
+def test_runs_and_run_follow_a_run_without_losing_focus_selection_or_scroll(running: Running, page: Page) -> None:
+    page.look(height=300)
+    page.open(running.page("/runs/calc"))
+    page.run("document.querySelector('tbody a').focus()")
+    page.run("getSelection().selectAllChildren(document.querySelector('tbody td'))")
+    page.run("document.querySelector('tbody').scrollIntoView()")
+    page.run("window.seen = document.activeElement")
+    scrolled = page.run("scrollY")
+    assert scrolled > 100
+
+    running.step(2, 0.75)
+    page.until("document.querySelectorAll('tbody tr').length === 2")
+
+    assert page.run("document.activeElement === window.seen && window.seen.isConnected")
+    assert page.run("window.seen.textContent") == "1"
+    assert page.run("getSelection().toString()") == "1.5"
+    assert abs(page.run("scrollY") - scrolled) < 60  # The new row is above.
+    assert page.run("document.querySelector('svg.chart').getAttribute('aria-label')").endswith("0.25 to 0.75")
+
+    page.open(running.page("/"))
+    page.run("document.querySelector('tbody a').focus()")
+    running.step(3, 0.875)
+    page.until("document.body.innerText.includes('3 / 4')")
+    assert page.run("document.activeElement.textContent") == "calc"
+
+    assert not page.complaints
+    running.end()
+    page.until("document.querySelector('.live').textContent === 'not connected'")
+    page.complaints.clear()
