@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import orjson
 from server_cores import machine
-from server_load import chat
 from server_records import recorded_call
 
 from agl_core.store.interface import Record
@@ -115,10 +113,19 @@ def _recorded(rollout: Rollout, chance: random.Random) -> Iterator[Record]:
 def _metrics(step: int, chance: random.Random) -> dict[str, Any]:
     random_keys = ("reward/mean", "update/loss", "update/kl_behaviour", "update/entropy", "update/grad_norm")
     return {
-        **{"step": step, "kind": "train", "restart": 0, "dropped/no_advantage": float(chance.randrange(100))},
+        "step": step,
+        "kind": "train",
+        "restart": 0,
+        "dropped/no_advantage": float(chance.randrange(100)),
         **{key: chance.random() for key in random_keys},
-        **{"seconds/rollouts": 5.0, "seconds/update": 3.0, "seconds/step": 8.5, "length/prompt": 400.0},
-        **{"length/response": 60.0, "tokens/prefilled": 1e6, "tokens/reused": 3e6, "tokens/decoded": 2e5},
+        "seconds/rollouts": 5.0,
+        "seconds/update": 3.0,
+        "seconds/step": 8.5,
+        "length/prompt": 400.0,
+        "length/response": 60.0,
+        "tokens/prefilled": 1e6,
+        "tokens/reused": 3e6,
+        "tokens/decoded": 2e5,
     }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from agl_core.analysis.filters import Query, matching
 from agl_core.analysis.rollouts import (
     AttemptReport,
     GroupCredit,
@@ -16,26 +17,12 @@ from agl_core.analysis.rollouts import (
     group_credit,
 )
 from agl_core.analysis.words import message_text
-from agl_core.store.interface import Store
+from agl_core.store.interface import Store, Wanted
 from agl_core.training.collect import by_rollout, counted_attempts
-from agl_core.types import Call, Ending, Mode, Rollout, RolloutState, Task, TrainingRecord
+from agl_core.types import Mode, RolloutState, Task, TrainingRecord
 
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """Which rollouts; None: any."""
-
-    step: int | None = None
-    mode: Mode | None = None
-    ending: Ending | None = None
-    agent: str | None = None
-    """One that made a call."""
-    low: float | None = None
-    """The least terminal reward."""
-    high: float | None = None
-    """The highest terminal reward; it is included."""
-    text: str | None = None
-    """Somewhere in the task's input, a message, a reply, or the result; upper and lower case are alike."""
+_LOOKED_INTO = 40
+"""So many rollouts are looked into to know which agents, policies and tools there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +64,15 @@ class GroupList:
     matching: int
     """The number of matching rollouts among all that were looked at."""
     total: int
-    """The number of rollouts of this step and mode."""
-    looked_at: int
     """The number of rollouts that were looked at: the newest ones."""
+    is_all: bool
+    """Whether these are all of this step and mode."""
     agents: Sequence[str]
-    """The agents that made calls in them."""
+    """Agents that made calls in them; like policies and tools, those of some of the rollouts."""
+    policies: Sequence[str]
+    tools: Sequence[str]
+    drops: Sequence[str]
+    """Reasons for which their transitions were dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,35 +129,46 @@ class GroupReport:
 
 async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
     """The groups with rollouts that match, among the newest `limit` rollouts of the step and mode."""
-    every = await store.rollouts(step=query.step, mode=query.mode)
-    newest = every[-limit:]
+    newest = await store.rollouts(**await _of_step(store, query.step), mode=query.mode, newest=limit + 1)
+    is_all, newest = len(newest) <= limit, newest[-limit:]
     keys = counted_attempts(newest)
-    calls = by_rollout(await store.calls(keys))
+    entries = await entries_of(store, newest)
     records = by_rollout(await store.training_records(keys))
-    members = [
-        Member(entry, _advantage(records.get(entry.rollout.id, ())), _matches(query, entry, calls))
-        for entry in await entries_of(store, newest)
-    ]
-    if query.text:
-        members = [await _by_its_result(store, query, member, calls) for member in members]
+    ids = await matching(store, query, entries, records)
     by_group: dict[tuple[str, str, int], list[Member]] = {}
-    for member in members:
-        rollout = member.entry.rollout
+    for entry in entries:
+        rollout = entry.rollout
+        member = Member(entry, _advantage(records.get(rollout.id, ())), rollout.id in ids)
         by_group.setdefault((rollout.group, rollout.run, rollout.restart), []).append(member)
     groups = [_group(of_group) for of_group in by_group.values() if any(m.matches for m in of_group)]
-    agents = sorted({call.agent for of_rollout in calls.values() for call in of_rollout if call.agent})
-    return GroupList(groups, sum(m.matches for m in members), len(every), len(newest), agents)
+    some = keys[:: max(1, len(keys) // _LOOKED_INTO)]
+    calls, tools = await store.calls(some), await store.tool_results(some)
+    return GroupList(
+        groups,
+        matching=len(ids),
+        total=len(newest),
+        is_all=is_all,
+        agents=sorted({call.agent for call in calls if call.agent} | ({query.agent} if query.agent else set())),
+        policies=sorted({call.policy for call in calls} | ({query.policy} if query.policy else set())),
+        tools=sorted({result.tool for result in tools} | ({query.tool} if query.tool else set())),
+        drops=sorted({str(r.dropped) for of_one in records.values() for r in of_one if r.dropped}),
+    )
 
 
-async def rewards_by_step(store: Store) -> dict[int, StepRewards]:
-    """The terminal rewards of each training step, without those that a restart superseded."""
-    done = [r for r in await store.rollouts(mode=Mode.TRAIN, state=RolloutState.DONE) if r.counted_attempt is not None]
-    by_step: dict[int, dict[str, list[float]]] = {}
-    for entry in await entries_of(store, done):
+async def step_rewards(store: Store, step: int) -> StepRewards:
+    """The terminal rewards of a training step, without those that a restart superseded."""
+    found = await store.rollouts(**await _of_step(store, step), mode=Mode.TRAIN, state=RolloutState.DONE)
+    groups: dict[str, list[float]] = {}
+    for entry in await entries_of(store, [r for r in found if r.counted_attempt is not None]):
         if entry.reward is not None and not entry.superseded:
-            of_group = by_step.setdefault(entry.rollout.step, {}).setdefault(entry.rollout.group, [])
-            of_group.append(entry.reward)
-    return {step: _step_rewards(groups) for step, groups in sorted(by_step.items())}
+            groups.setdefault(entry.rollout.group, []).append(entry.reward)
+    return _step_rewards(groups)
+
+
+async def _of_step(store: Store, step: int | None) -> Wanted:
+    """What selects a step. A store has an index of steps below that of runs, so the run is named if it is the only one."""
+    runs = {run.id for run in await store.runs()}
+    return {"step": step, "run": runs.pop() if step is not None and len(runs) == 1 else None}
 
 
 async def read_group(store: Store, prefix: str) -> GroupReport:
@@ -185,14 +187,6 @@ async def read_group(store: Store, prefix: str) -> GroupReport:
     sides = [Side(entry, reports.get(entry.rollout.id)) for entry in entries]
     credit = await group_credit(store, one)
     return GroupReport(one.group, one.task, one.mode, one.step, sides, _aligned(sides), credit)
-
-
-async def _by_its_result(store: Store, query: Query, member: Member, calls: Mapping[str, Sequence[Call]]) -> Member:
-    """The member, which matches if the text is in its result, and all else matches."""
-    if member.matches or not query.text or not _matches(query, member.entry, calls, but_text=True):
-        return member
-    results = [str(attempt.result) for attempt in await store.attempts(member.entry.rollout.id)]
-    return replace(member, matches=any(query.text.lower() in result.lower() for result in results))
 
 
 def _group(members: Sequence[Member]) -> Group:
@@ -222,27 +216,6 @@ def _advantage(records: Sequence[TrainingRecord]) -> float | None:
     last = max((record.step for record in used), default=0)
     values = [record.advantage for record in used if record.step == last and record.advantage is not None]
     return math.fsum(values) / len(values) if values else None
-
-
-def _matches(query: Query, entry: RolloutEntry, calls: Mapping[str, Sequence[Call]], *, but_text: bool = False) -> bool:
-    rollout, reward, mine = entry.rollout, entry.reward, calls.get(entry.rollout.id, ())
-    if query.ending is not None and rollout.ending is not query.ending:
-        return False
-    if query.low is not None and (reward is None or reward < query.low):
-        return False
-    if query.high is not None and (reward is None or reward > query.high):
-        return False
-    if query.agent is not None and query.agent not in {call.agent for call in mine}:
-        return False
-    return but_text or not query.text or query.text.lower() in _text_of(rollout, mine).lower()
-
-
-def _text_of(rollout: Rollout, calls: Sequence[Call]) -> str:
-    messages = [
-        message for call in calls for message in call.request.get("messages") or () if isinstance(message, dict)
-    ]
-    said = [*messages, *(choice.message for call in calls for choice in call.choices)]
-    return "\n".join([str(rollout.task.input), *map(message_text, said)])
 
 
 def _aligned(sides: Sequence[Side]) -> list[Row]:

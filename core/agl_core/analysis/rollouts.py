@@ -16,9 +16,7 @@ from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
-    Ending,
     Episode,
-    Mode,
     Reward,
     Rollout,
     Run,
@@ -134,17 +132,6 @@ class RolloutReport:
     """What the rollout was compared with, for each step and policy."""
     weights: Mapping[str, float]
     """The weights of the run's reward rules in the terminal reward, by name."""
-
-
-async def list_rollouts(
-    store: Store, *, step: int | None = None, mode: Mode | None = None, ending: Ending | None = None, limit: int
-) -> RolloutList:
-    """The newest rollouts that match."""
-    found = await store.rollouts(step=step, mode=mode)
-    newest = [r for r in found if ending is None or r.ending is ending][-limit:]
-    entries = await entries_of(store, newest)
-    oldest = sorted((r for r in newest if r.counted_attempt is not None), key=lambda rollout: rollout.step)[:1]
-    return RolloutList(entries, any(call.pruned for call in await store.calls(counted_attempts(oldest))))
 
 
 async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:

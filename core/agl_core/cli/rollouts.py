@@ -12,7 +12,7 @@ import typer
 from agl_core.analysis.words import number, one_line
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
-from agl_core.types import Ending, Mode
+from agl_core.types import Ending, Mode, ToolStatus
 
 if TYPE_CHECKING:
     from agl_core.analysis.rollouts import RolloutList
@@ -21,6 +21,16 @@ RunArgument = Annotated[Path | None, typer.Argument(help="The run's folder; by d
 Step = Annotated[int | None, typer.Option(help="Only of this step.")]
 ModeOption = Annotated[Mode | None, typer.Option(help="Only of this mode.")]
 EndingOption = Annotated[Ending | None, typer.Option(help="Only those that ended like this.")]
+Agent = Annotated[str | None, typer.Option(help="Only those in which this agent made a call.")]
+Policy = Annotated[str | None, typer.Option(help="Only those in which this policy answered a call.")]
+Tool = Annotated[str | None, typer.Option(help="Only those in which this tool was called.")]
+Status = Annotated[
+    ToolStatus | None, typer.Option("--tool-status", help="Only those in which a tool (of --tool) came to this.")
+]
+Dropped = Annotated[str | None, typer.Option(help="Only those with a transition dropped for this reason.")]
+Low = Annotated[float | None, typer.Option(help="Only those with at least this terminal reward.")]
+High = Annotated[float | None, typer.Option(help="Only those with at most this terminal reward.")]
+TextOption = Annotated[str | None, typer.Option("--text", help="Only those with this text in task, call or result.")]
 Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
 
 
@@ -29,20 +39,30 @@ def rollouts(
     step: Step = None,
     mode: ModeOption = None,
     ending: EndingOption = None,
+    agent: Agent = None,
+    policy: Policy = None,
+    tool: Tool = None,
+    tool_status: Status = None,
+    dropped: Dropped = None,
+    low: Low = None,
+    high: High = None,
+    text: TextOption = None,
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
     """List the rollouts of a run, the newest last."""
     from rich.table import Table
 
+    from agl_core.analysis.filters import Query, list_rollouts
     from agl_core.analysis.plain import plain
-    from agl_core.analysis.rollouts import list_rollouts
     from agl_core.analysis.runs import find_run, open_store
     from agl_core.cli.shared.screen import Screen
 
+    query = Query(step, mode, ending, agent, policy, tool, tool_status, dropped, low, high, text)
+
     async def read() -> RolloutList:
         async with open_store(find_run(run)) as store:
-            return await list_rollouts(store, step=step, mode=mode, ending=ending, limit=limit)
+            return await list_rollouts(store, query, limit)
 
     found = asyncio.run(read())
     if as_json:

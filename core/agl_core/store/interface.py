@@ -32,6 +32,8 @@ class Wanted(TypedDict, total=False):
     group: str | None
     limit: int | None
     """The first so many."""
+    newest: int | None
+    """The last so many, oldest first all the same."""
 
 
 class Store(Protocol):

@@ -24,11 +24,15 @@ def runs(connection: sqlite3.Connection) -> list[Run]:
     return decode(RUNS, connection.execute(f"{_select(RUNS)} ORDER BY seq"))
 
 
-def rollouts(connection: sqlite3.Connection, wanted: dict[str, Any], limit: int | None) -> list[Rollout]:
-    """Those whose columns have the wanted values, oldest first; at most `limit`."""
+def rollouts(
+    connection: sqlite3.Connection, wanted: dict[str, Any], limit: int | None, newest: int | None = None
+) -> list[Rollout]:
+    """Those whose columns have the wanted values, oldest first; at most the first `limit` of the last `newest`."""
     where = " AND ".join(f"{column} = ?" for column in wanted)
-    sql = f"{_select(ROLLOUTS)} {'WHERE ' if where else ''}{where} ORDER BY seq LIMIT ?"
-    return decode(ROLLOUTS, connection.execute(sql, (*wanted.values(), -1 if limit is None else limit)))
+    sql = f"{_select(ROLLOUTS)} {'WHERE ' if where else ''}{where} ORDER BY seq {'DESC' if newest is not None else ''}"
+    most = [-1 if each is None else each for each in (newest if newest is not None else limit,)]
+    found = decode(ROLLOUTS, connection.execute(f"{sql} LIMIT ?", (*wanted.values(), *most)))
+    return found if newest is None else found[::-1][:limit]
 
 
 def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:

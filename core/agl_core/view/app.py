@@ -18,6 +18,7 @@ from agl_core.view.folders import RunFolders
 from agl_core.view.pages import BadQueryError, Pages
 from agl_core.view.run_page import run_page
 from agl_core.view.security import Guard
+from agl_core.view.several_runs import compare_page, overlay_page
 
 
 def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None) -> Starlette:
@@ -30,6 +31,12 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
     async def run(request: Request) -> Response:
         return await run_page(pages, request)
 
+    async def overlay(request: Request) -> Response:
+        return await overlay_page(pages, request)
+
+    async def comparison(request: Request) -> Response:
+        return await compare_page(pages, request)
+
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return pages.render(request, "error.html", status=error.status_code, said="There is no such page.")
@@ -41,6 +48,8 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
         routes=[
             Route("/", pages.runs),
             Route("/changed", pages.changed),
+            Route("/overlay", overlay),
+            Route("/compare", comparison),
             Route(run_path, run),
             Route(f"{run_path}/changed", pages.changed),
             Route(f"{run_path}/rollouts", pages.rollouts),

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from agl_core.analysis.groups import GroupReport, Query, StepRewards, find_groups, read_group, rewards_by_step
+from agl_core.analysis.filters import Query
+from agl_core.analysis.groups import GroupReport, find_groups, read_group
 from agl_core.analysis.metrics import read_metrics, series
 from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
 from agl_core.analysis.runs import RunEntry, open_store, read_entry
@@ -19,10 +20,11 @@ from agl_core.analysis.tokens import token_texts
 from agl_core.errors import AglError
 from agl_core.store.files import log_of
 from agl_core.training.metrics import METRICS_FILE
-from agl_core.types import Ending, Mode
+from agl_core.types import Ending, Mode, ToolStatus
 from agl_core.types.names import RolloutState
 from agl_core.view import charts
 from agl_core.view.folders import RunFolders
+from agl_core.view.steps import RewardsOfSteps
 from agl_core.view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
@@ -63,8 +65,7 @@ class Pages:
     def __init__(self, folders: RunFolders) -> None:
         self.folders = folders
         self._environment = make_environment()
-        self._steps: dict[Path, tuple[str, dict[int, StepRewards]]] = {}
-        """The rewards of each run's steps, with the mark of the files that they were read from."""
+        self.rewards = RewardsOfSteps()
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         """A page; `run` and `changed` are of all pages."""
@@ -79,7 +80,7 @@ class Pages:
         """A text that is another one once something was recorded."""
         name = request.path_params.get("run")
         folders = self.folders.named().values() if name is None else [self.folders.find(name)]
-        return PlainTextResponse(" ".join(_mark(folder) for folder in folders))
+        return PlainTextResponse(" ".join(f"{_mark(folder)}/{self.rewards.mark(folder)}" for folder in folders))
 
     async def rollouts(self, request: Request) -> Response:
         name, folder = self.found(request)
@@ -98,6 +99,7 @@ class Pages:
             most=max(advantages, default=0.0),
             modes=list(Mode),
             endings=list(Ending),
+            statuses=list(ToolStatus),
             steps=sorted({line.step for line in read_metrics(folder)}),
             changed=page_address("runs", name, "changed") if _is_running(folder) else None,
         )
@@ -142,7 +144,7 @@ class Pages:
     async def call(self, request: Request) -> Response:
         _, folder = self.found(request)
         asked = request.query_params
-        attempt = _number(asked.get("attempt", "0"), "attempt")
+        attempt = number(asked.get("attempt", "0"), "attempt")
         async with open_store(folder) as store:
             call = await read_call(store, asked.get("rollout", ""), int(attempt), asked.get("call", ""))
         choices = []
@@ -159,16 +161,6 @@ class Pages:
             choices.append((choice, tokens, texts is not None))
         return self.render(request, "call.html", call=call, choices=choices)
 
-    async def rewards_by_step(self, folder: Path) -> dict[int, StepRewards]:
-        """The rewards of a run's steps; they are read again only if something was recorded since."""
-        mark, steps = self._steps.get(folder, ("", {}))
-        now = _mark(folder)
-        if mark != now:
-            async with open_store(folder) as store:
-                steps = await rewards_by_step(store)
-            self._steps[folder] = now, steps
-        return steps
-
     def found(self, request: Request) -> tuple[str, Path]:
         """The run that the address names."""
         name = str(request.path_params["run"])
@@ -179,12 +171,16 @@ def read_query(request: Request) -> Query:
     """What the address asks for. BadQueryError names what cannot be read."""
     asked = {key: value for key, value in request.query_params.items() if value}
     return Query(
-        step=int(_number(asked["step"], "step")) if "step" in asked else None,
-        mode=_member(Mode, asked.get("mode"), "mode"),
-        ending=_member(Ending, asked.get("ending"), "ending"),
+        step=int(number(asked["step"], "step")) if "step" in asked else None,
+        mode=member(Mode, asked.get("mode"), "mode"),
+        ending=member(Ending, asked.get("ending"), "ending"),
         agent=asked.get("agent"),
-        low=_number(asked["low"], "low") if "low" in asked else None,
-        high=_number(asked["high"], "high") if "high" in asked else None,
+        policy=asked.get("policy"),
+        tool=asked.get("tool"),
+        status=member(ToolStatus, asked.get("status"), "status"),
+        dropped=asked.get("dropped"),
+        low=number(asked["low"], "low") if "low" in asked else None,
+        high=number(asked["high"], "high") if "high" in asked else None,
         text=asked.get("text"),
     )
 
@@ -252,14 +248,14 @@ def _tint(logprob: float | None) -> str:
     return "lpx" if logprob is None else f"lp{sum(-logprob > bound for bound in _SURE)}"
 
 
-def _number(text: str, name: str) -> float:
+def number(text: str, name: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise BadQueryError(f"{name}={text} in the address is not a number.") from None
 
 
-def _member(kind: type[Chosen], text: str | None, name: str) -> Chosen | None:
+def member(kind: type[Chosen], text: str | None, name: str) -> Chosen | None:
     try:
         return None if text is None else kind(text)
     except ValueError:

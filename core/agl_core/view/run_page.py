@@ -30,15 +30,15 @@ async def run_page(pages: Pages, request: Request) -> Response:
     entry, lines = run_line(name, folder).entry, read_metrics(folder)
     if entry is None:
         raise ConfigError(f"{folder} is not what a run of agl writes. See its config.toml and metrics.jsonl.")
-    steps: dict[int, StepRewards] = {}
+    steps: Mapping[int, StepRewards] = {}
     problem = None
+    trained = {line.step for line in lines if line.kind == "train"}
+    asked, is_all = read_query(request).step, True
     try:
-        steps = await pages.rewards_by_step(folder)
+        steps, is_all = await pages.rewards.read(folder, trained, asked)
     except AglError as error:
         problem = str(error)
-    asked = read_query(request).step
     step = asked if asked is not None else max(steps, default=None)
-    trained = {line.step for line in lines if line.kind == "train"}
 
     def link(at: int) -> str:
         return page_address("runs", name, "rollouts", step=at, mode="train" if at in trained else None)
@@ -59,7 +59,7 @@ async def run_page(pages: Pages, request: Request) -> Response:
         table=_table(lines),
         columns=list(_COLUMNS),
         link=link,
-        changed=page_address("runs", name, "changed") if entry.state == "running" else None,
+        changed=page_address("runs", name, "changed") if entry.state == "running" or not is_all else None,
     )
 
 

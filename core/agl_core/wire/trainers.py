@@ -154,6 +154,7 @@ class RolloutsQuery(Body):
     state: RolloutState | None = None
     group: str | None = None
     limit: _Number | None = None
+    newest: _Number | None = None
 
 
 class RolloutQuery(Body):

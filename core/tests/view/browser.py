@@ -59,7 +59,9 @@ class Page:
         """Wait until a script's expression is true."""
         deadline = time.monotonic() + PATIENCE
         while not self.run(f"Boolean({condition})"):
-            assert time.monotonic() < deadline, f"{condition} did not come true on {self.run('document.body.innerText')}"
+            assert time.monotonic() < deadline, (
+                f"{condition} did not come true on {self.run('document.body.innerText')}"
+            )
             time.sleep(0.05)
 
     def press(self, key: str) -> None:
@@ -93,9 +95,7 @@ def opened(folder: Path) -> Iterator[Page]:
             assert time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.05)
         port = told.read_text().splitlines()[0]
-        (page,) = (
-            each for each in httpx.get(f"http://127.0.0.1:{port}/json/list").json() if each["type"] == "page"
-        )
+        (page,) = (each for each in httpx.get(f"http://127.0.0.1:{port}/json/list").json() if each["type"] == "page")
         with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Page(socket)
     finally:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import orjson
 import pytest
-from axe_core_python.base import AXE_FILE_PATH
 
 from agl_core.store.sqlite import SqliteStore
 from agl_core.view.serving import shown_beside

@@ -1,0 +1,114 @@
+"""Pages about several runs: their curves on one chart, and two evaluations on the same tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agl_core.analysis.comparison import compare, evaluated
+from agl_core.analysis.metrics import MetricsLine, held_out, keys_below, read_metrics, series
+from agl_core.analysis.runs import open_store
+from agl_core.types import Mode
+from agl_core.view.charts import Chart, Points, line_chart
+from agl_core.view.pages import BadQueryError, Pages, member, number, run_line
+from agl_core.view.templating import page_address
+
+MOST_RUNS = 4
+_OVERLAID = {
+    "Training reward": ("reward/mean", "mean over rollouts"),
+    "Loss": ("update/loss", "of the update"),
+    "KL divergence": ("update/kl_behaviour", "from the sampler"),
+    "KL from the initial weights": ("update/kl_reference", "how far the policy has moved"),
+    "Entropy": ("update/entropy", "nats per token"),
+    "Response length": ("length/response", "tokens per call"),
+    "Time": ("seconds/step", "seconds of each step"),
+    "Gradient norm": ("update/grad_norm", "before clipping"),
+}
+
+
+async def overlay_page(pages: Pages, request: Request) -> Response:
+    """The curves of the runs that the address names, each kind on one chart."""
+    names = list(dict.fromkeys(request.query_params.getlist("run")))
+    if not 1 <= len(names) <= MOST_RUNS:
+        raise BadQueryError(f"Choose two to {MOST_RUNS} runs on the page of runs; the address names {len(names)}.")
+    lines = {name: read_metrics(pages.folders.find(name)) for name in names}
+    charts = [_overlaid(title, note, lines, key) for title, (key, note) in _OVERLAID.items()]
+    sets = dict.fromkeys(kind for each in lines.values() for kind in held_out(each))
+    evaluations = [
+        line_chart(
+            f"Reward, {kind.replace('/', ', ')}",
+            "mean over held-out tasks",
+            {name: held_out(each).get(kind, []) for name, each in lines.items()},
+            wide=True,
+        )
+        for kind in sets
+    ]
+    running = any(line.entry and line.entry.state == "running" for line in _lines(pages, names))
+    return pages.render(
+        request,
+        "overlay.html",
+        names=names,
+        charts=[chart for chart in [*evaluations, *charts] if chart is not None],
+        changed=page_address("changed") if running else None,
+    )
+
+
+async def compare_page(pages: Pages, request: Request) -> Response:
+    """Two evaluations: of two runs, by default the last of each; or of one run, by default its first and its last."""
+    every = {
+        name: sorted({line.step for line in read_metrics(folder) if line.kind == "eval"})
+        for name, folder in pages.folders.named().items()
+    }
+    chosen = list(dict.fromkeys(request.query_params.getlist("run")))
+    for name in chosen:
+        pages.folders.find(name)
+    if len(chosen) > 2:
+        raise BadQueryError(f"Two runs can be compared; the address names {len(chosen)}.")
+    mode = member(Mode, request.query_params.get("mode") or Mode.EVAL_GREEDY, "mode") or Mode.EVAL_GREEDY
+    defaults: list[tuple[str, int]] = []
+    if chosen:
+        first, last = chosen[0], chosen[-1]
+        at = every[first] or [0]
+        defaults = [(first, at[0] if first == last else at[-1]), (last, (every[last] or [0])[-1])]
+    sides = [_side(pages, request.query_params.get(key), at, defaults) for at, key in enumerate("ab")]
+    found = []
+    for name, step in sides:
+        async with open_store(pages.folders.find(name)) as store:
+            found.append(await evaluated(store, step, mode))
+    return pages.render(
+        request,
+        "compare.html",
+        sides=sides,
+        mode=mode,
+        modes=[each for each in Mode if not each.trains],
+        evaluations=[(name, step) for name, steps in every.items() for step in steps],
+        found=compare(*found),
+        counts=[len(each) for each in found],
+    )
+
+
+def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    if given:
+        name, _, step = given.rpartition("@")
+        pages.folders.find(name)
+        return name, int(number(step, "ab"[at]))
+    if not defaults:
+        raise BadQueryError("Choose one or two runs on the page of runs to compare their evaluations.")
+    return defaults[at]
+
+
+def _overlaid(title: str, note: str, lines: dict[str, list[MetricsLine]], key: str) -> Chart | None:
+    return line_chart(title, note, {name: _of_key(each, key) for name, each in lines.items()})
+
+
+def _of_key(lines: Sequence[MetricsLine], key: str) -> Points:
+    """A number of a step; in a run of several policies, of the first of them."""
+    first, _, last = key.rpartition("/")
+    keys = [key, *(each for each in keys_below(lines, f"{first}/") if each.endswith(f"/{last}"))]
+    return next((points for each in keys if (points := series(lines, "train", each))), [])
+
+
+def _lines(pages: Pages, names: Sequence[str]) -> list[object]:
+    return [run_line(name, pages.folders.find(name)) for name in names]
