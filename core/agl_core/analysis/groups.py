@@ -17,7 +17,7 @@ from agl_core.analysis.rollouts import (
     group_credit,
 )
 from agl_core.analysis.words import message_text
-from agl_core.store.interface import Store, Wanted
+from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
 from agl_core.types import Mode, RolloutState, Task, TrainingRecord
 
@@ -129,7 +129,8 @@ class GroupReport:
 
 async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
     """The groups with rollouts that match, among the newest `limit` rollouts of the step and mode."""
-    newest = await store.rollouts(**await _of_step(store, query.step), mode=query.mode, newest=limit + 1)
+    run = None if query.step is None else await _only_run(store)
+    newest = await store.rollouts(step=query.step, run=run, mode=query.mode, newest=limit + 1)
     is_all, newest = len(newest) <= limit, newest[-limit:]
     keys = counted_attempts(newest)
     entries = await entries_of(store, newest)
@@ -157,7 +158,7 @@ async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
 
 async def step_rewards(store: Store, step: int) -> StepRewards:
     """The terminal rewards of a training step, without those that a restart superseded."""
-    found = await store.rollouts(**await _of_step(store, step), mode=Mode.TRAIN, state=RolloutState.DONE)
+    found = await store.rollouts(step=step, run=await _only_run(store), mode=Mode.TRAIN, state=RolloutState.DONE)
     groups: dict[str, list[float]] = {}
     for entry in await entries_of(store, [r for r in found if r.counted_attempt is not None]):
         if entry.reward is not None and not entry.superseded:
@@ -165,10 +166,10 @@ async def step_rewards(store: Store, step: int) -> StepRewards:
     return _step_rewards(groups)
 
 
-async def _of_step(store: Store, step: int | None) -> Wanted:
-    """What selects a step. A store has an index of steps below that of runs, so the run is named if it is the only one."""
+async def _only_run(store: Store) -> str | None:
+    """The run of the store, if it has one: its index of steps is below that of runs."""
     runs = {run.id for run in await store.runs()}
-    return {"step": step, "run": runs.pop() if step is not None and len(runs) == 1 else None}
+    return runs.pop() if len(runs) == 1 else None
 
 
 async def read_group(store: Store, prefix: str) -> GroupReport:

@@ -126,6 +126,8 @@ class Readers:
         self._path, self._check = path, check
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="agl-store-reader")
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        self._unchanging: list[tuple[tuple[int, ...], sqlite3.Connection]] = []
+        """Idle connections to the file while no process writes it, each with the mark of the file that it opened."""
 
     async def run(self, query: Query[Result]) -> Result:
         """The query's result. Raises StoreError, or sqlite3.Error."""
@@ -135,6 +137,8 @@ class Readers:
         await asyncio.to_thread(self._threads.shutdown)
         while not self._idle.empty():
             self._idle.get().close()
+        while self._unchanging:
+            self._unchanging.pop()[1].close()
 
     def _run(self, query: Query[Result]) -> Result:
         if self._check is not None:
@@ -142,8 +146,7 @@ class Readers:
         elif not log_of(self._path).exists():
             # No process writes: read without making a log. If a writer came meanwhile, what was read may be torn.
             try:
-                with contextlib.closing(connect_reader(self._path, unchanging=True)) as connection:
-                    result = _read(connection, query)
+                result = self._run_unchanging(query)
             except sqlite3.Error:
                 if not log_of(self._path).exists():
                     raise
@@ -158,6 +161,29 @@ class Readers:
             return _read(connection, query)
         finally:
             self._idle.put(connection)
+
+    def _run_unchanging(self, query: Query[Result]) -> Result:
+        mark = _mark(self._path)
+        try:
+            opened, connection = self._unchanging.pop()
+        except IndexError:
+            opened, connection = mark, connect_reader(self._path, unchanging=True)
+        if opened != mark:  # A writer came and went: what this connection has of the file is old.
+            connection.close()
+            connection = connect_reader(self._path, unchanging=True)
+        try:
+            return _read(connection, query)
+        finally:
+            self._unchanging.append((mark, connection))
+
+
+def _mark(path: Path) -> tuple[int, ...]:
+    """Another one once another file is there, or it was written. StoreError if none is there."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise StoreError(f"There is no store at {path}. Check the path, or start a run that makes it.") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _read(connection: sqlite3.Connection, query: Query[Result]) -> Result:

@@ -20,8 +20,10 @@ Link: TypeAlias = Callable[[int], str]
 _WIDE, _MIDDLE, _NARROW = (640, 260), (430, 240), (380, 170)
 """Width and height of a chart, in its own units: about a pixel each."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24
-_MOST_TARGETS = 400
-"""Steps that can be pointed at; of more, only so many."""
+_LEAST_TARGET = 4.0
+"""Units between two steps that can be pointed at; of denser ones, only some can be."""
+_MOST_BARS = 60
+"""Steps that have a bar each; with more, the tops of the parts are lines."""
 _COLOURS = 8
 
 
@@ -59,8 +61,8 @@ def line_chart(
     return Chart(title, note, _svg(title, scale, finite, parts), _legend(finite))
 
 
-def stacked_bars(title: str, note: str, series: Mapping[str, Points], link: Link | None = None) -> Chart | None:
-    """A bar for each step, of one part for each name. None if all are zero."""
+def stacked(title: str, note: str, series: Mapping[str, Points], link: Link | None = None) -> Chart | None:
+    """A bar for each step, of one part for each name; areas for many steps. None if all are zero."""
     parts_of = {name: [(x, y) for x, y in points if math.isfinite(y) and y > 0] for name, points in series.items()}
     parts_of = {name: points for name, points in parts_of.items() if points}
     if not parts_of:
@@ -71,6 +73,14 @@ def stacked_bars(title: str, note: str, series: Mapping[str, Points], link: Link
     scale = _Scale(_steps(series), 0.0, max(sums.values()), _NARROW)
     width, below, parts = max(1.0, min(28.0, scale.pitch * 0.7)), dict.fromkeys(sums, 0.0), [*scale.axes()]
     for at, points in enumerate(parts_of.values()):
+        if len(sums) > _MOST_BARS:
+            own = dict(points)
+            tops = {x: below[x] + own.get(x, 0.0) for x in sorted(sums)}
+            edge = [*((x, tops[x]) for x in tops), *((x, below[x]) for x in reversed(tops))]
+            places = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in edge)
+            parts.append(_tag("polygon", {"class": f"bar c{at % _COLOURS}", "points": places}))
+            below = tops
+            continue
         for x, y in points:
             top, bottom = scale.y(below[x] + y), scale.y(below[x])
             below[x] += y
@@ -201,8 +211,8 @@ def _targets(scale: _Scale, series: Mapping[str, Points], link: Link | None) -> 
             at_step.setdefault(x, []).append(f"{name} {number(y, 4)}".strip())
     steps = sorted(at_step)
     found = []
-    for step in steps[:: max(1, math.ceil(len(steps) / _MOST_TARGETS))]:
-        width = max(scale.pitch, 4.0)
+    for step in steps[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
+        width = max(scale.pitch, _LEAST_TARGET)
         place = {"x": f"{scale.x(step) - width / 2:.1f}", "y": str(_TOP), "width": f"{width:.1f}"}
         said = _tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
         target = _tag("rect", {"class": "target", **place, "height": str(scale.height - _TOP - _BOTTOM)}, said)

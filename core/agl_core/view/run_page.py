@@ -10,7 +10,7 @@ from starlette.responses import Response
 from agl_core.analysis.groups import StepRewards
 from agl_core.analysis.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.errors import AglError, ConfigError
-from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked_bars
+from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked
 from agl_core.view.pages import Pages, read_query, run_line
 from agl_core.view.templating import page_address
 
@@ -77,12 +77,12 @@ def _charts(lines: Sequence[MetricsLine], steps: Mapping[int, StepRewards], link
     lengths = {"prompt": series(lines, "train", "length/prompt"), "response": series(lines, "train", "length/response")}
     return [
         line_chart("Groups without contrast", "share of groups whose rewards are all equal", {"": equal}, link),
-        stacked_bars("Dropped", "transitions that were not trained on, by reason", _drops(lines), link),
+        stacked("Dropped", "transitions that were not trained on, by reason", _drops(lines), link),
         line_chart("Loss", "of the update", _updates(lines, "loss"), link),
         line_chart("KL divergence", "how far the policy has moved", kl, link),
         line_chart("Entropy", "of the policy, nats per token", _updates(lines, "entropy"), link),
         line_chart("Length", "tokens per call", lengths, link),
-        stacked_bars("Time", "seconds of each step", _seconds(lines), link),
+        stacked("Time", "seconds of each step", _seconds(lines), link),
         line_chart("Gradient norm", "before clipping", _updates(lines, "grad_norm"), link),
     ]
 

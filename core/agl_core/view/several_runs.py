@@ -45,7 +45,8 @@ async def overlay_page(pages: Pages, request: Request) -> Response:
         )
         for kind in sets
     ]
-    running = any(line.entry and line.entry.state == "running" for line in _lines(pages, names))
+    entries = [run_line(name, pages.folders.find(name)).entry for name in names]
+    running = any(entry is not None and entry.state == "running" for entry in entries)
     return pages.render(
         request,
         "overlay.html",
@@ -108,7 +109,3 @@ def _of_key(lines: Sequence[MetricsLine], key: str) -> Points:
     first, _, last = key.rpartition("/")
     keys = [key, *(each for each in keys_below(lines, f"{first}/") if each.endswith(f"/{last}"))]
     return next((points for each in keys if (points := series(lines, "train", each))), [])
-
-
-def _lines(pages: Pages, names: Sequence[str]) -> list[object]:
-    return [run_line(name, pages.folders.find(name)) for name in names]

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from agl_core.view.charts import histogram, line_chart, sparkline, stacked_bars, strip
+from agl_core.view.charts import histogram, line_chart, sparkline, stacked, strip
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_rounding_errors_are_a_line_at_zero() -> None:
 
 def test_without_values_there_is_no_chart() -> None:
     assert line_chart("Loss", "", {"loss": [(1, math.nan)]}) is None
-    assert stacked_bars("Dropped", "", {"stale": [(1, 0.0)]}) is None
+    assert stacked("Dropped", "", {"stale": [(1, 0.0)]}) is None
     assert histogram("Rewards", "", [math.nan], lambda low, high: "/") is None
     assert sparkline([1.0], "reward") == ""
 
@@ -69,7 +69,7 @@ def test_the_bars_of_a_histogram_have_every_value_once(values: list[float]) -> N
 
 
 def test_bars_are_stacked() -> None:
-    chart = stacked_bars("Time", "", {"rollouts": [(1, 3.0)], "update": [(1, 1.0)]}, lambda step: f"/steps/{step}")
+    chart = stacked("Time", "", {"rollouts": [(1, 3.0)], "update": [(1, 1.0)]}, lambda step: f"/steps/{step}")
 
     assert chart is not None
     root = ET.fromstring(str(chart.svg))
@@ -77,6 +77,18 @@ def test_bars_are_stacked() -> None:
     assert float(high.attrib["y"]) + float(high.attrib["height"]) == pytest.approx(float(low.attrib["y"]), abs=0.2)
     assert float(low.attrib["height"]) == pytest.approx(3 * float(high.attrib["height"]), abs=0.5)
     assert [each.attrib["href"] for each in root.findall("a")] == ["/steps/1"]
+
+
+def test_of_many_steps_the_parts_are_areas() -> None:
+    steps = range(1, 101)
+    chart = stacked("Time", "", {"rollouts": [(at, 3.0) for at in steps], "update": [(at, 1.0) for at in steps[50:]]})
+
+    assert chart is not None
+    low, high = ET.fromstring(str(chart.svg)).findall("polygon")
+    places = [[tuple(map(float, each.split(","))) for each in area.attrib["points"].split()] for area in (low, high)]
+    assert len(places[0]) == len(places[1]) == 200
+    assert places[1][100:] == places[0][:100][::-1]
+    assert places[1][0] == places[0][0]
 
 
 def test_names_are_text() -> None:
