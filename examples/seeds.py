@@ -22,17 +22,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
 
-import matplotlib
-from matplotlib import pyplot
-
-matplotlib.use("svg")
+from agl_core.analysis.plots import Curves, draw
 
 Result: TypeAlias = dict[str, Any]
 """What is kept of a run: its summary's figures, the cores it had, and the digest of what it trained."""
-Curve: TypeAlias = list[tuple[int, float]]
-"""Steps and rewards."""
 
-MODES = {"greedy": "o-", "sampled": "s--"}
+MODES = ("greedy", "sampled")
 KEPT = ("rewards", "seconds", "peak_rss_bytes", "rollouts", "llm_calls", "evaluations", "train_rewards")
 
 
@@ -93,43 +88,14 @@ def table(results: dict[int, Result]) -> Iterator[str]:
         yield row("mean", list(results.values()))
 
 
-def curve(result: Result, name: str, mode: str) -> Curve:
-    """The evaluations of one held-out set and mode."""
-    return [(e["step"], e["reward"]) for e in result["evaluations"] if (e["set"], e["mode"]) == (name, mode)]
-
-
-def draw(results: dict[int, Result], out: Path) -> None:
-    """One panel per held-out set: lines are means over seeds, bands reach from the worst to the best seed."""
-    matplotlib.rcParams["svg.hashsalt"] = out.parent.name
-    sets = list(next(iter(results.values()))["rewards"])
-    figure, row = pyplot.subplots(1, len(sets), figsize=(1 + 3.7 * len(sets), 3.4), sharey=True, squeeze=False)
-    for panel, name in zip(row[0], sets, strict=True):
-        training: list[Curve] = [list(enumerate(each["train_rewards"], 1)) for each in results.values()]
-        _band(panel, training, "-", color="grey", label="training", linewidth=0.7)
-        for color, (mode, style) in zip(("C0", "C1"), MODES.items(), strict=True):
-            curves = [curve(each, name, mode) for each in results.values()]
-            _band(panel, curves, style, color=color, label=mode, linewidth=1.4, markersize=4)
-        panel.axhline(0.9, color="grey", linewidth=0.8, linestyle=":")
-        panel.set_title(name, fontsize=10)
-        panel.set_xlabel("step")
-        panel.set_ylim(-0.02, 1.02)
-        panel.grid(alpha=0.3)
-    row[0][0].set_ylabel("mean reward")
-    row[0][-1].legend(fontsize=8, loc="lower right", title=f"{len(results)} seeds", title_fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None})
-    out.write_text("\n".join(line.rstrip() for line in out.read_text().splitlines()) + "\n")
-
-
-def _band(panel: Any, curves: list[Curve], style: str, *, color: str, **drawn: Any) -> None:
-    by_step: dict[int, list[float]] = {}
-    for step, reward in (point for each in curves for point in each):
-        by_step.setdefault(step, []).append(reward)
-    steps, rewards = list(by_step), list(by_step.values())
-    panel.plot(steps, [mean(found) for found in rewards], style, color=color, **drawn)
-    panel.fill_between(
-        steps, [min(found) for found in rewards], [max(found) for found in rewards], color=color, alpha=0.2
-    )
+def curves(result: Result) -> Curves:
+    """The rewards of a seed, in training and of its evaluations."""
+    kinds = dict.fromkeys((each["set"], each["mode"]) for each in result["evaluations"])
+    held_out = {
+        kind: [(e["step"], e["reward"]) for e in result["evaluations"] if (e["set"], e["mode"]) == kind]
+        for kind in kinds
+    }
+    return Curves(list(enumerate(result["train_rewards"], 1)), held_out)
 
 
 def main() -> None:
@@ -146,7 +112,7 @@ def main() -> None:
         write(file, results)
     kept = {seed: result for seed, result in results.items() if result["digest"] == current}
     print("\n".join(table(kept)))
-    draw(kept, options.example / "curves.svg")
+    draw({options.example.name: [curves(each) for each in kept.values()]}, options.example / "curves.svg")
 
 
 if __name__ == "__main__":

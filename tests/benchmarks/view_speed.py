@@ -63,13 +63,12 @@ rule = "numeric_match"
 """
 
 
-async def fill(folder: Path, rollouts: int) -> None:
-    """A run of so many training rollouts, with evaluations."""
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(CONFIG)
-    chance, lines = random.Random(0), []
+async def fill(file: Path, rollouts: int) -> list[dict[str, Any]]:
+    """The store of a run of so many training rollouts, with evaluations; the lines of its metrics."""
+    chance = random.Random(0)
+    lines: list[dict[str, Any]] = []
     steps = rollouts // (GROUP * GROUPS_PER_STEP)
-    async with SqliteStore(folder / "store.sqlite") as store:
+    async with SqliteStore(file) as store:
         await store.put(Run("large", 0, 0.0, {"rewards": {"right": {"weight": 1.0}}}))
         for step in range(steps + 1):
             if step:
@@ -78,7 +77,7 @@ async def fill(folder: Path, rollouts: int) -> None:
             if step % EVAL_EVERY == 0:
                 await store.put(*_evaluation(step, chance))
                 lines.append({"step": step, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": chance.random()})
-    (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    return lines
 
 
 def _training(step: int, chance: random.Random) -> Iterator[Record]:
@@ -182,7 +181,10 @@ def main() -> None:
         folder = (options.folder or Path(made)) / "large"
         if not folder.exists():
             started = time.perf_counter()
-            asyncio.run(fill(folder, options.rollouts))
+            folder.mkdir(parents=True)
+            (folder / "config.toml").write_text(CONFIG)
+            lines = asyncio.run(fill(folder / "store.sqlite", options.rollouts))
+            (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
             print(f"filled in {time.perf_counter() - started:.0f} s")
         print(f"{options.rollouts} rollouts, on: {machine()}")
         steps = options.rollouts // (GROUP * GROUPS_PER_STEP)

@@ -12,7 +12,7 @@ from agl_core.capture import load_episodes
 from agl_core.config import CONFIG_FILE, ScoredConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.store.interface import Store
-from agl_core.types import Ending, Episode, Rollout, RolloutState
+from agl_core.types import Ending, Episode, Mode, Rollout, RolloutState
 from agl_core.wire.keys import SERVER_FILE
 
 
@@ -46,6 +46,11 @@ def run_of(file: Path, loaded: ScoredConfig) -> Path:
 
 async def chosen_rollouts(store: Store, folder: Path, ids: Sequence[str], step: int | None) -> list[Rollout]:
     """The rollouts to try."""
+    if step is not None and not ids:
+        of_step, runs = await store.rollouts(step=step, mode=Mode.TRAIN), await store.runs()
+        chosen = [r for r in of_step if not superseded(r, runs)]
+        if chosen and _complete(chosen):
+            return chosen
     recorded = await store.rollouts()
     if ids:
         found = {r.id: r for r in [await _rollout(store, folder, recorded, each) for each in ids]}

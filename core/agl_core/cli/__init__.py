@@ -11,6 +11,7 @@ import typer
 from agl_core.analysis.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
+from agl_core.cli.plot import plot
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.policy import policy
 from agl_core.cli.reward import reward
@@ -43,6 +44,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("rollouts")(rollouts)
 app.command("show")(show)
 app.command("view")(view)
+app.command("plot")(plot)
 app.add_typer(reward, name="reward")
 app.add_typer(runs, name="runs")
 app.add_typer(policy, name="policy")

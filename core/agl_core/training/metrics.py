@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ class MetricsLog:
 
         Trackers get the numbers of a step under `train/`; those of an evaluation begin with the name of its set.
         """
-        line: dict[str, Any] = {"step": step, "kind": kind, "restart": self.restart, **metrics}
+        line: dict[str, Any] = {"step": step, "kind": kind, "restart": self.restart, "time": time.time(), **metrics}
         with open(self._path, "ab", opener=private.opener) as file:
             file.write(orjson.dumps(line) + b"\n")
         tracked = {f"train/{key}": value for key, value in metrics.items()} if kind == "train" else metrics

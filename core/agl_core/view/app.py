@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -19,6 +19,8 @@ from agl_core.view.pages import BadQueryError, Pages
 from agl_core.view.run_page import run_page
 from agl_core.view.security import Guard
 from agl_core.view.several_runs import compare_page, overlay_page
+from agl_core.view.timeline_page import timeline_page
+from agl_core.view.try_page import try_page
 
 
 def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None) -> Starlette:
@@ -28,14 +30,11 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
     """
     pages = Pages(RunFolders(paths))
 
-    async def run(request: Request) -> Response:
-        return await run_page(pages, request)
+    def page_of(made: Callable[[Pages, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def page(request: Request) -> Response:
+            return await made(pages, request)
 
-    async def overlay(request: Request) -> Response:
-        return await overlay_page(pages, request)
-
-    async def comparison(request: Request) -> Response:
-        return await compare_page(pages, request)
+        return page
 
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
@@ -48,14 +47,16 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
         routes=[
             Route("/", pages.runs),
             Route("/changed", pages.changed),
-            Route("/overlay", overlay),
-            Route("/compare", comparison),
-            Route(run_path, run),
+            Route("/overlay", page_of(overlay_page)),
+            Route("/compare", page_of(compare_page)),
+            Route(run_path, page_of(run_page)),
             Route(f"{run_path}/changed", pages.changed),
             Route(f"{run_path}/rollouts", pages.rollouts),
             Route(f"{run_path}/rollouts/{{id:path}}", pages.rollout),
             Route(f"{run_path}/groups/{{id:path}}", pages.group),
             Route(f"{run_path}/call", pages.call),
+            Route(f"{run_path}/timeline", page_of(timeline_page)),
+            Route(f"{run_path}/try", page_of(try_page)),
             Mount("/static", StaticFiles(packages=[("agl_core.view", "static")])),
         ],
         middleware=[Middleware(Guard, token=token, operator_key=operator_key)],

@@ -54,7 +54,7 @@ def line_chart(
     parts = [*scale.axes()]
     for at, points in enumerate(finite.values()):
         places = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in points)
-        parts.append(_tag("polyline", {"class": f"line c{at % _COLOURS}", "points": places}))
+        parts.append(tag("polyline", {"class": f"line c{at % _COLOURS}", "points": places}))
         if len(points) <= 40:
             parts += [_dot(scale.x(x), scale.y(y), at) for x, y in points]
     parts += _targets(scale, finite, link)
@@ -78,14 +78,14 @@ def stacked(title: str, note: str, series: Mapping[str, Points], link: Link | No
             tops = {x: below[x] + own.get(x, 0.0) for x in sorted(sums)}
             edge = [*((x, tops[x]) for x in tops), *((x, below[x]) for x in reversed(tops))]
             places = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in edge)
-            parts.append(_tag("polygon", {"class": f"bar c{at % _COLOURS}", "points": places}))
+            parts.append(tag("polygon", {"class": f"bar c{at % _COLOURS}", "points": places}))
             below = tops
             continue
         for x, y in points:
             top, bottom = scale.y(below[x] + y), scale.y(below[x])
             below[x] += y
             place = {"x": f"{scale.x(x) - width / 2:.1f}", "y": f"{top:.1f}", "width": f"{width:.1f}"}
-            parts.append(_tag("rect", {"class": f"bar c{at % _COLOURS}", **place, "height": f"{bottom - top:.1f}"}))
+            parts.append(tag("rect", {"class": f"bar c{at % _COLOURS}", **place, "height": f"{bottom - top:.1f}"}))
     parts += _targets(scale, parts_of, link)
     return Chart(title, note, _svg(title, scale, parts_of, parts), _legend(parts_of))
 
@@ -104,14 +104,14 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
         name = number(low, 3) if low == high else f"{number(low, 3)} – {number(high, 3)}"
         place = {"x": f"{scale.x(at) - width / 2:.1f}", "width": f"{width:.1f}"}
         bar = {"class": "bar c0", **place, "y": f"{scale.y(count):.1f}"}
-        shown = _tag("rect", {**bar, "height": f"{scale.y(0) - scale.y(count):.1f}"})
+        shown = tag("rect", {**bar, "height": f"{scale.y(0) - scale.y(count):.1f}"})
         whole = {"class": "target", **place, "y": str(_TOP), "height": str(scale.height - _TOP - _BOTTOM)}
         said = f"reward {name}: {count} rollouts"
-        inside = shown + _tag("rect", whole, _tag("title", {}, said))
-        parts.append(_tag("a", {"href": link(low, high), "aria-label": said}, inside))
+        inside = shown + tag("rect", whole, tag("title", {}, said))
+        parts.append(tag("a", {"href": link(low, high), "aria-label": said}, inside))
         if len(bins) <= 6 or at % 2 == 0:
-            parts.append(_text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
-        parts.append(_text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
+            parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
+        parts.append(text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
     return Chart(title, note, _svg(title, scale, {}, parts, role="group"), ())
 
 
@@ -123,10 +123,10 @@ def sparkline(values: Sequence[float], title: str) -> Markup:
     low, high = min(finite), max(finite)
     span = (high - low) or 1.0
     points = [(2 + 116 * at / (len(finite) - 1), 24 - 20 * (v - low) / span) for at, v in enumerate(finite)]
-    line = _tag("polyline", {"class": "line c0", "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points)})
-    dot = _tag("circle", {"class": "dot c0", "cx": f"{points[-1][0]:.1f}", "cy": f"{points[-1][1]:.1f}", "r": "2.4"})
+    line = tag("polyline", {"class": "line c0", "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points)})
+    dot = tag("circle", {"class": "dot c0", "cx": f"{points[-1][0]:.1f}", "cy": f"{points[-1][1]:.1f}", "r": "2.4"})
     label = f"{title}: from {number(finite[0], 3)} to {number(finite[-1], 3)}"
-    return _tag("svg", {"class": "spark", "viewBox": "0 0 120 28", "role": "img", "aria-label": label}, line + dot)
+    return tag("svg", {"class": "spark", "viewBox": "0 0 120 28", "role": "img", "aria-label": label}, line + dot)
 
 
 def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None) -> Markup:
@@ -144,19 +144,19 @@ def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None
         "width": f"{max(x(mean + std) - x(mean - std), 1):.1f}",
     }
     parts = [
-        _tag("rect", {**band, "height": "20", "rx": "3"}),
-        _tag("line", {"class": "axis", "x1": "14", "x2": "346", "y1": "22", "y2": "22"}),
-        _tag("line", {"class": "mean", "x1": f"{x(mean):.1f}", "x2": f"{x(mean):.1f}", "y1": "8", "y2": "36"}),
-        _text(x(mean), 48, f"mean {number(mean, 3)}", "middle"),
+        tag("rect", {**band, "height": "20", "rx": "3"}),
+        tag("line", {"class": "axis", "x1": "14", "x2": "346", "y1": "22", "y2": "22"}),
+        tag("line", {"class": "mean", "x1": f"{x(mean):.1f}", "x2": f"{x(mean):.1f}", "y1": "8", "y2": "36"}),
+        text(x(mean), 48, f"mean {number(mean, 3)}", "middle"),
     ]
     alike: dict[float, int] = {}
     for name, value in sorted(values.items(), key=lambda item: item[0] == mine):
         place = alike[value] = alike.get(value, 0) + 1
         circle = {"cx": f"{x(value):.1f}", "cy": f"{22 - 3 * min(place - 1, 5):.1f}", "r": "6" if name == mine else "4"}
-        said = _tag("title", {}, f"{name}: {number(value, 4)}")
-        parts.append(_tag("circle", {"class": "mine" if name == mine else "other", **circle}, said))
+        said = tag("title", {}, f"{name}: {number(value, 4)}")
+        parts.append(tag("circle", {"class": "mine" if name == mine else "other", **circle}, said))
     label = f"mean {number(mean, 4)}, deviation {number(std, 4)}, over {len(values)} rollouts"
-    return _tag(
+    return tag(
         "svg", {"class": "strip", "viewBox": "0 0 360 54", "role": "img", "aria-label": label}, Markup("").join(parts)
     )
 
@@ -195,11 +195,11 @@ class _Scale:
                 "y1": f"{self.y(tick):.1f}",
                 "y2": f"{self.y(tick):.1f}",
             }
-            parts.append(_tag("line", {"class": "grid", **place}))
-            parts.append(_text(_LEFT - 6, self.y(tick) + 3.5, number(tick, 4), "end"))
+            parts.append(tag("line", {"class": "grid", **place}))
+            parts.append(text(_LEFT - 6, self.y(tick) + 3.5, number(tick, 4), "end"))
         if x_labels:
             apart = max(1, math.ceil(len(self.steps) / 8))
-            parts += [_text(self.x(step), self.height - 7, str(step), "middle") for step in self.steps[::apart]]
+            parts += [text(self.x(step), self.height - 7, str(step), "middle") for step in self.steps[::apart]]
         return parts
 
 
@@ -214,10 +214,10 @@ def _targets(scale: _Scale, series: Mapping[str, Points], link: Link | None) -> 
     for step in steps[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
         width = max(scale.pitch, _LEAST_TARGET)
         place = {"x": f"{scale.x(step) - width / 2:.1f}", "y": str(_TOP), "width": f"{width:.1f}"}
-        said = _tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
-        target = _tag("rect", {"class": "target", **place, "height": str(scale.height - _TOP - _BOTTOM)}, said)
+        said = tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
+        target = tag("rect", {"class": "target", **place, "height": str(scale.height - _TOP - _BOTTOM)}, said)
         # The same links are in the table of steps, for the keyboard and for screen readers.
-        found.append(target if link is None else _tag("a", {"href": link(step), "tabindex": "-1"}, target))
+        found.append(target if link is None else tag("a", {"href": link(step), "tabindex": "-1"}, target))
     return found
 
 
@@ -232,18 +232,20 @@ def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequenc
     )
     label = f"{title}. {courses}" if courses else title
     box = f"0 0 {scale.width} {scale.height}"
-    return _tag("svg", {"class": "chart", "viewBox": box, "role": role, "aria-label": label}, Markup("").join(parts))
+    return tag("svg", {"class": "chart", "viewBox": box, "role": role, "aria-label": label}, Markup("").join(parts))
 
 
 def _dot(x: float, y: float, at: int) -> Markup:
-    return _tag("circle", {"class": f"dot c{at % _COLOURS}", "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
+    return tag("circle", {"class": f"dot c{at % _COLOURS}", "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "2.6"})
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> Markup:
-    return _tag("text", {"class": kind, "x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor}, text)
+def text(x: float, y: float, said: str, anchor: str, kind: str = "tick") -> Markup:
+    """A word of a picture."""
+    return tag("text", {"class": kind, "x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor}, said)
 
 
-def _tag(name: str, attributes: Mapping[str, str], inside: str | Markup = "") -> Markup:
+def tag(name: str, attributes: Mapping[str, str], inside: str | Markup = "") -> Markup:
+    """An element of a picture: what it says is text."""
     written = "".join(f' {key}="{escape(harmless(value))}"' for key, value in attributes.items())
     return Markup(f"<{name}{written}>{inside if isinstance(inside, Markup) else escape(harmless(inside))}</{name}>")
 

@@ -16,6 +16,7 @@ from agl_core.analysis.groups import GroupReport, find_groups, read_group
 from agl_core.analysis.metrics import read_metrics, series
 from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
 from agl_core.analysis.runs import RunEntry, open_store, read_entry
+from agl_core.analysis.spans import span_tree
 from agl_core.analysis.tokens import token_texts
 from agl_core.errors import AglError
 from agl_core.store.files import log_of
@@ -132,7 +133,9 @@ class Pages:
             request,
             "rollout.html",
             report=report,
-            attempts=[(each, said_in(each), each.terminal(report.weights)) for each in report.attempts],
+            attempts=[
+                (each, said_in(each), each.terminal(report.weights), span_tree(each)) for each in report.attempts
+            ],
             strips=[(g, _strip(g, report.rollout.id)) for g in report.groups if report.rollout.id in g.credit],
             colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
             most=_most_of_group(group),

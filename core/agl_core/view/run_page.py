@@ -83,6 +83,8 @@ def _charts(lines: Sequence[MetricsLine], steps: Mapping[int, StepRewards], link
         line_chart("Entropy", "of the policy, nats per token", _updates(lines, "entropy"), link),
         line_chart("Length", "tokens per call", lengths, link),
         stacked("Time", "seconds of each step", _seconds(lines), link),
+        stacked("Tokens", "of each step, by what was done with them", _tokens(lines), link),
+        line_chart("Staleness", "updates since the oldest call of a rollout", _staleness(lines), link),
         line_chart("Gradient norm", "before clipping", _updates(lines, "grad_norm"), link),
     ]
 
@@ -98,6 +100,16 @@ def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str
 
 def _drops(lines: Sequence[MetricsLine]) -> dict[str, Points]:
     return {key.removeprefix("dropped/"): series(lines, "train", key) for key in keys_below(lines, "dropped/")}
+
+
+def _tokens(lines: Sequence[MetricsLine]) -> dict[str, Points]:
+    return {each: series(lines, "train", f"tokens/{each}") for each in ("prefilled", "reused", "decoded")}
+
+
+def _staleness(lines: Sequence[MetricsLine]) -> dict[str, Points]:
+    """Of asynchronous runs; in the others nothing is stale."""
+    found: dict[str, Points] = {each: series(lines, "train", f"staleness/{each}") for each in ("mean", "max")}
+    return found if any(value for _, value in found["max"]) else {}
 
 
 def _seconds(lines: Sequence[MetricsLine]) -> dict[str, Points]:

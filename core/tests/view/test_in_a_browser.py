@@ -101,3 +101,63 @@ def test_runs_and_run_follow_a_run_without_losing_focus_selection_or_scroll(runn
     running.end()
     page.until("document.querySelector('.live').textContent === 'not connected'")
     page.complaints.clear()
+
+
+PAGES = {
+    "runs": "/",
+    "run": "/runs/calc",
+    "step": "/runs/calc/rollouts?step=1&mode=train",
+    "group": "/runs/calc/groups/s1-g0-m0",
+    "rollout": "/runs/calc/rollouts/s1-g0-m1",
+    "call": "/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c1",
+    "timeline": "/runs/calc/timeline?step=1",
+    "try": "/runs/calc/try?weight.right=0.5",
+    "overlay": "/overlay?run=calc",
+    "compare": "/compare?run=calc",
+    "error": "/runs/nope",
+}
+
+
+def test_axe_finds_no_serious_fault_and_no_page_is_wider_than_a_phone(running: Running, page: Page) -> None:
+    faults = {}
+    for name, path in PAGES.items():
+        for dark in (False, True):
+            page.look(width=390, dark=dark)
+            page.open(running.page(path))
+            assert page.run("document.documentElement.scrollWidth") <= 390, name
+            page.send("Runtime.evaluate", expression=AXE_FILE_PATH.read_text())
+            found = page.run("axe.run().then((all) => all.violations)")
+            serious = [each for each in found if each["impact"] in ("serious", "critical")]
+            if serious:
+                faults[name, dark] = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in serious]
+    page.complaints[:] = [
+        each for each in page.complaints if "404" not in each
+    ]  # The page of an error has that status.
+    assert not faults
+
+
+def test_keys_lead_through_a_page(running: Running, page: Page) -> None:
+    page.open(running.page(PAGES["step"]))
+    page.press("j")
+    page.press("j")
+    page.press("k")
+    assert page.run("document.activeElement.getAttribute('href')") == "/runs/calc/groups/s1-g0-m0"
+    page.press("/")
+    assert page.run("document.activeElement.name") == "text"
+    page.run("document.activeElement.blur()")
+    page.press("?")
+    assert page.run("document.getElementById('help').open")
+    page.press("Escape")
+    page.run("document.getElementById('help').close()")
+    page.press("u")
+    page.until("location.pathname === '/runs/calc'")
+
+
+def test_runs_are_chosen_and_overlaid_without_typing(running: Running, page: Page) -> None:
+    page.open(running.page("/"))
+    page.run("document.querySelector('input[type=checkbox]').click()")
+    running.step(2, 0.75)
+    page.until("document.body.innerText.includes('2 / 4')")
+    page.run("document.querySelector('form button').click()")
+    page.until("location.pathname === '/overlay' && document.querySelector('svg.chart')")
+    assert page.run("location.search") == "?run=calc"

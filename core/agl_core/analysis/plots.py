@@ -1,0 +1,113 @@
+"""Curves of runs as a picture: one panel for each held-out set, a band over the seeds."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, TypeAlias
+
+from agl_core.analysis.metrics import held_out, read_metrics, series
+from agl_core.config import CONFIG_FILE
+from agl_core.errors import ConfigError
+
+Curve: TypeAlias = Sequence[tuple[int, float]]
+"""Steps, each with a mean reward."""
+
+FORMATS = (".svg", ".png", ".pdf")
+_MODES = {"greedy": "o-", "sampled": "s--"}
+_OF_ITS_OWN = ("name", "seed", "runs")
+"""What may differ between runs that are seeds of one thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The rewards of one run."""
+
+    training: Curve
+    held_out: Mapping[tuple[str, str], Curve]
+    """By held-out set and mode (greedy, sampled)."""
+
+
+def read_curves(folder: Path) -> Curves:
+    """Those of a run's metrics. ConfigError if it has none yet."""
+    lines = read_metrics(folder)
+    evaluations = {
+        (kind.rpartition("/")[0], kind.rpartition("/")[2]): points for kind, points in held_out(lines).items()
+    }
+    found = Curves(series(lines, "train", "reward/mean"), evaluations)
+    if not found.training and not evaluations:
+        raise ConfigError(f"{folder} has no curves: no step and no evaluation of it has ended. Leave it out.")
+    return found
+
+
+def seeds_of(folders: Sequence[Path]) -> dict[str, list[Path]]:
+    """Runs whose configurations differ in nothing but seed and name, by the name of the first of them."""
+    names: dict[str, str] = {}
+    found: dict[str, list[Path]] = {}
+    for folder in folders:
+        config = tomllib.loads((folder / CONFIG_FILE).read_text())
+        shared = {key: config[key] for key in config if key not in _OF_ITS_OWN}
+        essence = json.dumps(shared, sort_keys=True, default=str)
+        found.setdefault(names.setdefault(essence, folder.name), []).append(folder)
+    return found
+
+
+def draw(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
+    """Draw them into `out`, an SVG, PNG or PDF file: lines are means over seeds, bands are from the worst to the best.
+
+    `kinds` has for each kind of run, by its name, the curves of its seeds. ConfigError if matplotlib is missing, or the
+    file's name has another ending.
+    """
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"{out} does not say what to draw. Let its name end in {' or '.join(FORMATS)}.")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("Plots need matplotlib: pip install 'agl-core[plot]'") from error
+    sets = list(dict.fromkeys(name for seeds in kinds.values() for each in seeds for name, _ in each.held_out)) or [""]
+    with matplotlib.rc_context({"svg.hashsalt": "agl"}):
+        figure = Figure(figsize=(1 + 3.7 * len(sets), 3.4), layout="constrained")
+        row = figure.subplots(1, len(sets), sharey=True, squeeze=False)[0]
+        for panel, name in zip(row, sets, strict=True):
+            for number, (kind, seeds) in enumerate(kinds.items()):
+                alone = len(kinds) == 1
+                _draw_kind(panel, name, seeds, "" if alone else f"{kind}, ", None if alone else number)
+            panel.set_title(name, fontsize=10)
+            panel.set_xlabel("step")
+            panel.grid(alpha=0.3)
+        row[0].set_ylabel("mean reward")
+        counts = sorted({len(seeds) for seeds in kinds.values()})
+        title = None if counts == [1] else f"{' or '.join(map(str, counts))} seeds"
+        row[-1].legend(fontsize=8, loc="best", title=title, title_fontsize=8)
+        ending = out.suffix.lower()[1:]
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
+        figure.savefig(out, format=ending, dpi=150, metadata=undated)
+    if ending == "svg":
+        out.write_text("\n".join(line.rstrip() for line in out.read_text().splitlines()) + "\n")
+
+
+def _draw_kind(panel: Any, name: str, seeds: Sequence[Curves], prefix: str, number: int | None) -> None:
+    """The lines of one kind of run; alone, each has a colour, else all have that of the kind."""
+    colours = ["grey", "C0", "C1"] if number is None else [f"C{number % 10}"] * 3
+    _band(panel, [each.training for each in seeds], "-", colours[0], label=f"{prefix}training", linewidth=0.7)
+    for colour, (mode, style) in zip(colours[1:], _MODES.items(), strict=True):
+        curves = [each.held_out.get((name, mode), ()) for each in seeds]
+        _band(panel, curves, style, colour, label=f"{prefix}{mode}", linewidth=1.4, markersize=4)
+
+
+def _band(panel: Any, curves: Sequence[Curve], style: str, colour: str, **drawn: Any) -> None:
+    by_step: dict[int, list[float]] = {}
+    for step, reward in (point for each in curves for point in each):
+        by_step.setdefault(step, []).append(reward)
+    if not by_step:
+        return
+    steps = sorted(by_step)
+    panel.plot(steps, [mean(by_step[step]) for step in steps], style, color=colour, **drawn)
+    if len(curves) > 1:
+        low, high = ([pick(by_step[step]) for step in steps] for pick in (min, max))
+        panel.fill_between(steps, low, high, color=colour, alpha=0.2)
