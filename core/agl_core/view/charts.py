@@ -112,7 +112,7 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
         if len(bins) <= 6 or at % 2 == 0:
             parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
         parts.append(text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
-    return Chart(title, note, _svg(title, scale, {}, parts, role="group"), ())
+    return Chart(title, note, _svg(title, scale, {}, parts), ())
 
 
 def sparkline(values: Sequence[float], title: str) -> Markup:
@@ -217,7 +217,11 @@ def _targets(scale: _Scale, series: Mapping[str, Points], link: Link | None) -> 
         said = tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
         target = tag("rect", {"class": "target", **place, "height": str(scale.height - _TOP - _BOTTOM)}, said)
         # The same links are in the table of steps, for the keyboard and for screen readers.
-        found.append(target if link is None else tag("a", {"href": link(step), "tabindex": "-1"}, target))
+        found.append(
+            target
+            if link is None
+            else tag("a", {"href": link(step), "tabindex": "-1", "aria-label": f"step {step}"}, target)
+        )
     return found
 
 
@@ -225,14 +229,14 @@ def _legend(names: Mapping[str, Points]) -> list[tuple[str, str]]:
     return [(name, f"c{at % _COLOURS}") for at, name in enumerate(names) if name]
 
 
-def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequence[Markup], role: str = "img") -> Markup:
+def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequence[Markup]) -> Markup:
     courses = "; ".join(
         f"{name} from {number(points[0][1], 3)} to {number(points[-1][1], 3)}".strip()
         for name, points in series.items()
     )
     label = f"{title}. {courses}" if courses else title
     box = f"0 0 {scale.width} {scale.height}"
-    return tag("svg", {"class": "chart", "viewBox": box, "role": role, "aria-label": label}, Markup("").join(parts))
+    return tag("svg", {"class": "chart", "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts))
 
 
 def _dot(x: float, y: float, at: int) -> Markup:

@@ -10,8 +10,10 @@ from pathlib import Path
 from agl_core.analysis.groups import StepRewards, step_rewards
 from agl_core.analysis.runs import open_store
 
+_FEW = 8
+"""A page waits for so many steps in any case."""
 _PATIENCE = 0.25
-"""Seconds for which a page waits. What was not read until then comes with its next version."""
+"""Seconds for which it waits for the others. What was not read until then comes with its next version."""
 
 
 @dataclass
@@ -44,6 +46,8 @@ class RewardsOfSteps:
         if task is None or task.done():
             task = known.reading = asyncio.create_task(_read(folder, known, set(trained), first))
         await asyncio.wait({task}, timeout=_PATIENCE)
+        while not task.done() and len(known.over) < _FEW:
+            await asyncio.wait({task}, timeout=0.05)
         if task.done():
             task.result()
         return dict(sorted(known.steps.items())), task.done()

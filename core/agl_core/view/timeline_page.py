@@ -58,7 +58,7 @@ def _picture(run: str, found: Timeline) -> Markup:
         for bar in lane:
             said = f"{bar.rollout}: {bar.said} after {number(bar.end - bar.start, 3)} s"
             kind = "fine" if bar.said == "finished" else "failed"
-            link = {"href": page_address("runs", run, "rollouts", bar.rollout), "tabindex": "-1"}
+            link = {"href": page_address("runs", run, "rollouts", bar.rollout), "tabindex": "-1", "aria-label": said}
             place_of_bar = place(bar.start, bar.end, row)
             shown = tag("rect", {"class": f"part part-{kind}", **place_of_bar}, tag("title", {}, said))
             parts.append(tag("a", link, shown))
@@ -69,4 +69,6 @@ def _picture(run: str, found: Timeline) -> Markup:
         parts.append(text(where, row + 12, f"{number(span * at / 5, 3)} s", anchor))
     label = f"{len(found.lanes)} rollouts at once in {number(span, 3)} seconds"
     box = f"0 0 {_WIDTH:.0f} {row + 18:.0f}"
-    return tag("svg", {"class": "timeline", "viewBox": box, "role": "img", "aria-label": label}, Markup("").join(parts))
+    return tag(
+        "svg", {"class": "timeline", "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts)
+    )

@@ -376,7 +376,7 @@ def test_other_rewards_are_tried_and_nothing_is_written(runs: Folder) -> None:
     before = {file: file.read_bytes() for file in folder.iterdir()}
 
     assert "Change something" in runs.page("/runs/calc/try")
-    page = said(runs.page("/runs/calc/try?weight.right=0.5&step=1&credit=identical"))
+    page = said(runs.page("/runs/calc/try?weight.right=0.5&step=1&settings=rewards.right.field%3Danswer"))
     wrong = runs.page("/runs/calc/try?settings=rewards.right.nope%3D1")
 
     assert "rollouts that change3 of 4" in page
