@@ -37,6 +37,7 @@ class Server:
     port: int
     key: str
     upstream: int
+    folder: Path
 
     async def do(self, **command: Any) -> dict[str, Any]:
         """Ask something of its process."""
@@ -65,17 +66,18 @@ class Server:
 async def running(folder: Path) -> AsyncIterator[Server]:
     """A server with a new store, on a core of its own."""
     core, other = cores()
-    store = folder / f"{time.monotonic_ns()}.sqlite"
+    run = folder / str(time.monotonic_ns())
+    run.mkdir()
     with contextlib.ExitStack() as stack:
         upstream = stack.enter_context(_process("server_upstream.py", *other))
         assert upstream.stdout is not None
         upstream_port = int(upstream.stdout.readline())
         server = stack.enter_context(
-            _process("server_process.py", str(store), f"http://127.0.0.1:{upstream_port}/v1", *core)
+            _process("server_process.py", str(run / "store.sqlite"), f"http://127.0.0.1:{upstream_port}/v1", *core)
         )
         assert server.stdout is not None
         ready = json.loads(server.stdout.readline())
-        yield Server(server, ready["port"], ready["key"], upstream_port)
+        yield Server(server, ready["port"], ready["key"], upstream_port, run)
 
 
 @contextlib.contextmanager

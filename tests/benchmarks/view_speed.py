@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -24,6 +25,7 @@ from typing import Any
 import httpx
 import orjson
 from server_cores import machine
+from server_measures import calls, running
 from server_records import recorded_call
 
 from agl_core.store.interface import Record
@@ -171,9 +173,39 @@ async def time_pages(folder: Path, steps: int, repeated: int) -> Iterator[str]:
     return iter(["| page | first | then | size |", "|---|---|---|---|", *rows])
 
 
+async def time_gateway(folder: Path, seconds: float) -> list[str]:
+    """Rows of a table: calls per second and the server's time for each, without and with three open pages."""
+    rows = ["| open pages | calls per second | CPU of a call |", "|---|---|---|"]
+    async with running(folder) as server:
+        await asyncio.to_thread((server.folder / "config.toml").write_text, CONFIG)
+        async with browser(server.folder) as client:
+            for pages in (0, 3, 0, 3):
+                looking = [asyncio.create_task(_look(client, path)) for path in _WATCHED[:pages]]
+                found = await calls(server, 16, seconds)
+                for each in looking:
+                    each.cancel()
+                await asyncio.gather(*looking, return_exceptions=True)
+                rate = len(found.through.latencies) / seconds
+                rows.append(f"| {pages} | {rate:.0f} | {found.cpu_per_call:.2f} ms |")
+    return rows
+
+
+_WATCHED = ("/", "/runs/{run}", "/runs/{run}/rollouts")
+
+
+async def _look(client: httpx.AsyncClient, path: str) -> None:
+    """What an open page does, when something changes all the time."""
+    run = re.findall(r'href="/runs/([^"/]+)"', (await client.get("/")).text)[0]
+    while True:
+        await client.get("/changed")
+        (await client.get(path.format(run=run))).raise_for_status()
+        await asyncio.sleep(2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement of the gateway")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
@@ -189,6 +221,7 @@ def main() -> None:
         print(f"{options.rollouts} rollouts, on: {machine()}")
         steps = options.rollouts // (GROUP * GROUPS_PER_STEP)
         print("\n".join(asyncio.run(time_pages(folder, steps, options.repeat))))
+        print("\n".join(asyncio.run(time_gateway(Path(made), options.seconds))))
 
 
 if __name__ == "__main__":

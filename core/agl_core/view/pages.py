@@ -30,7 +30,7 @@ from agl_core.view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
 
-_MOST_ROLLOUTS = 1000
+_MOST_ROLLOUTS, _MOST_OF_A_STEP = 400, 1000
 """A page of rollouts looks at so many, the newest."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 """Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
@@ -87,7 +87,7 @@ class Pages:
         name, folder = self.found(request)
         query = read_query(request)
         async with open_store(folder) as store:
-            found = await find_groups(store, query, _MOST_ROLLOUTS)
+            found = await find_groups(store, query, _MOST_ROLLOUTS if query.step is None else _MOST_OF_A_STEP)
         rewards = [m.entry.reward for g in found.groups for m in g.members if m.entry.reward is not None]
         advantages = [abs(m.advantage) for g in found.groups for m in g.members if m.advantage is not None]
         return self.render(

@@ -139,11 +139,16 @@ def test_help_is_broken_at_the_width_of_the_terminal_alone(command: str) -> None
 
 def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     listed = json.loads(piped("rollouts", "runs/calc", "--limit=1", "--json"))
+    filters = ["--tool=look", "--tool-status=error", "--low=0", "--text=42", "--policy=default"]
+    found = json.loads(piped("rollouts", "runs/calc", *filters, "--json"))
+    none = [json.loads(piped("rollouts", "runs/calc", f"--{each}=nope", "--json")) for each in ("agent", "dropped")]
     shown = json.loads(piped("show", "s1-g0-m0", "--run=runs/calc", "--json"))
     tried = json.loads(piped("reward", "try", "train.toml", "--set=rewards.right.bonus=2.0", "--json"))
     components = json.loads(piped("plugins", "--json"))
 
     assert [(each["id"], each["ending"], each["superseded"]) for each in listed] == [("s1-g0-m2", "finished", False)]
+    assert "s1-g0-m2" in [each["id"] for each in found]
+    assert none == [[], []]
     assert {each["name"]: each["value"] for each in listed[0]["rewards"]} == {"right": 1.0, "look": -0.25}
     [attempt] = shown["attempts"]
     assert (shown["rollout"]["counted_attempt"], attempt["attempt"]["result"]) == (0, "42")
