@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agl_core.analysis.rollouts import AttemptReport
+from agl_core.types import ToolResult, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ def span_tree(report: AttemptReport) -> Sequence[Span]:
     the id of its tool call alone stands below the call that asked for it.
     """
     transitions = report.episode.transitions
-    results = [(t, result) for t in transitions for result in t.tool_results]
+    results: list[tuple[Transition | None, ToolResult]] = [(t, r) for t in transitions for r in t.tool_results]
     results += [(None, result) for result in report.episode.unjoined]
     if not any(t.parent_span for t in transitions) and not any(r.parent_span for _, r in results):
         return ()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Ending, Mode, Rollout, Task, TrainingRecord
+from agl_core.types import Call, Ending, Mode, Rollout, Task, ToolResult, TrainingRecord
 
 from .viewed_runs import HERE, HOSTILE, Folder, rollout
 
@@ -400,3 +400,23 @@ def test_calls_tools_and_training_can_be_asked_for(runs: Folder, asked: str, num
     runs.trained()
 
     assert f"{number} of 4 rollouts" in runs.page(f"/runs/calc/rollouts?{asked}")
+
+
+def test_spans_are_a_tree(runs: Folder) -> None:
+    spans = {"s1-g0-m0-c0": "crew", "s1-g0-m0-c1": "tool"}
+    records = [
+        replace(record, parent_span=spans[record.id])
+        if isinstance(record, Call)
+        else replace(record, span="tool", parent_span="crew")
+        if isinstance(record, ToolResult)
+        else record
+        for record in rollout("s1-g0-m0", answer="42", reward=1.0, advantage=0.5)
+    ]
+    runs.make("calc", *records)
+
+    page = said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+
+    tree = "invoke_agent solver chat solver asks default turn 0 execute_tool look 0.5 s chat solver asks default turn 1"
+    assert tree in page
+    runs.trained("other")
+    assert "who called what" not in runs.page("/runs/other/rollouts/s1-g0-m0")
