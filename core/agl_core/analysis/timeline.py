@@ -14,7 +14,7 @@ from agl_core.types import Mode
 Interval: TypeAlias = tuple[float, float]
 """Start and end, in seconds since 1970."""
 
-_MOST_ROLLOUTS = 300
+_MOST_ROLLOUTS = 120
 
 
 @dataclass(frozen=True, slots=True)
