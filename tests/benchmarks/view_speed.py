@@ -3,8 +3,8 @@
     python tests/benchmarks/view_speed.py
 
 fills a run with 100,000 rollouts through the store's own interface, and measures every page: the first time, and then.
-The gateway is measured without and with three open pages, each of
-which asks whether something changed as often as browsers do, and is read again each time. About ten minutes.
+The gateway is measured without and with three open pages, each of which asks whether something changed as often as
+browsers do, and is read again each time. Needs a quiet machine; about ten minutes.
 `--rollouts N` makes fewer, `--folder RUNS` keeps the run for the next time.
 """
 

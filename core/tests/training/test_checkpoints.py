@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -248,13 +249,14 @@ def test_resuming_takes_out_the_metrics_of_later_steps(tmp_path: Path) -> None:
         def close(self) -> None: ...
 
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, {"mine": Tracker()})
+    log, before = MetricsLog(path, {"mine": Tracker()}), time.time()
     for step in range(4):
         log.write(step, "train", {"reward/mean": step / 10})
     MetricsLog(path, {}, restart=1).forget_after(1)
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
-    assert lines[1] == {"step": 1, "kind": "train", "restart": 0, "reward/mean": 0.1}
+    assert before <= lines[0]["time"] <= lines[1]["time"] <= time.time()
+    assert lines[1] == {"step": 1, "kind": "train", "restart": 0, "time": lines[1]["time"], "reward/mean": 0.1}
     assert logged[3] == (3, {"train/reward/mean": 0.3})
     log.write(3, "eval", {"eval/greedy/reward/mean": 0.5})
     assert logged[4] == (3, {"eval/greedy/reward/mean": 0.5})
