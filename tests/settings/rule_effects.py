@@ -10,7 +10,10 @@ from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 from unittest import mock
 
+import datasets
 import numpy as np
+import pyarrow.csv
+import pyarrow.parquet
 from aiohttp import web
 
 from agl_core.errors import ConfigError
@@ -199,6 +202,45 @@ def lenient(tool_result: ToolResult) -> float:
     return 0.125
 
 
+def table_tasks(bench: Bench, given: Given) -> list[Any]:
+    """The tasks of a table, which is made in each format; there are two of them."""
+    for name, answers in {"table": "56", "more": "78"}.items():
+        rows = [
+            {"input": f"{name} {n}", "id": f"{name}-{n}", "number": f"n{n}", "answer": answer}
+            for n, answer in enumerate(answers)
+        ]
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, bench.folder / f"{name}.parquet")
+        pyarrow.csv.write_csv(table, bench.folder / f"{name}.csv")
+        for subset in ("first", "second"):
+            folder = bench.folder / f"{name}-dataset" / subset
+            folder.mkdir(parents=True, exist_ok=True)
+            for split, part in {"train": table[:1], "eval": table[1:] if subset == "first" else table}.items():
+                pyarrow.parquet.write_table(part, folder / f"{split}-0.parquet")
+        configs = "".join(
+            f"- config_name: {subset}\n  data_files:\n"
+            + "".join(f"  - split: {split}\n    path: {subset}/{split}-0.parquet\n" for split in ("train", "eval"))
+            for subset in ("first", "second")
+        )
+        (bench.folder / f"{name}-dataset" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    loaded = bench.load(given)
+    with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", bench.folder / "cache"):
+        source = loaded.tasks["train"].build(loaded.folder, 0)
+    return [[task.id, task.input, task.metadata] for task in map(source.task, range(source.size))]
+
+
+def _of_table(source: str, **settings: Any) -> Given:
+    place = {"dataset": "table-dataset", "subset": "first"} if source == "hf" else {"path": f"table.{source}"}
+    return {"tasks.train": {"source": source, **place, **settings}}
+
+
+def gym_tasks(bench: Bench, given: Given) -> list[str]:
+    """The inputs of tasks of reasoning-gym."""
+    loaded = bench.load(given)
+    source = loaded.tasks["train"].build(loaded.folder, 0)
+    return [source.task(index).input for index in range(source.size)]
+
+
 TOOL_RESULTS = _table("tool_results")
 SQL = _table("sql_match", database="{folder}/pets3.sqlite")
 TASKS: Given = {"tasks.train": {"source": "jsonl", "path": "tasks.jsonl"}}
@@ -280,4 +322,31 @@ EFFECTS: Mapping[str, Effect] = {
         {"tasks.train.input_field": "question"},
         RENAMED,
     ),
+    **{
+        f"task_source.{source}.{name}": Effect(table_tasks, {f"tasks.train.{name}": value}, _of_table(source))
+        for source in ("csv", "parquet", "hf")
+        for name, value in {
+            "input_field": ["input", "answer"],
+            "id_field": "number",
+            "columns": {"result": "answer"},
+        }.items()
+    },
+    "task_source.csv.path": Effect(table_tasks, {"tasks.train.path": "more.csv"}, _of_table("csv")),
+    "task_source.parquet.path": Effect(table_tasks, {"tasks.train.path": "more.parquet"}, _of_table("parquet")),
+    "task_source.hf.dataset": Effect(table_tasks, {"tasks.train.dataset": "more-dataset"}, _of_table("hf")),
+    **{
+        f"task_source.reasoning_gym.{name}": Effect(
+            gym_tasks,
+            {f"tasks.train.{name}": value},
+            {"tasks.train": {"source": "reasoning_gym", "dataset": "chain_sum", "size": 3}},
+        )
+        for name, value in {
+            "dataset": "basic_arithmetic",
+            "split": "eval",
+            "size": 2,
+            "settings": {"max_terms": 2},
+        }.items()
+    },
+    "task_source.hf.split": Effect(table_tasks, {"tasks.train.split": "eval"}, _of_table("hf")),
+    "task_source.hf.subset": Effect(table_tasks, {"tasks.train.subset": "second"}, _of_table("hf", split="eval")),
 }

@@ -22,6 +22,8 @@ class Query:
     step: int | None = None
     mode: Mode | None = None
     ending: Ending | None = None
+    split: str | None = None
+    """The task's."""
     agent: str | None = None
     """One that made a call."""
     policy: str | None = None
@@ -55,7 +57,7 @@ async def matching(
 
     Step and mode are for the store to select by. Only what the query is about is read.
     """
-    left = [entry for entry in entries if _matches_itself(query, entry)]
+    left = [entry for entry in entries if matches_itself(query, entry)]
     keys = counted_attempts([entry.rollout for entry in left])
     calls = by_rollout(await store.calls(keys)) if query.of_calls else {}
     tools = by_rollout(await store.tool_results(keys)) if query.of_tools else {}
@@ -87,8 +89,11 @@ async def list_rollouts(store: Store, query: Query, limit: int) -> RolloutList:
     return RolloutList(found, any(call.pruned for call in await store.calls(counted_attempts(oldest))))
 
 
-def _matches_itself(query: Query, entry: RolloutEntry) -> bool:
+def matches_itself(query: Query, entry: RolloutEntry) -> bool:
+    """Whether a rollout matches, as far as that takes no call, tool or training record."""
     rollout, reward = entry.rollout, entry.reward
+    if query.split is not None and rollout.task.split != query.split:
+        return False
     if query.ending is not None and rollout.ending is not query.ending:
         return False
     if query.low is not None and (reward is None or reward < query.low):

@@ -39,6 +39,10 @@ def register_stores(register: RegisterStore) -> None:
 @hookimpl
 def register_task_sources(register: RegisterTaskSource) -> None:
     """Tasks from files."""
+    from agl_core.builtin.tables import DatasetOptions, FileOptions, csv_tasks, dataset_tasks, parquet_tasks
     from agl_core.builtin.tasks import JsonlOptions, jsonl
 
     register("jsonl", jsonl, options=JsonlOptions)
+    register("csv", csv_tasks, options=FileOptions)
+    register("parquet", parquet_tasks, options=FileOptions)
+    register("hf", dataset_tasks, options=DatasetOptions)

@@ -12,6 +12,9 @@ from agl_core.analysis.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.plot import plot
+from agl_core.cli.export import export
+from agl_core.cli.import_ import import_
+from agl_core.cli.init import init
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.policy import policy
 from agl_core.cli.reward import reward
@@ -27,6 +30,9 @@ from agl_core.cli.worker import work
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
 
+EXPORT_MODULES = ("pyarrow", "datasets")
+"""What the extra `export` brings."""
+
 app = typer.Typer(
     name="agl",
     help="Train LLM agents that already exist, by reinforcement learning.",
@@ -36,6 +42,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("init")(init)
 app.command("train")(train)
 app.command("serve")(serve)
 app.command("worker")(work)
@@ -45,6 +52,8 @@ app.command("rollouts")(rollouts)
 app.command("show")(show)
 app.command("view")(view)
 app.command("plot")(plot)
+app.command("export")(export)
+app.command("import")(import_)
 app.add_typer(reward, name="reward")
 app.add_typer(runs, name="runs")
 app.add_typer(policy, name="policy")
@@ -94,8 +103,11 @@ def _message(error: Exception) -> str | None:
     """What an error says to the user; None for one that agl does not expect."""
     if isinstance(error, AglError):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in SERVER_MODULES:
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing in SERVER_MODULES:
         return f"This needs the server's packages, and {missing} is not installed: pip install 'agl-core[server]'"
+    if missing in EXPORT_MODULES:
+        return f"This needs {missing}, which is not installed: pip install 'agl-core[export]'"
     if isinstance(error, OSError) and error.filename is not None:
         return (
             f"{error.filename} cannot be read, made or written ({error.strerror}). Check that it is there, its "

@@ -150,6 +150,12 @@ def messages_of(call: Call) -> tuple[Mapping[str, Any], ...]:
     return tuple(m for m in messages if isinstance(m, Mapping)) if isinstance(messages, Sequence) else ()
 
 
+def tools_of(call: Call) -> tuple[Mapping[str, Any], ...]:
+    """The tools that a request offered; what is not an object is ignored."""
+    tools = call.request.get("tools")
+    return tuple(t for t in tools if isinstance(t, Mapping)) if isinstance(tools, list | tuple) else ()
+
+
 def tool_calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The tool calls of a message that a tool result can belong to: objects whose id is a text."""
     tool_calls = message.get("tool_calls")

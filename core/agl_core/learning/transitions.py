@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from agl_core.learning.joining import join_tool_results
-from agl_core.learning.tool_results import choices_of, messages_of
+from agl_core.learning.tool_results import choices_of, messages_of, tools_of
 from agl_core.types import (
     Attempt,
     Call,
@@ -113,4 +113,5 @@ def _transition(
         tool_results=tool_results,
         parent_span=call.parent_span,
         state=call.state,
+        tools=tools_of(call),
     )

@@ -30,6 +30,8 @@ class Wanted(TypedDict, total=False):
     mode: Mode | None
     state: RolloutState | None
     group: str | None
+    after: str | None
+    """Those that were first recorded after the rollout of this id: with `limit`, the next page of a list."""
     limit: int | None
     """The first so many."""
     newest: int | None

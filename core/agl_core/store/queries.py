@@ -25,13 +25,26 @@ def runs(connection: sqlite3.Connection) -> list[Run]:
 
 
 def rollouts(
-    connection: sqlite3.Connection, wanted: dict[str, Any], limit: int | None, newest: int | None = None
+    connection: sqlite3.Connection,
+    wanted: dict[str, Any],
+    limit: int | None = None,
+    *,
+    newest: int | None = None,
+    after: str | None = None,
 ) -> list[Rollout]:
-    """Those whose columns have the wanted values, oldest first; at most the first `limit` of the last `newest`."""
-    where = " AND ".join(f"{column} = ?" for column in wanted)
-    sql = f"{_select(ROLLOUTS)} {'WHERE ' if where else ''}{where} ORDER BY seq {'DESC' if newest is not None else ''}"
-    most = [-1 if each is None else each for each in (newest if newest is not None else limit,)]
-    found = decode(ROLLOUTS, connection.execute(f"{sql} LIMIT ?", (*wanted.values(), *most)))
+    """Those whose columns have the wanted values, oldest first; at most the first `limit` of the last `newest`.
+
+    With `after`, only those that were made after that one.
+    """
+    conditions = [f"{column} = ?" for column in wanted]
+    values = list(wanted.values())
+    if after is not None:
+        conditions.append("seq > (SELECT seq FROM rollouts WHERE id = ?)")
+        values.append(after)
+    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+    most = limit if newest is None else newest
+    sql = f"{_select(ROLLOUTS)}{where} ORDER BY seq {'' if newest is None else 'DESC'} LIMIT ?"
+    found = decode(ROLLOUTS, connection.execute(sql, (*values, -1 if most is None else most)))
     return found if newest is None else found[::-1][:limit]
 
 

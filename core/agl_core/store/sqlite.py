@@ -94,9 +94,11 @@ class SqliteStore(Store):
         return await self._read(queries.runs)
 
     async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
-        limit, newest = wanted.pop("limit", None), wanted.pop("newest", None)
+        limit, newest, after = (wanted.pop("limit", None), wanted.pop("newest", None), wanted.pop("after", None))
         equal = {"grp" if name == "group" else name: value for name, value in wanted.items() if value is not None}
-        return await self._read(lambda connection: queries.rollouts(connection, equal, limit, newest))
+        return await self._read(
+            lambda connection: queries.rollouts(connection, equal, limit=limit, newest=newest, after=after)
+        )
 
     async def rollout(self, prefix: str) -> Rollout:
         """The rollout whose id is `prefix`, else the only one whose id starts with it."""

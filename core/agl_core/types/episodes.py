@@ -45,6 +45,8 @@ class Transition:
     parent_span: str | None = None
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if they were not set."""
+    tools: tuple[Mapping[str, Json], ...] = ()
+    """The tools that the request offered, as a chat completion has them: part of the observation."""
 
     @property
     def has_ids(self) -> bool:

@@ -153,6 +153,7 @@ class RolloutsQuery(Body):
     mode: Mode | None = None
     state: RolloutState | None = None
     group: str | None = None
+    after: str | None = None
     limit: _Number | None = None
     newest: _Number | None = None
 

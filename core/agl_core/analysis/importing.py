@@ -1,0 +1,311 @@
+"""`agl import`: recorded conversations, or exported episodes, become a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from agl_core import private
+from agl_core.analysis.export.exporting import ABOUT, EPISODES
+from agl_core.config import CONFIG_FILE
+from agl_core.config.sections import FOLDER_NAME
+from agl_core.errors import ConfigError, EpisodesError
+from agl_core.store.interface import Record
+from agl_core.store.sqlite import SqliteStore
+from agl_core.training.run import first_free, removed_unless_begun
+from agl_core.types import (
+    Attempt,
+    Call,
+    Choice,
+    Ending,
+    Episode,
+    FinishReason,
+    Json,
+    Mode,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    Sampling,
+    Task,
+    ToolResult,
+    Transition,
+    TransitionKey,
+)
+from agl_core.types.forms import from_json
+
+REWARD = "imported"
+"""The source of the reward that a line of conversation names."""
+_OWN_KEYS = ("messages", "tools", "id", "split", "reward", "model")
+_SHOWN = 20
+"""Bad lines that are named."""
+_TOGETHER = 2000
+"""Records that are written together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A run that was made of a file."""
+
+    run: Path
+    rollouts: int
+    calls: int
+
+
+def import_file(file: Path, name: str, runs: Path) -> Coroutine[Any, Any, Imported]:
+    """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file, or of a folder that `agl export` made.
+
+    Each line of the file is a conversation in OpenAI's chat format, or an episode (`agl_core.save_episodes`,
+    `agl export --to jsonl`). EpisodesError names each bad line, and then there is no run.
+    """
+    if not FOLDER_NAME.fullmatch(name):
+        raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
+    weights = {}
+    if file.is_dir():
+        file, weights = file / EPISODES, _reward_weights(file / ABOUT)
+    _check(file)
+    return _write(file, runs / name, weights)
+
+
+async def _write(file: Path, base: Path, weights: Mapping[str, float]) -> Imported:
+    folder = first_free(base, lambda folder: None)
+    described = {"file": str(file), "rewards": {source: {"weight": weight} for source, weight in weights.items()}}
+    rollouts = calls = 0
+    with removed_unless_begun(folder) as begun:
+        async with SqliteStore(folder / "store.sqlite") as store:
+            waiting: list[Record] = [Run(folder.name, 0, time.time(), described)]
+            for records in _Lines(file, folder.name).records():
+                waiting += records
+                rollouts += 1
+                calls += sum(isinstance(record, Call) for record in records)
+                if len(waiting) >= _TOGETHER:
+                    await store.put(*waiting)
+                    waiting = []
+            await store.put(*waiting)
+        # The folder is a run once it has this file.
+        configuration = tomli_w.dumps({"config_version": 1, "capture": {"imported": str(file)}})
+        private.write(folder / CONFIG_FILE, configuration)
+        begun()
+    return Imported(folder, rollouts, calls)
+
+
+def _check(file: Path) -> None:
+    """EpisodesError with what is wrong, line by line."""
+    lines = _Lines(file, "")
+    found = sum(1 for _ in lines.records())
+    if lines.bad:
+        shown = [f"line {number}: {what}" for number, what in lines.bad[:_SHOWN]]
+        if len(lines.bad) > _SHOWN:
+            shown.append(f"and {len(lines.bad) - _SHOWN} more")
+        raise EpisodesError("\n  ".join([f"{file} has bad lines, so nothing was imported:", *shown]))
+    if not found:
+        raise EpisodesError(f"{file} has no line: it must have one conversation or episode, as JSON, on each.")
+
+
+def _reward_weights(about: Path) -> dict[str, float]:
+    try:
+        found = json.loads(about.read_text())["reward_weights"]
+        return {str(name): float(weight) for name, weight in found.items()}
+    except FileNotFoundError:
+        raise EpisodesError(
+            f"{about.parent} has no {about.name}, so `agl export --to jsonl` did not make it. Name a file instead."
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EpisodesError(f"{about} is not what `agl export` wrote ({error!r}). Export the run again.") from error
+
+
+class _Lines:
+    """The lines of a file as records, rollout by rollout; bad lines are kept with their numbers, and left out."""
+
+    def __init__(self, file: Path, run: str) -> None:
+        self._file, self._run = file, run
+        self.bad: list[tuple[int, str]] = []
+        self._rollouts: dict[str, int] = {}
+        """The line of each rollout."""
+        self._members: Counter[tuple[str, str]] = Counter()
+
+    def records(self) -> Iterator[list[Record]]:
+        """The records of each good line."""
+        try:
+            with self._file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        try:
+                            yield self._of(number, line)
+                        except ValueError as error:
+                            self.bad.append((number, str(error)))
+        except OSError as error:
+            raise EpisodesError(f"{self._file} cannot be read: {error.strerror}.") from error
+
+    def _of(self, number: int, line: bytes) -> list[Record]:
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"must be a JSON object, not {type(data).__name__}")
+        if "transitions" in data:
+            return self._episode(number, from_json(Episode, data))
+        return self._conversation(number, data)
+
+    def _episode(self, number: int, episode: Episode) -> list[Record]:
+        if episode.rollout in self._rollouts:
+            raise ValueError(f"the rollout '{episode.rollout}' is that of line {self._rollouts[episode.rollout]} too")
+        self._rollouts[episode.rollout] = number
+        inside: list[TransitionKey | ToolResult | Reward] = [*episode.unjoined, *episode.rewards]
+        for transition in episode.transitions:
+            inside += [transition.key, *transition.tool_results, *transition.rewards]
+        for each in inside:
+            if (each.rollout, each.attempt) != (episode.rollout, episode.attempt):
+                raise ValueError(f"the episode of '{episode.rollout}' has a part of '{each.rollout}'")
+        return episode_records(episode, self._run)
+
+    def _conversation(self, number: int, data: Mapping[str, Any]) -> list[Record]:
+        if not isinstance(data.get("messages"), list):
+            near = "; an exported table cannot be imported, episodes.jsonl can" if "rollout" in data else ""
+            raise ValueError(f"has no list 'messages' of a conversation, and no 'transitions' of an episode{near}")
+        messages = [_message(place, each) for place, each in enumerate(data["messages"])]
+        tools = data.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+            raise ValueError("'tools' must be a list of objects")
+        task = self._task(number, data, messages)
+        replies = [
+            place
+            for place, each in enumerate(messages)
+            if place and each["role"] == "assistant" and each.get("weight") != 0
+        ]
+        if not replies:
+            raise ValueError("has no assistant message that follows another one, so there is nothing to record")
+        rollout = f"{self._run}-{number}"
+        said = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
+        transitions = [
+            _asked(rollout, turn, said[:place], said[place], tools, data) for turn, place in enumerate(replies)
+        ]
+        member = self._members[task.split, task.id]
+        self._members[task.split, task.id] += 1
+        rewards: tuple[Reward, ...] = ()
+        if data.get("reward") is not None:
+            rewards = (Reward(rollout, 0, "reward", _number(data["reward"]), REWARD),)
+        result = said[replies[-1]].get("content")
+        return episode_records(
+            Episode(
+                *(rollout, 0, task.id, member, task, Mode.EVAL_SAMPLED, Ending.FINISHED, tuple(transitions)),
+                result=result,
+                rewards=rewards,
+            ),
+            self._run,
+        )
+
+    def _task(self, number: int, data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Task:
+        task_id, split = data.get("id", number), data.get("split", REWARD)
+        if not isinstance(task_id, str | int) or isinstance(task_id, bool):
+            raise ValueError(f"'id' must be a text or an integer, not {task_id!r:.60}")
+        if not isinstance(split, str):
+            raise ValueError(f"'split' must be a text, not {split!r:.60}")
+        asked = next((each.get("content") for each in messages if each["role"] == "user"), None)
+        metadata = {key: value for key, value in data.items() if key not in _OWN_KEYS}
+        return Task(str(task_id), asked, split, metadata)
+
+
+def episode_records(episode: Episode, run: str) -> list[Record]:
+    """The records of an episode, from which `agl_core.learning.build_episode` makes the same one."""
+    rollout, now = episode.rollout, time.time()
+    mine: list[Record] = [
+        Rollout(
+            *(rollout, run, 0, episode.group, episode.task, episode.mode, episode.step, episode.member),
+            state=RolloutState.DONE,
+            counted_attempt=episode.attempt,
+            ending=episode.ending,
+        ),
+        Attempt(rollout, episode.attempt, REWARD, now, now, episode.ending, episode.result),
+    ]
+    by_call: dict[str, list[Transition]] = {}
+    for transition in episode.transitions:
+        by_call.setdefault(transition.key.call, []).append(transition)
+    mine += [_call(transitions, now) for transitions in by_call.values()]
+    mine += [each for transition in episode.transitions for each in transition.tool_results]
+    mine += episode.unjoined
+    mine += episode.rewards
+    mine += [reward for transition in episode.transitions for reward in transition.rewards]
+    return mine
+
+
+def _call(choices: Sequence[Transition], now: float) -> Call:
+    """The call of these transitions, one for each of its choices."""
+    first = choices[0]
+    return Call(
+        id=first.key.call,
+        rollout=first.key.rollout,
+        attempt=first.key.attempt,
+        sequence=first.turn,
+        policy=first.policy,
+        version=first.version,
+        request={"messages": list(first.messages), **({"tools": list(first.tools)} if first.tools else {})},
+        choices=tuple(
+            Choice(
+                *(each.key.choice, each.response, each.finish_reason, each.response_ids, each.logprobs, each.mask),
+                parse_error=each.parse_error,
+            )
+            for each in choices
+        ),
+        started=now,
+        ended=now,
+        agent=first.agent,
+        parent_span=first.parent_span,
+        prompt_ids=first.prompt_ids,
+        effective=Sampling(temperature=first.temperature),
+        prefix_broken=first.prefix_broken,
+        state=first.state,
+    )
+
+
+def _asked(
+    rollout: str,
+    turn: int,
+    before: Sequence[Mapping[str, Json]],
+    response: Mapping[str, Json],
+    tools: Sequence[Mapping[str, Json]],
+    data: Mapping[str, Any],
+) -> Transition:
+    """One assistant message of a conversation, and what came before it."""
+    name = response.get("name")
+    return Transition(
+        key=TransitionKey(rollout, 0, f"{rollout}-c{turn}", 0),
+        agent=name if isinstance(name, str) else None,
+        turn=turn,
+        agent_turn=turn,
+        policy=str(data.get("model") or "unknown"),
+        version=None,
+        messages=tuple(before),
+        response=response,
+        finish_reason=FinishReason.TOOL_CALLS if response.get("tool_calls") else FinishReason.STOP,
+        temperature=1.0,
+        tools=tuple(tools),
+    )
+
+
+def _message(place: int, message: Any) -> Mapping[str, Json]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"messages[{place}] must be an object with a 'role', not {message!r:.60}")
+    if message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls")):
+        raise ValueError(f"messages[{place}] of the assistant has neither 'content' nor 'tool_calls'")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(each, dict) for each in calls)):
+        raise ValueError(f"messages[{place}].tool_calls must be a list of objects, not {calls!r:.60}")
+    return message
+
+
+def _number(value: Any) -> float:
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    raise ValueError(f"'reward' must be a finite number, not {value!r:.60}")

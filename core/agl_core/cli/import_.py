@@ -1,0 +1,39 @@
+"""`agl import`: recorded conversations as a run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agl_core.cli.shared.options import AsJson
+from agl_core.cli.shared.text import print_json
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        help="Conversations in OpenAI's chat format, one JSON object a line; or episodes: a file, or the folder of "
+        "agl export --to jsonl."
+    ),
+]
+Name = Annotated[str, typer.Option(help="The run's folder below ./runs.")]
+
+
+def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> None:
+    """Make a run of recorded conversations, to look at, to score and to export.
+
+    Each assistant message is a call: what comes before it is its prompt. Beside `messages` and `tools` a line may have
+    `id` (lines with the same id are rollouts of one task), `split`, `reward` and `model`; all else is the task's
+    metadata, which reward rules see. If a line is wrong, it is named, and nothing is imported.
+    """
+    from agl_core.analysis.importing import import_file
+    from agl_core.analysis.runs import RUNS
+
+    found = asyncio.run(import_file(file, name, RUNS))
+    if as_json:
+        print_json(found)
+        return
+    typer.echo(f"{found.run}: {found.rollouts} rollouts, {found.calls} calls")
+    typer.echo(f"next: agl rollouts {found.run}")

@@ -1,0 +1,1 @@
+"""From an agent file to a run's first files: `agl init`."""

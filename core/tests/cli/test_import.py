@@ -1,0 +1,237 @@
+"""`agl import`: recorded conversations and exported episodes become runs; bad lines are named, and leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import agl_core
+from agl_core.analysis.export.exporting import export_run
+from agl_core.analysis.export.formats import Format
+from agl_core.analysis.export.selecting import Selection
+from agl_core.analysis.importing import import_file
+from agl_core.errors import EpisodesError
+from agl_core.testing import episodes as make
+from agl_core.types import Episode, Reward, ToolResult, TransitionKey
+from agl_core.types.forms import to_json
+
+ADD = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+CONVERSATION = {
+    "id": "sum",
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 3?"},
+        {"role": "assistant", "content": None, "tool_calls": [ADD]},
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add"}}],
+    "result": "5",
+    "reward": 1,
+}
+
+
+def write(run: Any, *rows: Any) -> str:
+    (run.folder / "chats.jsonl").write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
+    return "chats.jsonl"
+
+
+def runs(run: Any) -> set[str]:
+    return {path.name for path in (run.folder / "runs").iterdir()}
+
+
+def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
+    worse = {**CONVERSATION, "messages": [*CONVERSATION["messages"][:2], {"role": "assistant", "content": "7"}]}
+
+    said = run.agl("import", write(run, CONVERSATION, {**worse, "reward": 0.0})).stdout
+
+    assert "imported: 2 rollouts, 3 calls" in said
+    [first, second] = json.loads(run.agl("rollouts", "imported", "--json").stdout)
+    assert (first["task"]["input"], first["task"]["metadata"]) == ("2 + 3?", {"result": "5"})
+    assert (first["group"], second["group"], second["member"]) == ("sum", "sum", 1)
+    shown = json.loads(run.agl("show", "imported-1", "--run", "imported", "--json").stdout)
+    [one, two] = shown["attempts"][0]["episode"]["transitions"]
+    assert [each["tool"] for each in one["tool_results"]] == ["add"]
+    assert len(two["messages"]) == 4
+    assert run.agl("export", "imported", "--to", "preferences", "--out", "pairs.jsonl").exit_code == 0
+    [pair] = [json.loads(line) for line in (run.folder / "pairs.jsonl").read_text().splitlines()]
+    assert (pair["chosen"][0]["tool_calls"][0]["id"], pair["rejected"][0]["content"]) == ("c1", "7")
+
+
+def test_other_rewards_can_be_tried(run: Any) -> None:
+    run.agl("import", write(run, CONVERSATION))
+    run.write("try.toml", rewards={"numeric_match": {"field": "result"}})
+
+    trial = json.loads(run.agl("reward", "try", "try.toml", "--run", "imported", "--json").stdout)
+
+    [rollout] = trial["rollouts"]
+    assert {(each["source"], each["before"], each["after"]) for each in rollout["rewards"]} == {
+        ("imported", 1.0, None), ("numeric_match", None, 1.0),
+    }  # fmt: skip
+
+
+def test_a_message_of_no_weight_is_no_call(run: Any) -> None:
+    messages = [*CONVERSATION["messages"]]
+    messages[2] = {**messages[2], "weight": 0}
+
+    assert "1 calls" in run.agl("import", write(run, {**CONVERSATION, "messages": messages})).stdout
+
+
+def test_a_taken_name_gets_a_number(run: Any) -> None:
+    file = write(run, CONVERSATION)
+    for _ in range(2):
+        assert run.agl("import", file, "--name", "chats").exit_code == 0
+    assert runs(run) == {"calc", "chats", "chats-2"}
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "not JSON"),
+        ([1], "must be a JSON object, not list"),
+        ({"text": "x"}, "has no list 'messages'"),
+        ({"rollout": "r", "turn": 1}, "an exported table cannot be imported, episodes.jsonl can"),
+        ({"messages": "x"}, "has no list 'messages'"),
+        ({"messages": []}, "no assistant message"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "no assistant message that follows"),
+        ({"messages": [{"content": "x"}]}, "messages[0] must be an object with a 'role'"),
+        ({"messages": [{"role": "user"}, {"role": "assistant"}]}, "messages[1] of the assistant has neither"),
+        ({"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": "x"}]}, "tool_calls must be a list"),
+        ({**CONVERSATION, "reward": "good"}, "'reward' must be a finite number, not 'good'"),
+        ({**CONVERSATION, "reward": 10**400}, "'reward' must be a finite number"),
+        ({**CONVERSATION, "tools": "x"}, "'tools' must be a list of objects"),
+        ({**CONVERSATION, "id": [1]}, "'id' must be a text or an integer"),
+        ({**CONVERSATION, "split": 1}, "'split' must be a text"),
+        ({"transitions": []}, "lacks the field"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_imported(run: Any, line: Any, what: str) -> None:
+    found = run.agl("import", write(run, CONVERSATION, "", line, CONVERSATION))
+
+    assert isinstance(found.exception, EpisodesError)
+    assert "line 3: " in str(found.exception)
+    assert what in str(found.exception)
+    assert runs(run) == {"calc"}
+
+
+def test_many_bad_lines_are_counted(run: Any) -> None:
+    said = str(run.agl("import", write(run, *["{"] * 50)).exception)
+    assert "line 20: " in said
+    assert "and 30 more" in said
+
+
+def test_what_is_no_file_of_conversations(run: Any) -> None:
+    assert "has no line" in str(run.agl("import", write(run)).exception)
+    assert "cannot be read" in str(run.agl("import", "nowhere.jsonl").exception)
+    assert "has no export.json" in str(run.agl("import", "weights").exception)
+    (run.folder / "binary").write_bytes(bytes(range(256)))
+    assert "line 1: not JSON" in str(run.agl("import", "binary").exception)
+    assert runs(run) == {"calc"}
+
+
+def test_an_exported_run_comes_back_with_its_rewards(run: Any) -> None:
+    run.put(agl_core.types.Run("calc", 0, 0.0, {"rewards": {"right": {"weight": 0.5}, "tools": {"weight": 1.0}}}))
+    before = json.loads(run.agl("rollouts", "calc", "--json").stdout)
+    run.agl("export", "calc", "--to", "jsonl", "--out", "out")
+
+    assert run.agl("import", "out", "--name", "again").exit_code == 0
+
+    after = json.loads(run.agl("rollouts", "again", "--json").stdout)
+    assert [each["rewards"] for each in after] == [each["rewards"] for each in before]
+    run.agl("export", "again", "--to", "jsonl", "--out", "twice")
+    for name in ("episodes", "rewards"):
+        first, second = ((run.folder / folder / f"{name}.jsonl").read_text() for folder in ("out", "twice"))
+        assert first.replace('"run": "calc"', '"run": "again"') == second
+
+
+text = st.text(max_size=8)
+logprobs = st.floats(-20, 0, width=32)
+
+
+@st.composite
+def any_episodes(draw: st.DrawFn) -> Episode:
+    """Several agents, several choices of a call, tools by id and by span, rewards of calls and at the end."""
+    rollout, calls, tool_results = f"r{draw(st.integers(0, 10**6))}", [], []
+    for sequence in range(draw(st.integers(0, 4))):
+        choices = []
+        for index in range(draw(st.integers(1, 2))):
+            tokens = draw(st.integers(0, 5))
+            asked = [f"t{sequence}-{index}"] if draw(st.booleans()) else []
+            choices.append(
+                make.choice(
+                    index,
+                    asked,
+                    tokens,
+                    logprobs=np.array(draw(st.lists(logprobs, min_size=tokens, max_size=tokens)), np.float32),
+                    mask=draw(st.sampled_from([None, np.ones(tokens, np.bool_)])),
+                    parse_error=draw(st.none() | text),
+                )
+            )
+            tool_results += [make.tool_result(f"o-{each}", each, rollout=rollout, result=draw(text)) for each in asked]
+        span = draw(st.sampled_from([None, "s1"]))
+        if span is not None and draw(st.booleans()):
+            tool_results.append(make.tool_result(f"o{sequence}", rollout=rollout, parent_span=span))
+        messages = [{"role": "user", "content": draw(text)}]
+        calls.append(
+            make.call(
+                sequence,
+                *choices,
+                rollout=rollout,
+                agent=draw(st.sampled_from([None, "a", "b"])),
+                parent_span=span,
+                request={"messages": messages, **({"tools": [{"type": "function"}]} if draw(st.booleans()) else {})},
+                prompt_ids=draw(st.none() | st.just(np.arange(3, dtype=np.int32))),
+                version=draw(st.none() | st.integers(0, 9)),
+                state=draw(st.none() | st.dictionaries(text, st.integers())),
+                prefix_broken=draw(st.booleans()),
+            )
+        )
+    made = agl_core.learning.build_episode(
+        make.rollout(rollout, step=draw(st.integers(0, 3)), group=draw(st.sampled_from(["g1", "g2"]))),
+        make.attempt(rollout, result=draw(st.none() | text)),
+        calls,
+        tool_results,
+    )
+    transitions = tuple(
+        replace(t, rewards=(Reward(rollout, 0, "of_call", draw(st.floats(-1, 1)), "rule", t.key.call, t.key.choice),))
+        if draw(st.booleans())
+        else t
+        for t in made.transitions
+    )
+    value = draw(st.floats(-9, 9))
+    return replace(made, transitions=transitions, rewards=(Reward(rollout, 0, "right", value, "rule"),), terminal=value)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(any_episodes(), min_size=1, max_size=4, unique_by=lambda episode: episode.rollout))
+def test_export_then_import_gives_the_same_episodes(tmp_path_factory: Any, episodes: list[Episode]) -> None:
+    folder: Path = tmp_path_factory.mktemp("round")
+    agl_core.save_episodes(folder / "first.jsonl", episodes)
+
+    async def round_trip() -> None:
+        imported = await import_file(folder / "first.jsonl", "one", folder)
+        await export_run(imported.run, Format.JSONL, folder / "out", Selection())
+        again = await import_file(folder / "out", "two", folder)
+        await export_run(again.run, Format.JSONL, folder / "more", Selection())
+
+    asyncio.run(round_trip())
+    expected = [to_json(episode) for episode in episodes]
+    for out in ("out", "more"):
+        assert [to_json(each) for each in agl_core.load_episodes(folder / out / "episodes.jsonl")] == expected
+
+
+def test_an_episode_with_a_part_of_another_is_refused(run: Any) -> None:
+    strange = make.episode(replace(make.transition(), key=TransitionKey("another", 0, "c", 0)))
+    results: tuple[ToolResult, ...] = (make.tool_result("o", rollout="another"),)
+    for each in (strange, replace(make.episode(), unjoined=results)):
+        found = run.agl("import", write(run, to_json(each)))
+        assert "has a part of 'another'" in str(found.exception)
+    assert "is that of line 1 too" in str(run.agl("import", write(run, *[to_json(make.episode())] * 2)).exception)

@@ -1,0 +1,98 @@
+"""Tasks of reasoning-gym, and its own verifiers as a reward rule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agl_core.errors import ConfigError, PluginError, nearest
+from agl_core.types import Episode, Json, Task
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+_KEY = "reasoning_gym"
+"""In a task's metadata: what makes its dataset again, and its place there."""
+
+_APART = 1 << 24
+"""Between the seeds of two datasets. Task i of seed s is task i - 1 of seed s + 1, so the seeds must be far apart."""
+
+
+class ReasoningGymOptions(BaseModel):
+    """Which tasks of reasoning-gym."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset: str = Field(description="The dataset's name in reasoning-gym, for instance 'chain_sum'.")
+    split: Literal["train", "eval"] = Field(
+        "train",
+        description="eval: tasks of a seed of its own, the same in every run. A dataset with few different tasks may "
+        "repeat some of those of training.",
+    )
+    size: int = Field(1000, ge=1, le=_APART, description="How many tasks.")
+    settings: dict[str, Any] = Field({}, description="Settings of the dataset itself, for instance min_terms = 2.")
+
+
+class ReasoningGymTasks:
+    """The tasks of one dataset; the agent is called with the question."""
+
+    def __init__(self, options: ReasoningGymOptions, folder: Path, seed: int) -> None:
+        """ConfigError if there is no such dataset, or it refuses its settings."""
+        own_seed = _APART * (seed + 1) if options.split == "train" else 0
+        self._options = options
+        self._made = {"dataset": options.dataset, "seed": own_seed, "size": options.size, "settings": options.settings}
+        self._dataset = _dataset(self._made)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._options.size
+
+    def task(self, index: int) -> Task:
+        """The task at this index, 0 … size-1."""
+        entry = self._dataset[index]
+        metadata = {_KEY: {**self._made, "index": index}, "answer": str(entry["answer"])}
+        name = f"{self._options.dataset}-{self._made['seed']}-{index}"
+        return Task(name, entry["question"], self._options.split, metadata)
+
+
+def verified(episode: Episode) -> float:
+    """The score of the agent's result by the dataset's own verifier, from 0 to 1; 0 without a result."""
+    made = episode.task.metadata.get(_KEY)
+    if not isinstance(made, dict):
+        raise PluginError(
+            "The reward rule 'reasoning_gym' scores the tasks of the task source 'reasoning_gym', and this task is of "
+            "another: set [tasks.…] source = 'reasoning_gym', or choose another rule."
+        )
+    if episode.result is None:
+        return 0.0
+    dataset = _dataset({name: value for name, value in made.items() if name != "index"})
+    return float(dataset.score_answer(str(episode.result).strip(), dataset[made["index"]]))
+
+
+def _dataset(made: Mapping[str, Json]) -> ProceduralDataset:
+    return _made(json.dumps(made, sort_keys=True))
+
+
+@cache
+def _made(as_json: str) -> ProceduralDataset:
+    name, seed, size, settings = map(json.loads(as_json).get, ("dataset", "seed", "size", "settings"))
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"The task source 'reasoning_gym' needs the package {error.name}, which is not installed: "
+            f"pip install 'agl-rewards[reasoning-gym]'"
+        ) from error
+    if name not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no dataset '{name}'. {nearest(name, DATASETS)}")
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"reasoning-gym's '{name}' refuses its settings {settings}: {error}") from error

@@ -1,0 +1,87 @@
+"""Tasks of reasoning-gym, and its verifiers; `score_answer` of the datasets themselves is the oracle."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from agl_core.errors import ConfigError, PluginError
+from agl_core.plugins import Kind, Plugins
+from agl_core.testing import episodes as make
+from agl_core.types import Task
+from agl_rewards import reasoning
+from agl_rewards.reasoning import ReasoningGymTasks, verified
+
+
+def tasks(seed: int = 0, **options: Any) -> ReasoningGymTasks:
+    component = Plugins.load().component(Kind.TASK_SOURCE, "reasoning_gym", "[tasks.train] source")
+    built: ReasoningGymTasks = component.build(component.options(**options), Path(), seed)
+    return built
+
+
+def score(task: Task, result: Any) -> float:
+    return verified(replace(make.episode(), task=task, result=result))
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "word_sorting", "simple_equations", "needle_haystack"])
+def test_tasks_and_scores_are_those_of_the_dataset(name: str) -> None:
+    source = tasks(seed=3, dataset=name, size=5)
+    theirs = reasoning_gym.create_dataset(name, seed=4 << 24, size=5)
+
+    for index in range(source.size):
+        task, entry = source.task(index), theirs[index]
+        assert (task.input, task.split) == (entry["question"], "train")
+        assert task.metadata["answer"] == str(entry["answer"])
+        for answer in (entry["answer"], f"It is {entry['answer']}", "7", ""):
+            assert score(task, answer) == theirs.score_answer(str(answer).strip(), entry)
+        assert score(task, None) == 0.0
+    assert score(source.task(0), source.task(0).metadata["answer"]) == 1.0
+
+
+def test_evaluation_has_its_own_tasks_which_no_seed_changes() -> None:
+    train, again, held_out = (
+        [source.task(index) for index in range(5)]
+        for source in (
+            tasks(seed=1, dataset="rectangle_count"),
+            tasks(seed=2, dataset="rectangle_count"),
+            tasks(seed=1, dataset="rectangle_count", split="eval"),
+        )
+    )
+    assert {task.input for task in train}.isdisjoint(task.input for task in again)
+    assert {task.input for task in train + again}.isdisjoint(task.input for task in held_out)
+    assert held_out == [tasks(seed=2, dataset="rectangle_count", split="eval").task(index) for index in range(5)]
+
+
+def test_settings_go_to_the_dataset() -> None:
+    source = tasks(dataset="chain_sum", settings={"min_terms": 5, "max_terms": 5})
+    assert all(sum(source.task(n).input.count(sign) for sign in "+-") >= 4 for n in range(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"dataset": "chain_sun"}, "Did you mean 'chain_sum'"),
+        ({"dataset": "chain_sum", "settings": {"terms": 2}}, "refuses its settings"),
+        ({"dataset": "chain_sum", "settings": {"min_terms": 0}}, "min_terms must be positive"),
+    ],
+)
+def test_what_is_not_there(options: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        tasks(**options)
+
+
+def test_tasks_of_another_source_are_refused() -> None:
+    with pytest.raises(PluginError, match="another"):
+        verified(make.episode())
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    reasoning._made.cache_clear()
+    with pytest.raises(ConfigError, match=r"agl-rewards\[reasoning-gym\]"):
+        tasks(dataset="chain_sum")

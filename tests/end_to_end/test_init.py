@@ -1,0 +1,130 @@
+"""`agl init` and then `agl train`, as a new user does it: a folder with an agent of one's own, and two commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agl_core.errors import AgentError, ConfigError
+from agl_core.starting.agent_file import read_agent_file
+from agl_core.starting.files import write_files
+
+AGENT = '''
+"""A LangChain agent that knows nothing of agl."""
+
+from langchain.agents import create_agent
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Work out a sum."""
+    return str(sum(map(int, expression.split("+"))))
+
+
+agent = create_agent(ChatOpenAI(model="gpt-4o-mini"), [calculator], name="adder")
+
+
+def ask(question: str) -> list:
+    return [{"role": "user", "content": question}]
+
+
+async def solve(task: dict) -> str:
+    try:
+        state = await agent.ainvoke({"messages": ask(task["question"])}, {"recursion_limit": 5})
+    except Exception as error:
+        return f"failed: {error}"
+    return str(state["messages"][-1].text)
+'''
+
+
+def agl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("agl")), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    return tmp_path
+
+
+@pytest.fixture
+def policy(pytestconfig: pytest.Config) -> str:
+    return str(pytestconfig.rootpath / "examples" / "calc" / "policy")
+
+
+def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> None:
+    made = agl(folder, "init", "my_agent.py", "--model", policy)
+    assert made.returncode == 0, made.stderr
+    assert "agent: async def solve in my_agent.py, which takes an object with question" in made.stdout
+    assert "framework: langchain_core" in made.stdout
+
+    trained = agl(folder, "train", "train.toml")
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+
+    lines = [json.loads(line) for line in (folder / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [line["rollouts"] for line in steps] == [16.0] * 3
+    assert all("reward/right" in line for line in steps)
+    assert sum(line.get("update/transitions_trained", 0) for line in steps) > 0
+    rollouts = json.loads(agl(folder, "rollouts", "--json").stdout)
+    assert {each["ending"] for each in rollouts} == {"finished"}
+
+
+def test_nothing_is_overwritten_without_force(folder: Path, policy: str) -> None:
+    (folder / "reward.py").write_text("# mine")
+    found = agl(folder, "init", "my_agent.py", "--model", policy)
+    assert found.returncode == 2
+    assert "reward.py: there already. Nothing was written" in found.stderr
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "reward.py"}
+    assert (folder / "reward.py").read_text() == "# mine"
+
+    assert agl(folder, "init", "my_agent.py", "--model", policy, "--force").returncode == 0
+    assert "agl_core.reward_rule" in (folder / "reward.py").read_text()
+
+
+def test_a_model_that_is_not_there_leaves_no_file(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text("mine")
+    found = agl(folder, "init", "my_agent.py", "--model", "./nowhere", "--force")
+    assert found.returncode == 2
+    assert "there is no folder" in found.stderr
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "tasks.jsonl"}
+    assert (folder / "tasks.jsonl").read_text() == "mine"
+    assert "--model" in agl(folder, "init", "my_agent.py").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "what"),
+    [
+        ("broken.py", "def solve(:\n", "is not valid Python"),
+        ("raising.py", "import nowhere_at_all\ndef solve(task): ...\n", "No module named 'nowhere_at_all'"),
+        ("empty.py", "x = 1\n", "has no function that takes a task's input"),
+        ("unsure.py", "def one(task): ...\ndef two(task): ...\n", "Name one: --entry one"),
+        ("my-agent.py", "def solve(task): ...\n", "(its name would be 'my-agent')"),
+        ("reward.py", "def solve(task): ...\n", "Rename your agent's file"),
+    ],
+)
+def test_an_agent_file_that_cannot_be_used(folder: Path, policy: str, name: str, code: str, what: str) -> None:
+    (folder / name).write_text(code)
+    with pytest.raises((AgentError, ConfigError)) as error:
+        write_files(read_agent_file(folder / name, None, lambda _: None), policy, force=False)
+    assert what in str(error.value)
+    assert not (folder / "train.toml").exists()
+
+
+def test_what_the_agent_takes_is_seen(folder: Path, policy: str) -> None:
+    (folder / "plain.py").write_text(
+        "def helper(a, b): ...\ndef work(text, context, depth=1):\n    other = {}\n    return other['x'] + text\n"
+    )
+    found = agl(folder, "init", "plain.py", "--model", policy)
+    assert "agent: def work in plain.py, which takes a text" in found.stdout
+    assert "none that an installed adapter knows" in found.stdout
+    assert tomllib.loads((folder / "train.toml").read_text())["agent"]["entry"] == "plain:work"
+    assert isinstance(json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])["input"], str)
