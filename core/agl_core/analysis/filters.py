@@ -22,8 +22,6 @@ class Query:
     step: int | None = None
     mode: Mode | None = None
     ending: Ending | None = None
-    split: str | None = None
-    """The task's."""
     agent: str | None = None
     """One that made a call."""
     policy: str | None = None
@@ -40,6 +38,8 @@ class Query:
     """The highest terminal reward; it is included."""
     text: str | None = None
     """Somewhere in the task's input, a message, a reply, or the result; upper and lower case are alike."""
+    split: str | None = None
+    """The task's."""
 
     @property
     def of_calls(self) -> bool:

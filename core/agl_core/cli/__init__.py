@@ -11,10 +11,10 @@ import typer
 from agl_core.analysis.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
-from agl_core.cli.plot import plot
 from agl_core.cli.export import export
 from agl_core.cli.import_ import import_
 from agl_core.cli.init import init
+from agl_core.cli.plot import plot
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.policy import policy
 from agl_core.cli.reward import reward

@@ -66,15 +66,15 @@ class MemoryStore:
         state: RolloutState | None = None,
         group: str | None = None,
         after: str | None = None,
+        newest: int | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
         wanted = [("run", run), ("step", step), ("mode", mode), ("state", state), ("group", group)]
         recorded = list(self._rollouts.values())
         if after is not None:
             recorded = recorded[list(self._rollouts).index(after) + 1 :] if after in self._rollouts else []
-        return [each for each in recorded if all(value in (None, getattr(each, name)) for name, value in wanted)][
-            :limit
-        ]
+        found = [each for each in recorded if all(value in (None, getattr(each, name)) for name, value in wanted)]
+        return found[-newest if newest else len(found) :][:limit]
 
     async def rollout(self, prefix: str) -> Rollout:
         if prefix not in self._rollouts:
