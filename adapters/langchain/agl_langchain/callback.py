@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,8 @@ from agl_core.types import Json
 from agl_langchain import messages as words
 
 _MAX_REQUEST = 1 << 24
+_NO_NAME = "LangGraph"
+"""The name of a graph that was given none."""
 
 
 @dataclass(slots=True)
@@ -50,7 +52,13 @@ class _Run:
     recording: Recording
     rollout: CapturedRollout | None
     """Where calls are kept when the adapter is used alone."""
-    agent: str | None
+    agent: str | None = None
+    name: str | None = None
+    """As LangChain has it: of a graph's run the graph's name, of a node's run the node's."""
+    lc_agent_name: Json = None
+    """As its metadata have it, which runs inside it inherit."""
+    inside: str | None = None
+    """The named agent that this run is a part of."""
     started: float = field(default_factory=time.time)
     scope: IdentityScope | None = None
     sequence: int = 0
@@ -158,8 +166,7 @@ class _Handler(BaseCallbackHandler):
 
     def _start(self, event: Mapping[str, Any], inputs: Any) -> _Run | None:
         active, run_id, parent_id = current_attempt(), event["run_id"], event.get("parent_run_id")
-        with self._lock:
-            parent = self._runs.get(parent_id) if parent_id else None
+        parent = self._run(parent_id)
         if active:
             recording, rollout = active.recording, None
         elif self._capture:
@@ -167,10 +174,37 @@ class _Handler(BaseCallbackHandler):
             recording = rollout.recording
         else:
             return None
-        run = _Run(run_id, parent_id, recording, rollout, _agent_of(event.get("metadata") or {}))
+        run = _Run(run_id, parent_id, recording, rollout, name=event.get("name"))
+        self._name(run, parent, event.get("metadata") or {})
         with self._lock:
             self._runs[run_id] = run
         return run
+
+    def _run(self, id: UUID | None) -> _Run | None:
+        with self._lock:
+            return self._runs.get(id) if id else None
+
+    def _name(self, run: _Run, parent: _Run | None, metadata: Mapping[str, Any]) -> None:
+        """Which agent a run belongs to: the innermost named one around it, else its graph node."""
+        node, around = metadata.get("langgraph_node"), _nodes_around(metadata)
+        run.lc_agent_name = metadata.get("lc_agent_name")
+        run.inside = parent.inside if parent else None
+        if run.lc_agent_name and (parent is None or run.lc_agent_name != parent.lc_agent_name):
+            run.inside = str(run.lc_agent_name)
+        graph = self._react_agent(run, parent)
+        if graph and parent:
+            named = graph.name if graph.name != _NO_NAME else None
+            run.inside = parent.inside = graph.inside = named or run.inside or next(around, None)
+        # All calls of `create_agent` are made in a node named "model": if it has no name, the node that holds it has.
+        unnamed = next(around, node) if node == "model" else node
+        run.agent = run.inside or (str(unnamed) if unnamed else None)
+
+    def _react_agent(self, run: _Run, parent: _Run | None) -> _Run | None:
+        """The run of LangGraph's `create_react_agent` that this run shows: it has no mark but its parts' names."""
+        if run.name == "pre_model_hook":
+            return parent
+        is_call = run.name == "call_model" and parent is not None and parent.name == "agent"
+        return self._run(parent.parent) if parent and is_call else None
 
     def _start_call(self, event: Mapping[str, Any], inputs: Any, messages: Callable[[], list[dict[str, Json]]]) -> None:
         run = self._start(event, inputs)
@@ -257,14 +291,10 @@ def attach() -> None:
     register_configure_hook(handler, True, _Handler)
 
 
-def _agent_of(metadata: Mapping[str, Any]) -> str | None:
-    node = metadata.get("langgraph_node")
-    enclosing = str(metadata.get("langgraph_checkpoint_ns") or "").split("|")[:-1]
-    if node == "model" and enclosing:
-        # An agent without a name in a node of a graph: all of create_agent's calls are made in a node named "model".
-        node = enclosing[-1].partition(":")[0]
-    name = metadata.get("lc_agent_name") or node
-    return str(name) if name else None
+def _nodes_around(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """The graph nodes around this one, innermost first: of "alice:<uuid>|model:<uuid>", alice."""
+    places = str(metadata.get("langgraph_checkpoint_ns") or "").split("|")[-2::-1]
+    return (place.partition(":")[0] for place in places)
 
 
 def _channels(event: Mapping[str, Any], state: Any) -> dict[str, Json] | None:

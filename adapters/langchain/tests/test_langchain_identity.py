@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import operator
 import threading
 from collections import Counter
@@ -12,15 +13,21 @@ from typing import Annotated, Any, TypedDict
 import openai
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import before_model
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command, Send
+from langgraph_supervisor import create_supervisor
+from pydantic import BaseModel
 
 from agl_core.capture import ActiveAttempt, current_identity, identify, running
 from agl_core.testing.scripts import CallTools, Fail, Received, Say, Step
 from agl_langchain import AglCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 
 QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -111,6 +118,129 @@ def test_agents_without_a_name_are_named_after_their_node(call: Any, config: Any
     with running(attempt()):
         call(graph.compile(), QUESTION, config)
     assert server.agents() == ["alice", "bob"]
+
+
+def test_agents_of_langgraphs_own_prebuilt(call: Any, config: Any, server: Any, attempt: Any) -> None:
+    """As a node under another name, called in a node, without a name, and all that in a graph in a graph."""
+    llm = ChatOpenAI(model="m")
+    bob = create_react_agent(llm, [], name="bob")
+    team = StateGraph(MessagesState)
+    team.add_node("first", create_react_agent(llm, [], name="alice"))
+    team.add_node("second", lambda state: bob.invoke(state))
+    team.add_node("third", create_react_agent(llm, []))
+    team.add_node("agent", lambda state: {"messages": [llm.invoke(state["messages"])]})
+    team.add_edge(START, "first")
+    for before, after in itertools.pairwise(("first", "second", "third", "agent")):
+        team.add_edge(before, after)
+    nested = StateGraph(MessagesState).add_node("team", team.compile(name="team")).add_edge(START, "team").compile()
+    with running(attempt()):
+        call(nested, QUESTION, config)
+    assert server.agents() == ["alice", "bob", "third", "agent"]
+
+
+@pytest.mark.parametrize("make", [create_agent, create_react_agent])
+def test_everything_in_a_prebuilt_agent_has_its_name(make: Any, config: Any, server: Any, attempt: Any) -> None:
+    """Its tools, its hooks and its structured answer ask the model too."""
+    llm = ChatOpenAI(model="m")
+
+    class Answer(BaseModel):
+        text: str
+
+    @tool
+    def summary(text: str) -> str:
+        """Make it shorter."""
+        return str(llm.invoke(text).content)
+
+    def hook(state: Any) -> Any:
+        llm.invoke("before")
+        return {}
+
+    if make is create_agent:
+        before = before_model(lambda state, runtime: hook(state))
+        agent = create_agent(llm, [summary], middleware=[before], name="solver")
+    else:
+        agent = create_react_agent(llm, [summary], pre_model_hook=hook, response_format=Answer, name="solver")
+    server.answer = lambda received: (
+        CallTools([("summary", {"text": "long"}, "c1")])
+        if received.body.get("tools") and not received.turns
+        else Say('{"text": "done"}')
+    )
+    with running(attempt()):
+        agent.invoke(QUESTION, config)
+    assert len(server.received) >= 5
+    assert set(server.agents()) == {"solver"}
+
+
+@pytest.mark.parametrize("outer", [create_agent, create_react_agent])
+@pytest.mark.parametrize("inner", [create_agent, create_react_agent])
+def test_the_innermost_named_agent_counts(outer: Any, inner: Any, config: Any, server: Any, attempt: Any) -> None:
+    expert = inner(ChatOpenAI(model="m"), [], name="expert")
+
+    @tool
+    def consult(question: str) -> str:
+        """Ask the expert."""
+        return str(expert.invoke({"messages": [("user", question)]})["messages"][-1].content)
+
+    server.answer = lambda received: (
+        CallTools([("consult", {"question": "why"}, "c1")])
+        if received.body.get("tools") and not received.turns
+        else Say("because")
+    )
+    active = attempt()
+    with running(active):
+        outer(ChatOpenAI(model="m"), [consult], name="boss").invoke(QUESTION, config)
+    assert server.agents() == ["boss", "expert", "boss"]
+    assert [each.agent for each in active.recording.tool_results] == ["boss"]
+
+
+def test_langgraph_supervisor(config: Any, server: Any, attempt: Any) -> None:
+    """The team of its documentation: two experts, and a supervisor that hands over to them."""
+    llm = ChatOpenAI(model="m")
+
+    @tool
+    def add(a: float, b: float) -> float:
+        """Add two numbers."""
+        return a + b
+
+    @tool
+    def web_search(query: str) -> str:
+        """Search the web for information."""
+        return "Apple has 164,000 employees."
+
+    math = create_react_agent(llm, [add], name="math_expert", prompt="You are a math expert.")
+    research = create_react_agent(llm, [web_search], name="research_expert", prompt="You are a researcher.")
+    team = create_supervisor([research, math], model=llm, prompt="You manage a team.").compile()
+
+    steps = iter(
+        [
+            CallTools([("transfer_to_research_expert", {})]),
+            CallTools([("web_search", {"query": "Apple"})]),
+            Say("164,000."),
+            CallTools([("transfer_to_math_expert", {})]),
+            CallTools([("add", {"a": 1, "b": 2})]),
+            Say("3."),
+            Say("All done."),
+        ]
+    )
+    server.answer = lambda received: next(steps)
+    active = attempt()
+    with running(active):
+        team.invoke(QUESTION, config)
+    assert server.agents() == [
+        "supervisor",
+        "research_expert",
+        "research_expert",
+        "supervisor",
+        "math_expert",
+        "math_expert",
+        "supervisor",
+    ]
+    assert [(each.tool, each.agent) for each in active.recording.tool_results] == [
+        ("transfer_to_research_expert", "supervisor"),
+        ("web_search", "research_expert"),
+        ("transfer_to_math_expert", "supervisor"),
+        ("add", "math_expert"),
+    ]
 
 
 def test_a_name_that_is_not_ascii(config: Any, server: Any, attempt: Any) -> None:
