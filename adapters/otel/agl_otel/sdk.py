@@ -18,7 +18,6 @@ def plain(span: ReadableSpan) -> Span:
     context = span.get_span_context()
     if context is None:
         raise ValueError(f"The span '{span.name}' has no context.")
-    exceptions = [event for event in span.events if event.name == "exception"]
     return Span(
         trace=format_trace_id(context.trace_id),
         id=format_span_id(context.span_id),
@@ -29,6 +28,6 @@ def plain(span: ReadableSpan) -> Span:
         ended=span.end_time and span.end_time * _NANO,
         failed=span.status.status_code is StatusCode.ERROR,
         description=span.status.description,
-        exception=dict(exceptions[-1].attributes or {}) if exceptions else {},
+        events={event.name: dict(event.attributes or {}) for event in span.events},
         scope=span.instrumentation_scope.name if span.instrumentation_scope else "",
     )

@@ -9,10 +9,11 @@ docs/tool-status.md has the table; the words of a framework were read in its sou
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeAlias
@@ -37,6 +38,8 @@ _WHO = r"""
 """
 """What can time out: "The read operation", "Command '['sleep', '9']'", "Request to https://…"."""
 _TIMEOUT = re.compile(r"time[ds]?[\s_-]?out|deadline[\s_-]?exceeded", re.IGNORECASE)
+_MAX_PRINTED = 20_000
+"""Characters of a printed dictionary that is read: Python's own reader is slow."""
 _HEAD = 200
 """Characters of an error in which a timeout is looked for: its type and message, not what it quotes."""
 
@@ -64,20 +67,25 @@ class Seen:
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """The fields of its result, if that is a JSON object."""
-        if isinstance(self.value, Mapping):
-            return self.value
-        try:
-            found = json.loads(self.text) if self.text.startswith("{") else {}
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, Mapping) else {}
+        """The fields of its result, if that is a JSON object, or a dictionary as Python prints it."""
+        return self.value if isinstance(self.value, Mapping) else _object(self.text)
 
     @property
     def is_empty(self) -> bool:
         if isinstance(self.value, bytes | Mapping | Sequence | Set):
             return len(self.value) == 0
         return self.value is None and self.text in _EMPTY
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        if text.startswith("{'") and len(text) <= _MAX_PRINTED:
+            found = ast.literal_eval(text)
+        else:
+            found = json.loads(text) if text.startswith("{") else {}
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 Finder: TypeAlias = Callable[[Seen], str | None]
@@ -189,12 +197,36 @@ RULES = (
     ),
     StatusRule(
         "haystack",
-        "``Failed to invoke Tool `look` with parameters {}. Error: no city``",
+        "``Failed to invoke Tool `look` with parameters {}. Error: no city``, `Tool 'look' not found. Available tools: …`",
         ToolStatus.ERROR,
         _begins(
             r"(?s: Failed\ to\ invoke\ Tool\ `[^`\n]{1,200}`\ with\ parameters\b (?: .*?\.\ Error:\s (?P<error>.*) )? )"
+            r"| Tool\ '[^'\n]{1,200}'\ not\ found\.\ Available\ tools:"
         ),
-        "haystack-ai 2",
+        "haystack-ai 3.4.0",
+    ),
+    StatusRule(
+        "llama-index",
+        "`Tool look not found. Please select a tool that is available.`",
+        ToolStatus.ERROR,
+        _begins(r"Tool\ \S{1,200}\ not\ found\.\ Please\ select\ a\ tool\ that\ is\ available\."),
+        "llama-index-core 0.14.25",
+    ),
+    StatusRule(
+        "strands",
+        "`Unknown tool: look`",
+        ToolStatus.ERROR,
+        _begins(r"Unknown\ tool:\ \S{1,200}\Z"),
+        "strands-agents 1.62.0",
+    ),
+    StatusRule(
+        "vercel",
+        "`Model tried to call unavailable tool 'look'. …`, `Invalid input for tool look: …`",
+        ToolStatus.ERROR,
+        _begins(
+            r"Model\ tried\ to\ call\ unavailable\ tool\ '[^'\n]{1,200}'\. | Invalid\ input\ for\ tool\ [^\s:]{1,200}:\s"
+        ),
+        "ai 6.0.326",
     ),
     StatusRule(
         "traceback",
@@ -260,7 +292,14 @@ RULES = (
         'a JSON object: `{"status": "error", "error_message": "no city"}`',
         ToolStatus.ERROR,
         _status_error,
-        "the documentation of Google ADK 1 and Strands Agents 1",
+        "google-adk 2.13.0",
+    ),
+    StatusRule(
+        "is-error-field",
+        'a JSON object: `{"isError": true}`, `{"is_error": true}`',
+        ToolStatus.ERROR,
+        lambda seen: "" if any(seen.fields.get(name) is True for name in ("isError", "is_error")) else None,
+        "MCP, llama-index-core 0.14.25",
     ),
     StatusRule(
         "error-field",
@@ -268,6 +307,7 @@ RULES = (
         "fraction (a measurement)",
         ToolStatus.ERROR,
         _error_field,
+        "google-adk 2.13.0",
     ),
     StatusRule(
         "looks-like-error",
@@ -280,8 +320,19 @@ RULES = (
 """In this order; the last one always matches."""
 
 
+UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
+"""Rules that found nothing: whoever knows more of the tool call decides."""
+
+
 def decide(seen: Seen) -> Decided:
-    """What the first rule that matches says."""
+    """What the first rule that matches says, of what is in `{"result": …}` if that is all there is.
+
+    Google ADK 2.13.0 sends everything in it that is no dictionary.
+    """
+    while seen.raised is None and set(seen.fields) == {"result"}:
+        inner = seen.fields["result"]
+        is_text = isinstance(inner, str)
+        seen = replace(seen, text=inner.strip() if is_text else "", value=None if is_text else inner)
     for rule in RULES:
         error = rule.finds(seen)
         if error is not None:

@@ -1,23 +1,50 @@
 """OpenTelemetry spans in agl's terms, in process or over OTLP.
 
-Three vocabularies are read: OpenTelemetry's GenAI conventions (`gen_ai.*`), OpenInference (`openinference.*`,
-`llm.*`, `tool.*`) and OpenLLMetry (`traceloop.*`), whose opentelemetry-instrumentation-openai writes the first.
+Four vocabularies are read: OpenTelemetry's GenAI conventions (`gen_ai.*`), OpenInference (`openinference.*`, `llm.*`,
+`tool.*`), OpenLLMetry (`traceloop.*`), whose opentelemetry-instrumentation-openai writes the first, and that of Vercel's
+AI SDK (`ai.*`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agl_core.capture.jsonable import jsonable
-from agl_core.capture.status import Decided, failure_status, status_of, unknown_status
+from agl_core.capture.status import Decided, failure_status, message_status, message_text, status_of, unknown_status
 from agl_core.types import Json, ToolStatus
 
 _CALLS = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
 """Operations that are LLM calls; embeddings, for instance, are not."""
 _MAX_ERROR = 2000
+_TOOL = ("gen_ai.tool.name", "tool.name", "tool_call.function.name", "ai.toolCall.name", "traceloop.entity.name")
+_TOOL_CALL_ID = ("gen_ai.tool.call.id", "tool_call.id", "ai.toolCall.id")
+_ARGUMENTS = (
+    "gen_ai.tool.call.arguments",
+    "tool_call.function.arguments",
+    "ai.toolCall.args",
+    "gcp.vertex.agent.tool_call_args",
+    "input.value",
+    "traceloop.entity.input",
+)
+_RESULT = (
+    "gen_ai.tool.call.result",
+    "ai.toolCall.result",
+    "gcp.vertex.agent.tool_response",
+    "output.value",
+    "traceloop.entity.output",
+)
+_LEFT_OUT = "<not specified>"
+"""What Google ADK writes where it knows nothing."""
+_METHOD = re.compile(
+    r"\.(?: _?a?execute(?:_core|_task)? | a?run(?:_async|_sync|_stream)? | a?kickoff(?:_async)? | a?forward | __call__"
+    r" | a?call | a?invoke | a?stream )\Z",
+    re.VERBOSE,
+)
+"""The method that OpenInference puts behind an agent's or a tool's name in the name of a span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +65,8 @@ class Span:
     """Its status is an error."""
     description: str | None = None
     """What its status says."""
-    exception: Mapping[str, Json] = field(default_factory=dict)
-    """The attributes of its last `exception` event."""
+    events: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    """The attributes of its events, by name; of several with one name, the last."""
     scope: str = ""
     """The instrumentation that made it."""
 
@@ -91,7 +118,7 @@ class SeenSpan:
 
 
 def see(span: Span) -> SeenSpan:
-    """Read a span in any of the three vocabularies.
+    """Read a span in any of the vocabularies.
 
     >>> attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.call.result": "[]"}
     >>> tool = see(Span("7" * 32, "7" * 16, None, "execute_tool search", attributes)).did
@@ -136,25 +163,29 @@ def _kind(attributes: Mapping[str, Json]) -> str | None:
     operation = attributes.get("gen_ai.operation.name")
     inference = str(attributes.get("openinference.span.kind") or "").upper()
     traceloop = attributes.get("traceloop.span.kind")
-    if operation == "execute_tool" or inference == "TOOL" or traceloop == "tool":
+    vercel = str(attributes.get("ai.operationId") or "")
+    if operation == "execute_tool" or inference == "TOOL" or traceloop == "tool" or vercel == "ai.toolCall":
         return "tool"
     if operation in ("invoke_agent", "create_agent") or inference == "AGENT" or traceloop == "agent":
         return "agent"
-    if operation in _CALLS or inference == "LLM" or attributes.get("llm.request.type") in ("chat", "completion"):
+    is_call = operation in _CALLS or attributes.get("llm.request.type") in ("chat", "completion")
+    if is_call or inference == "LLM" or vercel.endswith((".doGenerate", ".doStream")):
         return "call"
-    return None
+    return "agent" if vercel.startswith(("ai.generate", "ai.stream")) else None
 
 
 def _agent(span: Span, is_agent: bool) -> str | None:
-    named = _text(span.attributes, "gen_ai.agent.name", "agent.name")
-    if named or not is_agent:
+    attributes = span.attributes
+    named = _text(attributes, "gen_ai.agent.name", "agent.name", "ai.telemetry.functionId")
+    if named or not is_agent or "ai.operationId" in attributes:
         return named
-    entity = _text(span.attributes, "traceloop.entity.name")
-    return entity or span.name.removeprefix("invoke_agent").removeprefix("create_agent").strip() or None
+    named = _text(attributes, "graph.node.name", "graph.node.id", "traceloop.entity.name")
+    name = span.name.removeprefix("invoke_agent").removeprefix("create_agent")
+    return (named or _METHOD.sub("", name)).strip() or None
 
 
 def _call(attributes: Mapping[str, Json]) -> ModelCall:
-    response_id = _text(attributes, "gen_ai.response.id")
+    response_id = _text(attributes, "gen_ai.response.id", "ai.response.id")
     if response_id is None and "output.value" in attributes:
         raw = loads(attributes["output.value"])
         found = raw.get("id") if isinstance(raw, Mapping) else None
@@ -164,24 +195,45 @@ def _call(attributes: Mapping[str, Json]) -> ModelCall:
 
 def _tool(span: Span) -> ToolExecution:
     attributes = span.attributes
-    result = _first(attributes, "gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
-    arguments = _first(
-        attributes,
-        *("gen_ai.tool.call.arguments", "tool_call.function.arguments", "input.value", "traceloop.entity.input"),
-    )
-    name = _text(attributes, "gen_ai.tool.name", "tool.name", "tool_call.function.name", "traceloop.entity.name")
-    error_type = _text(span.exception, "exception.type") or _text(attributes, "error.type")
-    failed = span.failed or "error.type" in attributes
-    status, rule = _status(span, error_type) if failed else _result_status(attributes, result)
+    tool_call_id = _text(attributes, *_TOOL_CALL_ID)
+    result, decided = _result(span)
+    failed = span.failed or "error.type" in attributes or attributes.get("gen_ai.tool.status") == "error"
+    error_type = _text(_event(span, "exception"), "exception.type") or _text(attributes, "error.type")
+    status, rule = _status(span, error_type) if failed else decided
+    name = _text(attributes, *_TOOL) or _METHOD.sub("", span.name.removeprefix("execute_tool").strip())
     return ToolExecution(
-        tool=name or span.name.removeprefix("execute_tool").strip() or "tool",
+        tool=name.removesuffix(".__call__") or "tool",
         status=status,
-        tool_call_id=_text(attributes, "gen_ai.tool.call.id", "tool_call.id"),
-        arguments=jsonable(loads(arguments)),
+        tool_call_id=None if tool_call_id == _LEFT_OUT else tool_call_id,
+        arguments=jsonable(_arguments(span)),
         result=None if failed else jsonable(result),
-        error=_error(span, error_type) if failed else None,
+        error=_error(span, error_type, result) if failed else None,
         rule=rule,
     )
+
+
+def _arguments(span: Span) -> Json:
+    found = loads(_first(span.attributes, *_ARGUMENTS) or _event(span, "gen_ai.tool.message").get("content"))
+    if not isinstance(found, Mapping):
+        return found
+    if not found and "gcp.vertex.agent.tool_call_args" in span.attributes:
+        return None  # Google ADK writes this too where content is not captured
+    # OpenInference writes how the tool's function was called.
+    is_call = isinstance(found.get("kwargs"), Mapping) and not found.get("args")
+    return found["kwargs"] if is_call and found.keys() <= {"args", "kwargs", "sanitize_inputs_outputs"} else found
+
+
+def _result(span: Span) -> tuple[Json, Decided]:
+    """The tool's result, and its status if the span did not fail."""
+    place = next((name for name in _RESULT if name in span.attributes), None)
+    found = span.attributes[place] if place else _event(span, "gen_ai.choice").get("message")
+    value = loads(found)
+    is_left_out = place == "gcp.vertex.agent.tool_response" and value in ({}, {"result": _LEFT_OUT})
+    if is_left_out or (place is None and found is None):
+        return None, unknown_status()  # users may leave results out of spans for privacy: that is no empty result
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) and set(each) == {"text"} for each in value):
+        return message_text(value), message_status(value)  # Strands' content blocks
+    return found, status_of(value)
 
 
 def _status(span: Span, error_type: str | None) -> Decided:
@@ -189,19 +241,17 @@ def _status(span: Span, error_type: str | None) -> Decided:
     return failure_status((span.description if error_type in (None, "_OTHER") else error_type) or "")
 
 
-def _result_status(attributes: Mapping[str, Json], result: Json) -> Decided:
-    places = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
-    if not any(name in attributes for name in places):
-        return unknown_status()  # users may leave results out of spans for privacy: that is no empty result
-    return status_of(loads(result))
-
-
-def _error(span: Span, error_type: str | None) -> str:
-    message = _text(span.exception, "exception.message") or span.description
+def _error(span: Span, error_type: str | None, result: Json) -> str:
+    message = _text(_event(span, "exception"), "exception.message") or span.description
+    message = message or (result if isinstance(result, str) else None)
     kind = (error_type or "").rpartition(".")[2]
     if not message:
         return kind or "error"
     return (message if not kind or message.startswith(kind) else f"{kind}: {message}")[:_MAX_ERROR]
+
+
+def _event(span: Span, name: str) -> Mapping[str, Json]:
+    return span.events.get(name, {})
 
 
 def _first(attributes: Mapping[str, Json], *names: str) -> Any:

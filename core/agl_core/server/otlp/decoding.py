@@ -85,7 +85,6 @@ def attributes_of(found: Iterable[KeyValue]) -> dict[str, Json]:
 
 
 def _span(span: trace_pb2.Span, scope: str) -> Span:
-    exceptions = [event for event in span.events if event.name == "exception"]
     return Span(
         trace=span.trace_id.hex(),
         id=span.span_id.hex(),
@@ -96,7 +95,7 @@ def _span(span: trace_pb2.Span, scope: str) -> Span:
         ended=span.end_time_unix_nano * _NANO or None,
         failed=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
         description=span.status.message or None,
-        exception=attributes_of(exceptions[-1].attributes) if exceptions else {},
+        events={event.name: attributes_of(event.attributes) for event in span.events},
         scope=scope,
     )
 
