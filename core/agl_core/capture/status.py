@@ -197,7 +197,8 @@ RULES = (
     ),
     StatusRule(
         "haystack",
-        "``Failed to invoke Tool `look` with parameters {}. Error: no city``, `Tool 'look' not found. Available tools: …`",
+        "``Failed to invoke Tool `look` with parameters {}. Error: no city``, "
+        "`Tool 'look' not found. Available tools: …`",
         ToolStatus.ERROR,
         _begins(
             r"(?s: Failed\ to\ invoke\ Tool\ `[^`\n]{1,200}`\ with\ parameters\b (?: .*?\.\ Error:\s (?P<error>.*) )? )"
@@ -224,7 +225,8 @@ RULES = (
         "`Model tried to call unavailable tool 'look'. …`, `Invalid input for tool look: …`",
         ToolStatus.ERROR,
         _begins(
-            r"Model\ tried\ to\ call\ unavailable\ tool\ '[^'\n]{1,200}'\. | Invalid\ input\ for\ tool\ [^\s:]{1,200}:\s"
+            r"Model\ tried\ to\ call\ unavailable\ tool\ '[^'\n]{1,200}'\."
+            r" | Invalid\ input\ for\ tool\ [^\s:]{1,200}:\s"
         ),
         "ai 6.0.326",
     ),

@@ -1,10 +1,22 @@
-"""Which call each tool result belongs to: by `tool_call_id`, or by the span that encloses both; never by time."""
+"""Which call each tool result belongs to: by `tool_call_id`, by the tool call that it alone answers, or by the span
+that encloses both; never by time."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from agl_core.learning.tool_results import Asked, asked_for, choices_of, deduplicate, distinct, read_from_messages
+from agl_core.learning.tool_results import (
+    Asked,
+    asked_for,
+    choices_of,
+    completed,
+    deduplicate,
+    distinct,
+    marked,
+    matched,
+    read_from_messages,
+)
 from agl_core.types import Call, ToolResult, TransitionKey
 
 
@@ -14,9 +26,10 @@ def join_tool_results(
     """The tool results of each transition that asked for them, and those that belong to no transition.
 
     `calls` are in order, `tool_results` in the order of their reports. For each tool call, one source counts (see
-    `agl_core.learning.tool_results.deduplicate`). A tool call without a report has the tool result that the
-    conversation shows, unless a tool result without an id stands for its whole response. `late` are the parent spans of
-    calls that do not count: tool results under them may belong to these calls.
+    `agl_core.learning.tool_results.deduplicate`). A tool result without an id answers the tool call that it alone fits
+    (see `matched`), else it stands for the whole response of the only call under its span. What a report leaves open is
+    taken from the conversation, and so is the tool result of a tool call without a report. `late` are the parent spans
+    of calls that do not count: tool results under them may belong to these calls.
     """
     asked = asked_for(calls)
     read = read_from_messages(calls, asked)
@@ -33,22 +46,38 @@ def join_tool_results(
             reported.setdefault(each, []).append(tool_result)
     without_id: dict[TransitionKey, list[ToolResult]] = {}
     spans = _under_spans(calls)
-    unjoined = []
-    for tool_result in deduplicate(others):
-        under = [] if tool_result.parent_span in late else spans.get(tool_result.parent_span or "", [])
-        if tool_result.tool_call_id is None and len(under) == 1:
+    unjoined, doubtful = [], []
+    others = deduplicate(others)
+    unnamed = [each for each in others if each.tool_call_id is None and each.parent_span not in late]
+    open_ = (each for same in asked.values() for each in same if each not in reported)
+    answers = matched(unnamed, open_, spans)
+    for tool_result in others:
+        under = spans.get(tool_result.parent_span or "", [])
+        if tool_result.id in answers:
+            reported.setdefault(answers[tool_result.id], []).append(tool_result)
+        elif tool_result in unnamed and len(under) == 1:
             without_id.setdefault(under[0], []).append(tool_result)
         else:
             unjoined.append(tool_result)
+            doubtful += [tool_result] if tool_result in unnamed else []
     joined: dict[TransitionKey, list[ToolResult]] = {}
     for each in sorted((e for same in asked.values() for e in same), key=lambda e: (e.number, e.key.choice, e.place)):
         if each in reported:
-            joined.setdefault(each.key, []).extend(deduplicate(reported[each]))
+            found = [completed(report, each, read.get(each)) for report in deduplicate(reported[each])]
+            joined.setdefault(each.key, []).extend(found)
         elif each in read and each.key not in without_id:
             joined.setdefault(each.key, []).append(read[each])
+    joined = _marked(joined, doubtful)
     for key, found in without_id.items():
         joined.setdefault(key, []).extend(found)
     return joined, unjoined
+
+
+def _marked(
+    joined: Mapping[TransitionKey, Sequence[ToolResult]], doubtful: Sequence[ToolResult]
+) -> dict[TransitionKey, list[ToolResult]]:
+    every = iter(marked((each for same in joined.values() for each in same), doubtful))
+    return {key: list(itertools.islice(every, len(same))) for key, same in joined.items()}
 
 
 def _answered(

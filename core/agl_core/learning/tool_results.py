@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agl_core.capture.spans.tree import SPANS
-from agl_core.capture.status import message_status, message_text
+from agl_core.capture.status import UNCERTAIN, message_status, message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
+
+_FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +78,72 @@ def deduplicate(tool_results: Iterable[ToolResult]) -> list[ToolResult]:
 def _precedence(tool_result: ToolResult) -> tuple[int, float, str]:
     started = math.inf if tool_result.started is None else tool_result.started
     return int(tool_result.adapter == SPANS), started, tool_result.adapter or ""
+
+
+CONTRADICTED = "contradicted"
+"""The rule of a tool result that the conversation shows, and that a report that joins no tool call contradicts."""
+
+
+def completed(tool_result: ToolResult, asked: Asked, shown: ToolResult | None) -> ToolResult:
+    """A report with what it leaves open, from the tool call that it answers and from what the conversation shows of it.
+
+    What a rule found counts before what none did: a span without a result says less than the message with it.
+    """
+    if tool_result.arguments is None:
+        tool_result = replace(tool_result, arguments=_function(asked.tool_call)[1])
+    if shown is None or tool_result.status_rule not in UNCERTAIN:
+        return tool_result
+    if tool_result.status_rule != "unknown" and shown.status_rule in UNCERTAIN:
+        return tool_result
+    is_result = shown.error is None and tool_result.result is None
+    return replace(
+        tool_result,
+        status=shown.status,
+        status_rule=shown.status_rule,
+        error=shown.error,
+        result=shown.result if is_result else None if shown.error is not None else tool_result.result,
+    )
+
+
+def matched(tool_results: Iterable[ToolResult], asked: Iterable[Asked], spans: Collection[str]) -> dict[str, Asked]:
+    """Which of these tool calls each report without an id answers, by the report's id: exactly one, or none.
+
+    Tool and arguments are the same, the agent too if both are known, and the enclosing span if it is one of `spans`,
+    which enclose calls; under the same span, arguments that the report leaves out may be any. No other report may
+    answer the same tool call.
+    """
+    calls = [(each, *_function(each.tool_call)) for each in asked]
+    found: dict[str, Asked] = {}
+    for tool_result in tool_results:
+        alike = [
+            each
+            for each, tool, arguments in calls
+            if tool == tool_result.tool
+            and (None in (tool_result.agent, each.call.agent) or tool_result.agent == each.call.agent)
+            and (tool_result.parent_span == each.call.parent_span or tool_result.parent_span not in spans)
+            and tool_result.arguments in (arguments, None if tool_result.parent_span in spans else arguments)
+        ]
+        if len(alike) == 1:
+            found[tool_result.id] = alike[0]
+    answers = list(found.values())
+    return {id: each for id, each in found.items() if answers.count(each) == 1}
+
+
+def marked(joined: Iterable[ToolResult], failures: Iterable[ToolResult]) -> list[ToolResult]:
+    """Tool results; those that the conversation alone shows, and calls ok, are CONTRADICTED by failures of their tool.
+
+    A failure that joins no tool call may be of any of them, unless the conversation shows as many of that tool.
+    """
+    joined = list(joined)
+    open_failures = Counter(each.tool for each in failures if each.status in _FAILED)
+    shown = [each for each in joined if each.source is Source.CONVERSATION]
+    open_failures.subtract(each.tool for each in shown if each.status in _FAILED)
+    return [
+        replace(each, status_rule=CONTRADICTED)
+        if open_failures[each.tool] > 0 and each.source is Source.CONVERSATION and each.status_rule in UNCERTAIN
+        else each
+        for each in joined
+    ]
 
 
 def read_from_messages(calls: Sequence[Call], asked: Mapping[str, Sequence[Asked]]) -> dict[Asked, ToolResult]:
@@ -167,7 +236,7 @@ def tool_calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _tool_result(asked: Asked, message: Mapping[str, Any]) -> ToolResult:
     content, call = message.get("content"), asked.call
     status, rule = message_status(content, message.get("status"))
-    failed = status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)
+    failed = status in _FAILED
     tool, arguments = _function(asked.tool_call)
     return ToolResult(
         id=f"{call.id}:{asked.key.choice}:{asked.place}",

@@ -1,8 +1,8 @@
 """OpenTelemetry spans in agl's terms, in process or over OTLP.
 
 Four vocabularies are read: OpenTelemetry's GenAI conventions (`gen_ai.*`), OpenInference (`openinference.*`, `llm.*`,
-`tool.*`), OpenLLMetry (`traceloop.*`), whose opentelemetry-instrumentation-openai writes the first, and that of Vercel's
-AI SDK (`ai.*`).
+`tool.*`), OpenLLMetry (`traceloop.*`), whose opentelemetry-instrumentation-openai writes the first, and `ai.*` of
+Vercel's AI SDK.
 """
 
 from __future__ import annotations
