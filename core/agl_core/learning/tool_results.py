@@ -89,6 +89,8 @@ def completed(tool_result: ToolResult, asked: Asked, shown: ToolResult | None) -
 
     What a rule found counts before what none did: a span without a result says less than the message with it.
     """
+    if tool_result.tool_call_id is None:
+        tool_result = replace(tool_result, tool_call_id=asked.tool_call["id"])
     if tool_result.arguments is None:
         tool_result = replace(tool_result, arguments=_function(asked.tool_call)[1])
     if shown is None or tool_result.status_rule not in UNCERTAIN:

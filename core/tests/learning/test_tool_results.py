@@ -139,6 +139,114 @@ def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response(make: A
 
 
 @pytest.mark.parametrize(
+    ("said", "status", "result", "error", "rule"),
+    [
+        ("22 °C", "ok", "22 °C", None, "ok"),
+        ("", "empty", "", None, "empty"),
+        ("ValueError: no city", "error", None, "ValueError: no city", "exception"),
+        (None, "ok", None, None, "unknown"),
+    ],
+)
+def test_a_span_without_a_result_leaves_it_to_the_conversation(
+    make: Any, said: str | None, status: str, result: Any, error: Any, rule: str
+) -> None:
+    span = told(make, "1:2", "a", "otel", source=Source.SPAN, status_rule="unknown", started=3.0)
+    (found,) = (
+        asking(make, ["a"], *([] if said is None else [answer("a", said)]), reported=(span,))
+        .transitions[0]
+        .tool_results
+    )
+    assert (str(found.status), found.result, found.error, found.status_rule) == (status, result, error, rule)
+    assert (found.id, found.adapter, found.source, found.started, found.arguments) == (
+        "1:2",
+        "otel",
+        Source.SPAN,
+        3.0,
+        {},
+    )
+
+
+@pytest.mark.parametrize("rule", ["raised", "reported-error", "empty", "reported-success", None])
+def test_what_a_report_found_is_not_taken_back_by_the_conversation(make: Any, rule: str | None) -> None:
+    reported = told(make, "1:2", "a", "otel", status=ToolStatus.EMPTY, status_rule=rule, result="")
+    (found,) = asking(make, ["a"], answer("a", "Error: quoted"), reported=(reported,)).transitions[0].tool_results
+    assert (found.status, found.status_rule) == (ToolStatus.EMPTY, rule)
+
+
+def test_a_report_that_found_nothing_keeps_its_result(make: Any) -> None:
+    """A span has the structured result, and the message that it was empty."""
+    span = told(make, "1:2", "a", "otel", status_rule="ok", result={"blocks": []})
+    (found,) = asking(make, ["a"], answer("a", ""), reported=(span,)).transitions[0].tool_results
+    assert (found.status, found.result, found.status_rule) == (ToolStatus.EMPTY, {"blocks": []}, "empty")
+    (found,) = asking(make, ["a"], answer("a", "no city"), reported=(span,)).transitions[0].tool_results
+    assert (found.status, found.result, found.status_rule) == (ToolStatus.OK, {"blocks": []}, "ok")
+
+
+def looking(make: Any, *places: str | None, agent: str | None = "solver", span: str | None = "step") -> list[Any]:
+    """A call for each place that asks to look there (None: for nothing), in steps of one agent."""
+    calls = []
+    for number, place in enumerate(places):
+        choice = make.choice(tool_calls=[] if place is None else [f"c{number}"])
+        for tool_call in choice.message.get("tool_calls") or ():
+            tool_call["function"]["arguments"] = f'{{"place": "{place}"}}'
+        calls.append(make.call(number, choice, agent=agent, parent_span=span and f"{span}-{number}"))
+    return calls
+
+
+def looked(make: Any, name: str, place: str | None, **more: Any) -> ToolResult:
+    arguments = None if place is None else {"place": place}
+    return told(make, name, None, "otel", **{"arguments": arguments, "parent_span": "a tool's own", **more})
+
+
+def of(make: Any, calls: list[Any], *reported: ToolResult) -> tuple[list[tuple[Any, ...]], list[str]]:
+    """What is joined (place of the call, report, tool call id), and what is not."""
+    episode = build_episode(make.rollout(), make.attempt(), calls, reported)
+    joined = [(t.turn, o.id, o.tool_call_id) for t in episode.transitions for o in t.tool_results]
+    return joined, [o.id for o in episode.unjoined]
+
+
+def test_a_tool_result_without_an_id_answers_the_one_tool_call_that_it_fits(make: Any) -> None:
+    calls = looking(make, "north", "south", "north")
+    assert of(make, calls, looked(make, "1", "south", agent="solver")) == ([(1, "1", "c1")], [])
+    # Two tool calls that it fits, two that fit one tool call, another tool, other arguments, another agent: none.
+    assert of(make, calls, looked(make, "1", "north")) == ([], ["1"])
+    assert of(make, calls, looked(make, "1", "south"), looked(make, "2", "south")) == ([], ["1", "2"])
+    assert of(make, calls, looked(make, "1", "south", tool="dig")) == ([], ["1"])
+    assert of(make, calls, looked(make, "1", "west")) == ([], ["1"])
+    assert of(make, calls, looked(make, "1", None)) == ([], ["1"])
+    assert of(make, calls, looked(make, "1", "south", agent="critic")) == ([], ["1"])
+
+
+def test_the_enclosing_span_decides_which_of_equal_tool_calls(make: Any) -> None:
+    calls = looking(make, "north", "south", "north")
+    both = [looked(make, "1", "north", parent_span="step-2"), looked(make, "2", "north", parent_span="step-0")]
+    assert of(make, calls, *both) == ([(0, "2", "c0"), (2, "1", "c2")], [])
+    assert of(make, calls, looked(make, "1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
+
+
+def test_a_tool_call_that_a_report_answers_by_its_id_is_not_open(make: Any) -> None:
+    calls = looking(make, "north", "north")
+    by_id = told(make, "9", "c0", "langchain")
+    assert of(make, calls, by_id, looked(make, "1", "north")) == ([(0, "9", "c0"), (1, "1", "c1")], [])
+
+
+def test_a_failing_span_that_joins_nothing_marks_what_it_may_contradict(make: Any) -> None:
+    def rules(*spans: ToolResult, contents: tuple[str, str] = ("no city", "22")) -> list[str | None]:
+        messages = [answer(f"c{number}", content) for number, content in enumerate(contents)]
+        calls = [*looking(make, "north", "north"), make.call(2, request={"messages": messages})]
+        episode = build_episode(make.rollout(), make.attempt(), calls, spans)
+        assert [o.id for o in episode.unjoined] == [each.id for each in spans]
+        return [o.status_rule for transition in episode.transitions for o in transition.tool_results]
+
+    failed = looked(make, "1", "north", status=ToolStatus.ERROR)
+    assert rules() == rules(looked(make, "1", "north")) == ["ok", "ok"]
+    assert rules(failed) == ["contradicted", "contradicted"]
+    assert rules(failed, contents=("Error: no city", "22")) == ["error", "ok"]
+    assert rules(failed, replace(failed, id="2"), contents=("Error: no city", "22")) == ["error", "contradicted"]
+    assert rules(replace(failed, tool="dig")) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
     "messages", [None, "text", [None, 3], [{"role": "tool"}], [{"role": "tool", "tool_call_id": []}]]
 )
 def test_a_request_that_is_no_conversation_tells_nothing(make: Any, messages: Any) -> None:

@@ -119,7 +119,29 @@ RULES = {
     "Failed to invoke Tool `look` with parameters {'timeout': 5}. Error: no city": ("error", "haystack"),
     "Failed to invoke Tool `look` with parameters {}. Error: the request timed out": ("timeout", "haystack"),
     "Failed to invoke Tool `look` with parameters {'city'": ("error", "haystack"),
+    "Tool 'look' not found. Available tools: weather, status": ("error", "haystack"),
+    "Tool look not found. Please select a tool that is available.": ("error", "llama-index"),
+    "Tool look not found in the shed": ("ok", "ok"),
+    "Unknown tool: look": ("error", "strands"),
+    "Unknown tool: a hammer without a handle": ("ok", "ok"),
+    "Model tried to call unavailable tool 'look'. Available tools: weather.": ("error", "vercel"),
+    "Model tried to call unavailable tool 'look'. No tools are available.": ("error", "vercel"),
+    'Invalid input for tool look: Type validation failed: Value: {"town":1}.': ("error", "vercel"),
+    "Invalid input for tools that cut": ("ok", "looks-like-error"),
+    '{"error": "Invoking `look()` failed as no tool with that name is available."}': ("error", "error-field"),
     '{"status": "error", "error_message": "no city"}': ("error", "status-field"),
+    "{'status': 'error', 'error_message': 'no city'}": ("error", "status-field"),
+    "{'status': 'success', 'report': None}": ("ok", "ok"),
+    "{'cut": ("ok", "ok"),
+    '{"isError": true, "content": []}': ("error", "is-error-field"),
+    '{"is_error": false, "raw_output": ""}': ("ok", "ok"),
+    '{"result": "22"}': ("ok", "ok"),
+    '{"result": ""}': ("empty", "empty"),
+    '{"result": null}': ("empty", "empty"),
+    '{"result": {"result": []}}': ("empty", "empty"),
+    '{"result": "ValueError: no city"}': ("error", "exception"),
+    '{"result": {"error": "no city"}}': ("error", "error-field"),
+    '{"result": "", "rows": 3}': ("ok", "ok"),
     '{"status": "error", "error_message": "the request timed out"}': ("timeout", "status-field"),
     '{"status": "error", "content": [{"text": "Timeout: no answer"}]}': ("timeout", "status-field"),
     '{"status": "error"}': ("error", "status-field"),
@@ -170,7 +192,7 @@ def test_the_rule_that_decides_is_named(text: str) -> None:
 
 
 def test_a_dictionary_is_read_as_its_json() -> None:
-    for text in filter(lambda each: each.startswith("{"), RULES):
+    for text in filter(lambda each: each.startswith('{"'), RULES):
         assert status_of(json.loads(text)) == RULES[text]
 
 

@@ -164,6 +164,8 @@ def _kind(attributes: Mapping[str, Json]) -> str | None:
     inference = str(attributes.get("openinference.span.kind") or "").upper()
     traceloop = attributes.get("traceloop.span.kind")
     vercel = str(attributes.get("ai.operationId") or "")
+    if attributes.get("gen_ai.tool.name") == "(merged tools)":
+        return None  # Google ADK has this span beside those of the tools
     if operation == "execute_tool" or inference == "TOOL" or traceloop == "tool" or vercel == "ai.toolCall":
         return "tool"
     if operation in ("invoke_agent", "create_agent") or inference == "AGENT" or traceloop == "agent":

@@ -1,0 +1,94 @@
+"""What spans call agents and tools, in the words of the instrumentations that make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agl_core.capture.spans.spans import Span, ToolExecution, see
+
+AGENT, TOOL = {"openinference.span.kind": "AGENT"}, {"openinference.span.kind": "TOOL"}
+
+
+def span(name: str, attributes: dict[str, Any], **more: Any) -> Span:
+    return Span("7" * 32, "7" * 16, None, name, attributes, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "agent"),
+    [
+        # CrewAI: the role, with the task in the name of the span
+        ("solver._execute_core", {**AGENT, "graph.node.id": "solver"}, "solver"),
+        ("solver.find it._execute_core", {**AGENT, "graph.node.id": "solver "}, "solver"),
+        ("solver.kickoff", AGENT, "solver"),
+        # Agno: the id is random
+        ("solver.arun", {**AGENT, "graph.node.id": "7f3a", "graph.node.name": "solver"}, "solver"),
+        # smolagents
+        ("solver.run", AGENT, "solver"),
+        ("ToolCallingAgent.run", AGENT, "ToolCallingAgent"),
+        # DSPy
+        ("ReAct.forward", AGENT, "ReAct"),
+        ("solver.__call__", AGENT, "solver"),
+        # A name with a dot is no method
+        ("example.org", AGENT, "example.org"),
+        ("v1.2 solver", AGENT, "v1.2 solver"),
+        ("solver.run", {**AGENT, "agent.name": "solver.run"}, "solver.run"),
+        # Vercel: its operation is no name
+        ("ai.generateText", {"ai.operationId": "ai.generateText", "ai.telemetry.functionId": "solver"}, "solver"),
+        ("ai.generateText", {"ai.operationId": "ai.generateText"}, None),
+    ],
+)
+def test_the_name_of_an_agent(name: str, attributes: dict[str, Any], agent: str | None) -> None:
+    seen = see(span(name, attributes))
+    assert (seen.is_agent, seen.agent) == (True, agent)
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes"),
+    [
+        ("add.__call__", TOOL),
+        ("add.acall", TOOL),
+        ("add.run", {**TOOL, "tool.name": "add"}),
+        ("SimpleTool", {**TOOL, "tool.name": "add.__call__"}),
+        ("ai.toolCall", {"ai.operationId": "ai.toolCall", "ai.toolCall.name": "add"}),
+        ("execute_tool add", {"gen_ai.operation.name": "execute_tool"}),
+    ],
+)
+def test_the_name_of_a_tool(name: str, attributes: dict[str, Any]) -> None:
+    assert tool(name, attributes).tool == "add"
+
+
+def tool(name: str, attributes: dict[str, Any], **more: Any) -> ToolExecution:
+    did = see(span(name, attributes, **more)).did
+    assert isinstance(did, ToolExecution)
+    return did
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"a": 1}',
+        '{"kwargs": {"a": 1}}',
+        '{"args": [], "sanitize_inputs_outputs": true, "kwargs": {"a": 1}}',
+    ],
+)
+def test_the_arguments_of_a_tools_function(value: str) -> None:
+    assert tool("add", {**TOOL, "input.value": value}).arguments == {"a": 1}
+
+
+def test_arguments_of_that_name_stay() -> None:
+    for value in ({"args": [1], "kwargs": {"a": 1}}, {"kwargs": {"a": 1}, "path": "x"}):
+        assert tool("add", {**TOOL, "input.value": value}).arguments == value
+
+
+def test_what_google_adk_leaves_out_is_no_empty_result() -> None:
+    """With content in spans, and without."""
+    base = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.call.id": "<not specified>"}
+    for response in ("{}", '{"result": "<not specified>"}', None):
+        more = {} if response is None else {"gcp.vertex.agent.tool_response": response}
+        seen = tool("execute_tool add", {**base, "gcp.vertex.agent.tool_call_args": "{}", **more})
+        assert (seen.rule, seen.tool_call_id, seen.arguments) == ("unknown", None, None)
+    seen = tool("execute_tool add", {**base, "gcp.vertex.agent.tool_response": '{"result": ""}'})
+    assert str(seen.status) == "empty"
+    assert see(span("execute_tool (merged)", {**base, "gen_ai.tool.name": "(merged tools)"})).did is None
