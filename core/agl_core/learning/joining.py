@@ -48,18 +48,18 @@ def join_tool_results(
     spans = _under_spans(calls)
     unjoined, doubtful = [], []
     others = deduplicate(others)
-    unnamed = [each for each in others if each.tool_call_id is None and each.parent_span not in late]
+    unnamed = {each.id: each for each in others if each.tool_call_id is None and each.parent_span not in late}
     open_ = (each for same in asked.values() for each in same if each not in reported)
-    answers = matched(unnamed, open_, spans)
+    answers = matched(unnamed.values(), open_, spans)
     for tool_result in others:
         under = spans.get(tool_result.parent_span or "", [])
         if tool_result.id in answers:
             reported.setdefault(answers[tool_result.id], []).append(tool_result)
-        elif tool_result in unnamed and len(under) == 1:
+        elif tool_result.id in unnamed and len(under) == 1:
             without_id.setdefault(under[0], []).append(tool_result)
         else:
             unjoined.append(tool_result)
-            doubtful += [tool_result] if tool_result in unnamed else []
+            doubtful += [tool_result] if tool_result.id in unnamed else []
     joined: dict[TransitionKey, list[ToolResult]] = {}
     for each in sorted((e for same in asked.values() for e in same), key=lambda e: (e.number, e.key.choice, e.place)):
         if each in reported:

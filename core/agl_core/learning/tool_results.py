@@ -114,21 +114,23 @@ def matched(tool_results: Iterable[ToolResult], asked: Iterable[Asked], spans: C
     which enclose calls; under the same span, arguments that the report leaves out may be any. No other report may
     answer the same tool call.
     """
-    calls = [(each, *_function(each.tool_call)) for each in asked]
+    calls: dict[str, list[tuple[Asked, Json]]] = {}
+    for each in asked:
+        tool, arguments = _function(each.tool_call)
+        calls.setdefault(tool, []).append((each, arguments))
     found: dict[str, Asked] = {}
     for tool_result in tool_results:
         alike = [
             each
-            for each, tool, arguments in calls
-            if tool == tool_result.tool
-            and (None in (tool_result.agent, each.call.agent) or tool_result.agent == each.call.agent)
+            for each, arguments in calls.get(tool_result.tool, ())
+            if (None in (tool_result.agent, each.call.agent) or tool_result.agent == each.call.agent)
             and (tool_result.parent_span == each.call.parent_span or tool_result.parent_span not in spans)
             and tool_result.arguments in (arguments, None if tool_result.parent_span in spans else arguments)
         ]
         if len(alike) == 1:
             found[tool_result.id] = alike[0]
-    answers = list(found.values())
-    return {id: each for id, each in found.items() if answers.count(each) == 1}
+    answers = Counter(found.values())
+    return {id: each for id, each in found.items() if answers[each] == 1}
 
 
 def marked(joined: Iterable[ToolResult], failures: Iterable[ToolResult]) -> list[ToolResult]:
