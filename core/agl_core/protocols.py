@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types import Batch, Episode, Identity, Reward, Task, TransitionKey
+from agl_core.types import Batch, Episode, Identity, Json, Reward, Task, TransitionKey
 
 RewardValue: TypeAlias = (
     float
@@ -68,6 +68,17 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepingTracker(Tracker, Protocol):
+    """A tracker that also keeps checkpoints and rollouts."""
+
+    def keep(self, step: int, checkpoint: Path, best: Sequence[Mapping[str, Json]]) -> None:
+        """A checkpoint was made after a step; `best` are rollouts of the step with high rewards, the best first.
+
+        Each has `rollout`, `reward`, `ending`, `task` and `result`.
+        """
 
 
 @dataclass(frozen=True)

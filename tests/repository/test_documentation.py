@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from agl_core.capture.status import RULES, message_status
+from agl_core.training.alarms import ALARMS
+from agl_core.types import Evidence, Symptom
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,3 +65,21 @@ def _table(section: str) -> set[str]:
         if line.startswith("| `")
         for name in re.findall(r"`(.+?)`", line.split(" | ")[0])
     }
+
+
+def test_the_page_of_health_has_every_alarm_with_its_threshold_and_every_reason() -> None:
+    page = (ROOT / "docs" / "health.md").read_text().splitlines()
+    alarms = [
+        f"| `{name}` | {kind.condition.words.format(f'{kind.condition.limit:g}') if kind.condition else kind.when} "
+        f"| {kind.why} | {kind.remedy} |"
+        for name, kind in ALARMS.items()
+    ]
+    assert [line for line in page if line.count(" | ") == 3 and line.startswith("| `")] == alarms
+    reasons = [line.split("`")[1] for line in page if line.count(" | ") == 1 and line.startswith("| `")]
+    assert reasons == [*Symptom, *Evidence]
+
+
+def test_the_page_of_metrics_has_every_number_that_an_alarm_looks_at() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    read = {key for kind in ALARMS.values() if kind.condition for key in kind.condition.keys}
+    assert [key for key in sorted(read) if f"`{key}`" not in page and not key.startswith("dropped/")] == []

@@ -12,12 +12,14 @@ import pytest
 from agl_core.plugins import Plugins
 
 from . import (
+    alarm_effects,
     algorithm_effects,
     policy_effects,
     rule_effects,
     run_effects,
     server_effects,
     settings_found,
+    tracker_effects,
     training_effects,
 )
 from .settings_bench import Bench, Effect, Given
@@ -31,6 +33,8 @@ EFFECTS: Mapping[str, Effect] = {
     **policy_effects.EFFECTS,
     **rule_effects.EFFECTS,
     **server_effects.EFFECTS,
+    **alarm_effects.EFFECTS,
+    **tracker_effects.EFFECTS,
     **algorithm_effects.effects(PLUGINS),
 }
 

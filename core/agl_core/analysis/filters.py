@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agl_core.analysis.rollouts import RolloutEntry, RolloutList, entries_of
+from agl_core.analysis.rollouts import RolloutEntry, RolloutList, entries_of, healths_of
 from agl_core.analysis.words import message_text
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
-from agl_core.types import Call, Ending, Mode, Rollout, ToolResult, ToolStatus, TrainingRecord
+from agl_core.types import Call, Ending, Mode, Rollout, ToolResult, ToolStatus, TrainingRecord, Verdict
 
 _AT_ONCE = 200
 """Rollouts that are read together while matches are looked for."""
@@ -40,6 +40,8 @@ class Query:
     """Somewhere in the task's input, a message, a reply, or the result; upper and lower case are alike."""
     split: str | None = None
     """The task's."""
+    verdict: Verdict | None = None
+    """On the rollout's health."""
 
     @property
     def of_calls(self) -> bool:
@@ -61,9 +63,12 @@ async def matching(
     keys = counted_attempts([entry.rollout for entry in left])
     calls = by_rollout(await store.calls(keys)) if query.of_calls else {}
     tools = by_rollout(await store.tool_results(keys)) if query.of_tools else {}
+    healths = await healths_of(store, [entry.rollout for entry in left]) if query.verdict is not None else {}
     found = set()
     for entry in left:
         id = entry.rollout.id
+        if query.verdict is not None and (id not in healths or healths[id].verdict is not query.verdict):
+            continue
         if _matches_inside(query, calls.get(id, ()), tools.get(id, ()), records.get(id, ())) and (
             not query.text or await _says(store, query.text.lower(), entry.rollout, calls.get(id, ()))
         ):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from agl_core.errors import StoreRefusedError
-from agl_core.learning import build_episode
+from agl_core.learning import Health, build_episode, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
@@ -19,7 +19,9 @@ from agl_core.types import (
     Episode,
     Reward,
     Rollout,
+    RolloutState,
     Run,
+    Symptom,
     TrainingRecord,
     Transition,
 )
@@ -99,6 +101,11 @@ class AttemptReport:
     """Whether its calls lost their texts and tokens (`agl runs prune`)."""
 
     @property
+    def health(self) -> Health:
+        """The verdict on it, with its reasons."""
+        return health_of(self.episode, pruned=self.pruned)
+
+    @property
     def turns(self) -> list[Turn]:
         """The transitions in their order."""
         return [
@@ -132,6 +139,14 @@ class RolloutReport:
     """What the rollout was compared with, for each step and policy."""
     weights: Mapping[str, float]
     """The weights of the run's reward rules in the terminal reward, by name."""
+
+
+async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Health]:
+    """The health of those of these rollouts that are done, by id."""
+    done = [r for r in rollouts if r.state is RolloutState.DONE]
+    counted = [(r, a) for r in done for a in await store.attempts(r.id) if a.attempt == r.counted_attempt]
+    found = {report.attempt.rollout: report.health for report in await attempt_reports(store, counted)}
+    return {r.id: found.get(r.id, Health(symptoms=(Symptom.ENDING,))) for r in done}
 
 
 async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:

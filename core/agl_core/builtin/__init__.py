@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.hooks import hookimpl
-from agl_core.registering import RegisterBuffer, RegisterStore, RegisterTaskSource
+from agl_core.registering import RegisterBuffer, RegisterStore, RegisterTaskSource, RegisterTracker
 
 __all__ = [
     "discounted",
@@ -13,6 +13,7 @@ __all__ = [
     "register_buffers",
     "register_stores",
     "register_task_sources",
+    "register_trackers",
     "stepwise",
 ]
 # Credit rules are made by a decorator: being here is all it takes, as in a user's own file.
@@ -46,3 +47,13 @@ def register_task_sources(register: RegisterTaskSource) -> None:
     register("csv", csv_tasks, options=FileOptions)
     register("parquet", parquet_tasks, options=FileOptions)
     register("hf", dataset_tasks, options=DatasetOptions)
+
+
+@hookimpl
+def register_trackers(register: RegisterTracker) -> None:
+    """Trackers of other makers, whose packages are extras."""
+    from agl_core.builtin.trackers.on_mlflow import MlflowOptions, MlflowTracker
+    from agl_core.builtin.trackers.weights_and_biases import WandbOptions, WandbTracker
+
+    register("wandb", WandbTracker, options=WandbOptions, doc="Weights & Biases: pip install 'agl-core[wandb]'.")
+    register("mlflow", MlflowTracker, options=MlflowOptions, doc="MLflow: pip install 'agl-core[mlflow]'.")

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from agl_core.config.load import LoadedConfig
     from agl_core.protocols import Adapter
 
-ConfigArgument = Annotated[Path | None, typer.Argument(help="A run's configuration (TOML): check all that it needs.")]
+ConfigArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG|RUN]",
+        help="A run's configuration (TOML): check all that it needs. Or a run's folder: what is wrong with it.",
+    ),
+]
 UpstreamOption = Annotated[
     str | None,
     typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server."),
@@ -37,6 +43,9 @@ FRAMEWORKS = {"langchain-core": "langchain_core", "autogen-agentchat": "autogen_
 """Agent frameworks that are worth a note if no adapter for them is installed: distribution and module."""
 SERVER_MODULES = ("httptools", "jinja2", "markupsafe", "starlette", "uvicorn")
 """What agl-core imports of its extra `server`."""
+
+QUIET = 10.0
+"""Seconds without an end of a rollout after which what a run waits for comes with a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,9 @@ def doctor(
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this environment, and if named a configuration with its engine, or a model server.
+    """Check this environment, and if named a configuration with its engine, a model server, or a run.
+
+    Of a run it says which alarms were raised, and if it runs now, who waits for whom (docs/health.md).
 
     Each problem comes with what to do. The exit status is 1 if something that is needed is broken.
     """
@@ -81,6 +92,9 @@ def doctor(
 
 
 def _findings(config: Path | None, upstream: str | None, key_env: str | None, model: str | None) -> Iterator[Finding]:
+    if config is not None and config.suffix != ".toml":
+        yield from _checked("run", lambda: _run(config))
+        return
     yield Finding("Python", platform.python_version())
     yield from _packages()
     yield from _attaching()
@@ -196,6 +210,51 @@ def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
 
     for policy, probe in asyncio.run(start()):
         yield from _ids(f"engine, policy '{policy}'", probe, is_needed=True)
+
+
+def _run(run: Path) -> Iterator[Finding]:
+    from agl_core.analysis.health import read_health
+    from agl_core.analysis.runs import find_run, read_entry
+
+    folder = find_run(run)
+    entry, health = read_entry(folder), read_health(folder)
+    yield Finding("run", f"{folder}: {entry.state}, {entry.steps} steps made")
+    for line in health.damaged:
+        remedy = f"mend or remove line {line}; the others are read, and a run is not resumed with such a line"
+        yield Finding("metrics", f"line {line} of {folder / 'metrics.jsonl'} is no line of metrics", remedy)
+    for alarm in health.alarms:
+        since = f"since step {alarm.step}" if alarm.holds else f"step {alarm.step}"
+        remedy = f"{alarm.why} {alarm.remedy}".strip() or "see docs/health.md"
+        yield Finding(f"alarm {alarm.name}, {since}", alarm.seen, remedy, is_needed=False)
+    if not health.alarms:
+        yield Finding("alarms", f"none in {health.steps} steps" if health.steps else "no step was made yet")
+    if entry.state == "running":
+        yield from _checked("waiting", lambda: _waiting(folder))
+
+
+def _waiting(folder: Path) -> Iterator[Finding]:
+    from agl_core.analysis.health import Waiting, read_waiting
+    from agl_core.analysis.runs import open_store
+    from agl_core.client import find_server
+    from agl_core.wire.keys import OPERATOR_KEY, take_keys
+
+    server = find_server(None, folder, None, take_keys(), OPERATOR_KEY)
+    if server is None:
+        remedy = "see the log of the process that runs it (agl train, agl serve)"
+        yield Finding("waiting", "a process writes the run's store, but serves no run", remedy)
+        return
+
+    async def read() -> Waiting:
+        async with open_store(folder) as store:
+            return await read_waiting(server, store)
+
+    found = asyncio.run(read())
+    activity = found.activity
+    ended = "none has finished yet" if activity.finished is None else f"one finished {activity.finished:.0f} s ago"
+    yield Finding("rollouts", f"{activity.running} run, {activity.queued} are queued, {ended}")
+    if activity.running or activity.queued or not activity.serving:
+        is_stalled = not activity.running or (activity.finished or 0.0) > QUIET or activity.finished is None
+        yield Finding("waiting", found.seen, found.remedy if is_stalled else "")
 
 
 def _server(url: str, key_env: str | None, model: str | None) -> Iterator[Finding]:

@@ -12,10 +12,11 @@ import typer
 from agl_core.analysis.words import number, one_line
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
-from agl_core.types import Ending, Mode, ToolStatus
+from agl_core.types import Ending, Mode, ToolStatus, Verdict
 
 if TYPE_CHECKING:
     from agl_core.analysis.rollouts import RolloutList
+    from agl_core.learning import Health
 
 RunArgument = Annotated[Path | None, typer.Argument(help="The run's folder; by default the newest below ./runs.")]
 Step = Annotated[int | None, typer.Option(help="Only of this step.")]
@@ -31,6 +32,7 @@ Dropped = Annotated[str | None, typer.Option(help="Only those with a transition 
 Low = Annotated[float | None, typer.Option(help="Only those with at least this terminal reward.")]
 High = Annotated[float | None, typer.Option(help="Only those with at most this terminal reward.")]
 TextOption = Annotated[str | None, typer.Option("--text", help="Only those with this text in task, call or result.")]
+VerdictOption = Annotated[Verdict | None, typer.Option(help="Only those with this verdict (docs/health.md).")]
 Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
 
 
@@ -47,6 +49,7 @@ def rollouts(
     low: Low = None,
     high: High = None,
     text: TextOption = None,
+    verdict: VerdictOption = None,
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
@@ -55,25 +58,48 @@ def rollouts(
 
     from agl_core.analysis.filters import Query, list_rollouts
     from agl_core.analysis.plain import plain
+    from agl_core.analysis.rollouts import healths_of
     from agl_core.analysis.runs import find_run, open_store
     from agl_core.cli.shared.screen import Screen
 
-    query = Query(step, mode, ending, agent, policy, tool, tool_status, dropped, low, high, text)
+    query = Query(
+        step=step,
+        mode=mode,
+        ending=ending,
+        agent=agent,
+        policy=policy,
+        tool=tool,
+        status=tool_status,
+        dropped=dropped,
+        low=low,
+        high=high,
+        text=text,
+        verdict=verdict,
+    )
 
-    async def read() -> RolloutList:
+    async def read() -> tuple[RolloutList, dict[str, Health]]:
         async with open_store(find_run(run)) as store:
-            return await list_rollouts(store, query, limit)
+            listed = await list_rollouts(store, query, limit)
+            return listed, await healths_of(store, [entry.rollout for entry in listed.entries])
 
-    found = asyncio.run(read())
+    found, healths = asyncio.run(read())
     if as_json:
-        flat = ({"superseded": e.superseded, "rewards": e.rewards, **plain(e.rollout)} for e in found.entries)
+        flat = (
+            {
+                "superseded": e.superseded,
+                "rewards": e.rewards,
+                "health": _plain(healths.get(e.rollout.id)),
+                **plain(e.rollout),
+            }
+            for e in found.entries
+        )
         print_json(list(flat))
         return
     screen = Screen()
     table = Table(expand=screen.is_terminal, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     widest = max((len(each.rollout.id) for each in found.entries), default=0)
     table.add_column("rollout", no_wrap=True, min_width=widest)  # An id is there to be copied.
-    for column in ("mode", "ended", "try", "reward"):
+    for column in ("mode", "ended", "try", "health", "reward"):
         table.add_column(column, no_wrap=True)
     table.add_column("task", no_wrap=True, ratio=1)
     for each in found.entries:
@@ -83,9 +109,14 @@ def rollouts(
             rollout.mode.value,
             rollout.ending.value if rollout.ending else rollout.state.value,
             "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
+            healths[rollout.id].text if rollout.id in healths else "-",
             ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in each.rewards if r.call is None) or "-",
             one_line(json.dumps(rollout.task.input, ensure_ascii=False), screen.width),
         )
     screen.print(table)
     if found.pruned:
         screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")
+
+
+def _plain(health: Health | None) -> dict[str, object] | None:
+    return None if health is None else {"verdict": health.verdict, "reasons": health.symptoms or health.missing}

@@ -57,6 +57,8 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300, as_json: AsJson
         )
         if attempt.error:
             screen.print(f"  {one_line(attempt.error, width)}", style="red")
+        if attempt.ending is not None:
+            screen.print(f"  {each.health.text}", style="green" if not each.health.symptoms else "yellow")
         if each.pruned:
             screen.print(f"  {PRUNED}", style="yellow")
         _print_attempt(screen, each, report.weights, width)

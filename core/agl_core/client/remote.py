@@ -28,13 +28,16 @@ from agl_core.types import (
     ToolResult,
     TrainingRecord,
 )
+from agl_core.wire.body import Empty
 from agl_core.wire.trainers import (
+    ACTIVITY,
     BEGIN,
     FINISH,
     MAX_ATTEMPTS,
     MAX_IDS,
     PUBLISH,
     SERVE,
+    Activity,
     AttemptsQuery,
     BeginReply,
     BeginRequest,
@@ -125,6 +128,10 @@ class RemoteRun:
         """Policies were updated."""
         self._presence.publish(request.versions)
         await persistently(self._link, lambda: self._client.ask(PUBLISH, request))
+
+    async def activity(self) -> Activity:
+        """What the rollouts wait for."""
+        return await persistently(self._link, lambda: self._client.ask(ACTIVITY, Empty()))
 
     async def finish(self, request: FinishRequest) -> None:
         """The trainer stops."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from agl_core.config.policies import PolicySection
 from agl_core.config.sections import FOLDER_NAME, OpenSection, PluginChoice, Section, is_among
-from agl_core.types import Ending, Mode
+from agl_core.types import AlarmName, Ending, Mode
 
 
 class AgentSection(Section):
@@ -273,6 +273,11 @@ class RunConfig(Section):
     )
     engine: PluginChoice = Field(PluginChoice(name="torch"), description="What holds, serves and trains the weights.")
     store: PluginChoice = Field(PluginChoice(name="sqlite"), description="Where everything that happens is recorded.")
+    alarms: dict[AlarmName, Annotated[float, Field(gt=0)] | Literal[False]] = Field(
+        {},
+        description="Thresholds of alarms by their names, instead of those in docs/health.md; `no_contrast = false` "
+        "switches that one off.",
+    )
     trackers: dict[str, dict[str, Any] | Literal[False]] = Field(
         {},
         description="Trackers by plugin name, with their settings. A run also has TensorBoard if it is installed; "
@@ -289,6 +294,16 @@ class RunConfig(Section):
     def _has_train(cls, value: dict[str, TaskSection]) -> dict[str, TaskSection]:
         if "train" not in value:
             raise ValueError("needs the table [tasks.train]")
+        return value
+
+    @field_validator("alarms")
+    @classmethod
+    def _have_thresholds(
+        cls, value: dict[AlarmName, float | Literal[False]]
+    ) -> dict[AlarmName, float | Literal[False]]:
+        for name, threshold in value.items():
+            if threshold is not False and not name.has_threshold:
+                raise ValueError(f"the alarm '{name}' has no threshold: it can only be switched off ({name} = false)")
         return value
 
     @field_validator("rewards")

@@ -2,16 +2,19 @@
 
 from agl_core.learning.batch import PolicyCredit, StepBatches, make_batches
 from agl_core.learning.credit import credit_group
+from agl_core.learning.health import Health, health_of
 from agl_core.learning.rewards import ScoringRule, score, score_all, score_groups, was_rewarded
 from agl_core.learning.staleness import staleness, without_stale
 from agl_core.learning.transitions import build_episode
 
 __all__ = [
+    "Health",
     "PolicyCredit",
     "ScoringRule",
     "StepBatches",
     "build_episode",
     "credit_group",
+    "health_of",
     "make_batches",
     "score",
     "score_all",

@@ -1,6 +1,7 @@
-"""What a step's rollouts show that its user should know, and when training stops because of it.
+"""Alarms on a step's rollouts themselves, and when training stops because of them.
 
 That a run rests on what only the agent's side asserts (docs/security.md), and why a step had nothing to learn from.
+Alarms on a step's numbers are in `alarms.table`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from agl_core.learning import was_rewarded
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.registering import Capability
 from agl_core.store.interface import Store
-from agl_core.types import DropReason, Ending, Episode, TrainingRecord
+from agl_core.training.alarms import Alarm, raised
+from agl_core.types import AlarmName, DropReason, Ending, Episode, TrainingRecord
 
-_WHY = "Whatever the agent starts can say the same: see docs/security.md."
 _REMEDIES: Mapping[Ending | DropReason, str] = {
     Ending.CRASHED: "Mend what the agent raises.",
     Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
@@ -37,54 +38,55 @@ _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE})
 
 @dataclass
 class Assertions:
-    """Cautions that the run rests on what only the agent's side asserts: one for tool results, one for rewards."""
+    """Alarms that the run rests on what only the agent's side asserts: one for tool results, one for rewards."""
 
     of_tool_results: bool = False
-    """A rule of the run computes rewards or credit from tool results; false once the caution was given."""
+    """A rule of the run computes rewards or credit from tool results; false once the alarm was raised."""
     of_rewards: bool = False
-    """No reward rule of the run has a weight, so the reward is what the agent reports; false once the caution was
-    given."""
+    """No reward rule of the run has a weight, so the reward is what the agent reports; false once the alarm was
+    raised."""
 
     @classmethod
     def in_run(cls, loaded: LoadedConfig) -> Assertions:
-        """The cautions that a run with this configuration may need."""
+        """The alarms that a run with this configuration may raise."""
         rules = [chosen for name, chosen in loaded.rewards.items() if loaded.config.rewards[name].weight]
         counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
         return cls(any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting), not rules)
 
-    def noticed(self, episodes: Sequence[Episode]) -> Iterator[str]:
-        """The cautions for the episodes of a step."""
+    def noticed(self, episodes: Sequence[Episode]) -> Iterator[Alarm]:
+        """The alarms on the episodes of a step."""
         tool_results = [each for e in episodes for t in e.transitions for each in t.tool_results]
         if self.of_tool_results and tool_results and all(each.source.is_asserted for each in tool_results):
             self.of_tool_results = False
             counts = Counter(each.source.value for each in tool_results).most_common()
             sources = ", ".join(f"{source} {count}" for source, count in counts)
-            yield (
-                f"caution: tool results count in the reward, and only the agent's side says what they were ({sources})."
-                f" {_WHY}"
+            yield raised(
+                AlarmName.ASSERTED_TOOL_RESULTS,
+                f"tool results count in the reward, and only the agent's side says what they were ({sources})",
             )
         if self.of_rewards and any(reward.source == AGENT_SOURCE for e in episodes for reward in e.rewards):
             self.of_rewards = False
-            yield f"caution: the reward is what the agent reports: no rule in [rewards] has a weight. {_WHY}"
+            yield raised(
+                AlarmName.ASSERTED_REWARDS, "the reward is what the agent reports: no rule in [rewards] has a weight"
+            )
 
 
 def missing_lessons(
     episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], agents: Sequence[str]
-) -> Iterator[str]:
-    """Messages about a step in which no rule rewarded anything, or none of the chosen agents made a call."""
+) -> Iterator[Alarm]:
+    """Alarms on a step in which no rule rewarded anything, or none of the chosen agents made a call."""
     scored = [episode for episode in episodes if episode.dropped is None]
     if scored and not any(map(was_rewarded, scored)):
-        yield (
-            f"no reward: no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a "
-            f"reward, so that all count as 0. Name a rule in [rewards], or have the agent return a number or call "
-            f"agl_core.reward."
+        yield raised(
+            AlarmName.NO_REWARD,
+            f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward",
         )
     if training_records and all(record.dropped == DropReason.UNTRAINED_AGENT for record in training_records):
         calls = Counter(transition.agent for episode in episodes for transition in episode.transitions)
         seen = ", ".join(f"{agent or 'unnamed'} ({count} calls)" for agent, count in calls.most_common(5))
-        yield (
-            f"nothing to train: train.agents = {list(agents)} names none of the agents that made calls: {seen}. Agents "
-            f"get their names from an adapter, or from agl_core.agent."
+        yield raised(
+            AlarmName.NOTHING_TO_TRAIN,
+            f"train.agents = {list(agents)} names none of the agents that made calls: {seen}",
         )
 
 
@@ -94,16 +96,17 @@ def common_failure(episodes: Sequence[Episode]) -> Ending | None:
     return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
 
 
-async def describe_failures(store: Store, episodes: Sequence[Episode]) -> str | None:
-    """The most common failure of these rollouts: how many ended so, the first error, and what to check."""
+async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
+    """The alarm on the most common failure of these rollouts: how many ended so, the first error, what to check."""
     failed = [episode for episode in episodes if episode.ending is not Ending.FINISHED]
     if not failed:
         return None
     [(ending, count)] = Counter(episode.ending for episode in failed).most_common(1)
     first = next(episode for episode in failed if episode.ending is ending)
     errors = [a.error for a in await store.attempts(first.rollout) if a.attempt == first.attempt and a.error]
-    said = f"{count} of {len(episodes)} rollouts ended as {ending.value}. {_REMEDIES.get(ending, '')}".rstrip()
-    return f"{said} The first, {first.rollout}:\n{errors[0]}" if errors else said
+    details = f"The first, {first.rollout}:\n{errors[0]}" if errors else ""
+    seen = f"{count} of {len(episodes)} rollouts ended as {ending.value}"
+    return raised(AlarmName.FAILURES, seen, remedy=_REMEDIES.get(ending, ""), details=details)
 
 
 def why_nothing(

@@ -18,6 +18,7 @@ from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import Store
 from agl_core.training.report import Phase
+from agl_core.training.stall import StallWatch
 from agl_core.types import (
     AttemptKey,
     Call,
@@ -65,7 +66,7 @@ class Scored:
 class Collector:
     """Runs rollouts and makes episodes with rewards of them.
 
-    `check_health` raises if a part of the run has died, so that no wait lasts for ever.
+    `check_health` raises if a part of the run has died, so that no wait lasts for ever; `stall` says why one is long.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Collector:
         endings: Mapping[Ending, float | Json],
         hook: RunHooks,
         check_health: Callable[[], None],
+        stall: StallWatch | None = None,
     ) -> None:
         self._store, self._queue, self._rules, self._endings, self._hook = store, queue, rules, endings, hook
-        self._check_health = check_health
+        self._check_health, self._stall = check_health, stall
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], phase: Phase) -> Collected:
         """Enqueue the groups and wait for all of them; if cancelled, cancel the rollouts that are not done."""
@@ -111,6 +113,8 @@ class Collector:
     async def finished(self, ids: Collection[str]) -> list[Scored]:
         """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
         rollouts = await self._done(ids)
+        if self._stall is not None:
+            self._stall.finished(rollouts)
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
         scored = await score_all(episodes, self._rules, self._endings)
         await self._put([reward for episode, _ in scored for reward in _given(episode)])
@@ -133,11 +137,15 @@ class Collector:
 
     async def _done(self, ids: Collection[str]) -> list[Rollout]:
         asking = asyncio.ensure_future(self._queue.done(ids))
+        if self._stall is not None:
+            self._stall.begin()
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=_HEALTH_INTERVAL)
                 if not asking.done():
                     self._check_health()
+                    if self._stall is not None:
+                        await self._stall.look()
             return asking.result()
         finally:
             asking.cancel()

@@ -10,7 +10,8 @@ from typing import Any
 from agl_core.config.models import EvalSection
 from agl_core.protocols import TaskSource
 from agl_core.store.interface import Store
-from agl_core.training.cautions import common_failure, describe_failures
+from agl_core.training.alarms import Alarm
+from agl_core.training.cautions import common_failure, failures
 from agl_core.training.collect import Collector
 from agl_core.training.metrics import episode_metrics
 from agl_core.training.plan import plan_groups
@@ -42,6 +43,7 @@ class Evaluated:
     calls: int
     """LLM calls made."""
     scores: list[TaskScore]
+    alarms: list[Alarm]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Evaluator:
     async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
         """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
-        The first evaluation reports if some rollouts failed, later ones only if all did.
+        The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
         """
         entries: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
@@ -99,10 +101,9 @@ class Evaluator:
                         "seconds": time.monotonic() - started,
                     }
                 )
-        if (step == 0 or common_failure(episodes)) and (failure := await describe_failures(self.store, episodes)):
-            self.observer.say(f"step {step}, evaluation: {failure}")
+        alarm = await failures(self.store, episodes) if step == 0 or common_failure(episodes) else None
         calls = sum(len({t.key.call for t in e.transitions}) for e in episodes)
-        return Evaluated(entries, metrics, calls, scores)
+        return Evaluated(entries, metrics, calls, scores, [] if alarm is None else [alarm])
 
 
 def _scores(held_out: str, mode: str, episodes: Sequence[Episode], tries: int) -> list[TaskScore]:

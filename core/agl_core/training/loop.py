@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +16,29 @@ from agl_core.config import LoadedConfig
 from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
+from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.cautions import (
     Assertions,
     Patience,
     common_failure,
-    describe_failures,
+    failures,
     missing_lessons,
     why_nothing,
 )
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.experience import Drawn, Experience
-from agl_core.training.metrics import MetricsLog, drop_metrics, episode_metrics, staleness_metrics, update_metrics
+from agl_core.training.metrics import (
+    MetricsLog,
+    contrast_metrics,
+    drop_metrics,
+    episode_metrics,
+    staleness_metrics,
+    update_metrics,
+)
 from agl_core.training.plan import plan_train_group
 from agl_core.training.report import Observer, Phase, evaluation_line, step_line
 from agl_core.training.session import Session
-from agl_core.types import Rollout, TrainingRecord
+from agl_core.types import Episode, Rollout, TrainingRecord
 
 Result = TypeVar("Result")
 
@@ -61,10 +69,14 @@ class Trainer:
     log: MetricsLog
     observer: Observer
     assertions: Assertions = field(default_factory=Assertions)
-    """Cautions about what only the agent's side asserts."""
+    """Alarms about what only the agent's side asserts."""
     state: RunState = field(default_factory=RunState)
+    watch: Watch = field(default_factory=Watch)
+    """Alarms about the numbers of the steps."""
     saved_step: int = 0
     """The step of the latest checkpoint."""
+    _latest: Sequence[Episode] = field(default=(), init=False)
+    """The rollouts of the latest step."""
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
@@ -145,17 +157,13 @@ class Trainer:
         results = await self._update(step, prepared)
         updated = time.monotonic()
         training_records = await self._record(step, prepared, results, drawn.rollouts)
-        for missing in missing_lessons(drawn.episodes, training_records, self.loaded.config.train.agents):
-            self.observer.say(f"step {step}: {missing}")
-        for caution in self.assertions.noticed(drawn.new):
-            self.observer.say(caution)
-        if common_failure(drawn.new):
-            self.observer.say(f"step {step}: {await describe_failures(self.session.control.store, drawn.new)}")
+        alarms = await self._alarms(drawn, training_records)
         drops = Counter(record.dropped for record in training_records if record.dropped)
         found = episode_metrics(drawn.new)
         stats = await self.session.engine.stats()
         metrics = {
             **found,
+            **contrast_metrics(drawn.groups),
             **ages,
             **update_metrics(
                 {name: each.metrics for name, each in results.items()}, several=len(self.loaded.policies) > 1
@@ -174,7 +182,9 @@ class Trainer:
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
         }
-        self.log.write(step, "train", metrics)
+        alarms += self.watch.look(metrics)
+        stalls = self._stalls()
+        self.log.write(step, "train", {**metrics, **self.watch.held}, [*alarms, *stalls])
         state = self.state
         state.step = step
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
@@ -183,9 +193,33 @@ class Trainer:
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
         self.observer.say(step_line(step, self.loaded.config.train.steps, metrics))
+        self._say(f"step {step}", alarms)
+        self._latest = drawn.new
         state.count_endings(drawn.new)
         self._count_memory(stats)
         self._patience.check(step, why_nothing(drawn.new, training_records, prepared.episodes_dropped))
+
+    async def _alarms(self, drawn: Drawn, training_records: Sequence[TrainingRecord]) -> list[Alarm]:
+        """The alarms on a step's rollouts themselves."""
+        found = [*missing_lessons(drawn.episodes, training_records, self.loaded.config.train.agents)]
+        found += self.assertions.noticed(drawn.new)
+        if common_failure(drawn.new) and (alarm := await failures(self.session.control.store, drawn.new)):
+            found.append(alarm)
+        return self.watch.add(found)
+
+    def _stalls(self) -> list[Alarm]:
+        """The stalls since this was last asked; they were said when they were seen."""
+        stall = self.session.stall
+        return [] if stall is None else self.watch.add(stall.take())
+
+    async def _engine(self, work: Awaitable[Result], what: str) -> Result:
+        """What the engine answers; an alarm is raised if that takes too long."""
+        stall = self.session.stall
+        return await (work if stall is None else stall.watched(work, what))
+
+    def _say(self, where: str, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            self.observer.say(f"{where}: {alarm.text}")
 
     async def _update(self, step: int, prepared: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""
@@ -194,13 +228,14 @@ class Trainer:
             training = [policy for policy in self.loaded.policies if policy in prepared.batches]
             for number, policy in enumerate(training):
                 algorithm = self.loaded.policies[policy].algorithm
-                result = results[policy] = await self.session.engine.update(
+                update = self.session.engine.update(
                     policy,
                     prepared.batches[policy],
                     algorithm.component.name,
                     to_jsonable_python(algorithm.options.model_dump()),
                     _part(phase, number, len(training)),
                 )
+                result = results[policy] = await self._engine(update, "an update")
                 self.session.versions[policy] = result.version
                 await self.session.publish()
                 self.loaded.plugins.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
@@ -237,17 +272,19 @@ class Trainer:
 
     async def _tokens(self) -> dict[str, float]:
         """The engine's counters of tokens prefilled, reused and decoded, since it started."""
-        stats = await self.session.engine.stats()
+        stats = await self._engine(self.session.engine.stats(), "answering")
         return {key.removeprefix("tokens_"): value for key, value in stats.items() if key.startswith("tokens_")}
 
     async def _evaluate(self) -> None:
         step = self.state.step
         evaluated = await self.session.evaluator.evaluate(step)
+        alarms = self.watch.wanted(evaluated.alarms)
+        self._say(f"step {step}, evaluation", alarms)
         self.state.evaluations += evaluated.entries
         self.state.llm_calls += evaluated.calls
         self._count_memory(await self.session.engine.stats())
         if evaluated.entries:
-            self.log.write(step, "eval", evaluated.metrics)
+            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self._stalls()])
             self.observer.say(evaluation_line(step, self.loaded.config.train.steps, evaluated.entries))
 
     async def checkpoint(self) -> Path:
@@ -256,7 +293,9 @@ class Trainer:
         part = self.checkpoints.begin(self.state.step)
         await self.session.engine.save(part)
         self.saved_step = self.state.step
-        return await asyncio.to_thread(self.checkpoints.commit, part, self.state)
+        folder = await asyncio.to_thread(self.checkpoints.commit, part, self.state)
+        await asyncio.to_thread(self.log.keep, self.state.step, folder, self._latest)
+        return folder
 
     def count_time(self) -> None:
         """Bring `state.seconds` up to now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -15,13 +16,18 @@ from typing import Any
 import orjson
 
 from agl_core import private
+from agl_core.capture.jsonable import jsonable
 from agl_core.errors import CheckpointError, last_frames
-from agl_core.learning import staleness
-from agl_core.protocols import Tracker
-from agl_core.types import Episode, FinishReason
+from agl_core.learning import health_of, staleness
+from agl_core.learning.health import answer, has_failed, is_gibberish, is_repetitive, response_text
+from agl_core.protocols import KeepingTracker, Tracker
+from agl_core.training.alarms import Alarm
+from agl_core.types import Ending, Episode, FinishReason
 
 logger = logging.getLogger(__name__)
 
+BEST = 10
+"""Rollouts of a step that trackers keep."""
 METRICS_FILE = "metrics.jsonl"
 """The metrics file in a run's folder."""
 
@@ -33,7 +39,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Rewards and their parts, endings, lengths, turns and calls of one set of rollouts.
+    """Rewards and their parts, endings, lengths, turns, calls and health of one set of rollouts.
 
     An episode without a terminal reward (it was dropped) counts as 0 in `reward/mean`.
     """
@@ -59,7 +65,32 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     metrics |= {f"reward/{name}": total / len(episodes) for name, total in parts.items()}
     endings = Counter(e.ending.value for e in episodes)
     metrics |= {f"ending/{name}": float(count) for name, count in endings.items()}
+    metrics |= health_metrics(episodes)
     return {key: value for key, value in metrics.items() if math.isfinite(value)}
+
+
+def health_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The verdicts on these rollouts with their reasons, and what their responses and tool calls are like."""
+    found = [health_of(episode) for episode in episodes]
+    counts = Counter(f"health/{each.verdict}" for each in found)
+    counts.update(f"unhealthy/{symptom}" for each in found for symptom in each.symptoms)
+    counts.update(f"unobserved/{evidence}" for each in found for evidence in each.missing)
+    transitions = [t for e in episodes for t in e.transitions]
+    answers = [said.strip() for e in episodes if e.ending is Ending.FINISHED and (said := answer(e)) is not None]
+    shares = {
+        "responses/repetitive": mean(is_repetitive(response_text(t)) for t in transitions),
+        "responses/gibberish": mean(map(is_gibberish, transitions)),
+        "answers/empty": mean(not said for said in answers),
+        "answers/question": mean(said.endswith(("?", "？")) for said in answers),
+        "tool_results/failed": mean(has_failed(each) for t in transitions for each in t.tool_results),
+    }
+    return {key: float(count) for key, count in sorted(counts.items())} | shares
+
+
+def contrast_metrics(groups: Iterable[Sequence[Episode]]) -> dict[str, float]:
+    """The share of groups in which all rewards are equal, so that a comparison has nothing to learn from."""
+    rewards = [[e.terminal or 0.0 for e in group] for group in groups if len(group) > 1]
+    return {"groups/no_contrast": mean(len(set(each)) == 1 for each in rewards)} if rewards else {}
 
 
 def staleness_metrics(episodes: Sequence[Episode], versions: Mapping[str, int]) -> dict[str, float]:
@@ -101,18 +132,23 @@ class MetricsLog:
         self._failed: set[str] = set()
         """The trackers that raised, by name."""
 
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int) -> list[dict[str, float]]:
         """Remove the lines of superseded steps, when a run resumes from an earlier checkpoint.
+
+        Returns the numbers of the training steps that are left.
 
         A last line that a kill or a full disk truncated is removed too; CheckpointError if another line cannot be read.
         """
         if not self._path.exists():
-            return
-        lines, kept = self._path.read_bytes().splitlines(), []
+            return []
+        lines, kept, steps = self._path.read_bytes().splitlines(), [], []
         for number, line in enumerate(lines, 1):
             try:
-                if orjson.loads(line)["step"] <= step:
+                read = orjson.loads(line)
+                if read["step"] <= step:
                     kept.append(line)
+                    if read.get("kind") == "train":
+                        steps.append({key: value for key, value in read.items() if isinstance(value, float)})
             except (orjson.JSONDecodeError, LookupError, TypeError) as error:
                 if number < len(lines):
                     raise CheckpointError(
@@ -122,19 +158,43 @@ class MetricsLog:
         part = self._path.with_suffix(".part")
         private.write(part, b"".join(line + b"\n" for line in kept))
         os.replace(part, self._path)
+        return steps
 
-    def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
-        """Append one line; `kind` is `train` or `eval`.
+    def write(self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
+        """Append one line; `kind` is `train` or `eval`, `alarms` are those that were raised since the last line.
 
         Trackers get the numbers of a step under `train/`; those of an evaluation begin with the name of its set.
         """
         line: dict[str, Any] = {"step": step, "kind": kind, "restart": self.restart, "time": time.time(), **metrics}
+        if alarms:
+            line["alarms"] = [
+                {key: text.encode(errors="replace").decode() for key, text in dataclasses.asdict(alarm).items()}
+                for alarm in alarms
+            ]
         with open(self._path, "ab", opener=private.opener) as file:
             file.write(orjson.dumps(line) + b"\n")
         tracked = {f"train/{key}": value for key, value in metrics.items()} if kind == "train" else metrics
         for name, tracker in self._trackers.items():
             with self._reported(name):
                 tracker.log(step, tracked)
+
+    def keep(self, step: int, checkpoint: Path, episodes: Sequence[Episode]) -> None:
+        """Give a checkpoint, and the best of the step's rollouts, to the trackers that keep them."""
+        best = sorted(episodes, key=lambda episode: -(episode.terminal or 0.0))[:BEST]
+        rows = [
+            {
+                "rollout": episode.rollout,
+                "reward": episode.terminal,
+                "ending": episode.ending.value,
+                "task": jsonable(episode.task.input),
+                "result": jsonable(episode.result),
+            }
+            for episode in best
+        ]
+        for name, tracker in self._trackers.items():
+            if isinstance(tracker, KeepingTracker):
+                with self._reported(name):
+                    tracker.keep(step, checkpoint, rows)
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():

@@ -18,6 +18,7 @@ from agl_core.config.resolve import Chosen
 from agl_core.errors import AglError, CheckpointError, ConfigError, PluginError, StoreError, last_frames
 from agl_core.protocols import Tracker
 from agl_core.store.interface import Store
+from agl_core.training.alarms import Watch
 from agl_core.training.cautions import Assertions
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, changes, check_changes, read_state
 from agl_core.training.evaluate import Evaluated
@@ -153,13 +154,14 @@ async def train(
         )
         begun()
         log.restart = session.restart
-        log.forget_after(state.step if weights else -1)
+        earlier = log.forget_after(state.step if weights else -1)
         if resume:
             store_config(config, run_dir)
             for superseded in checkpoints.forget_after(state.step):
                 observer.say(f"removed {superseded}, which is superseded")
         trainer = Trainer(
             *(loaded, session, loaded.buffer.build(), checkpoints, log, observer, Assertions.in_run(loaded), state),
+            watch=Watch.of_run(config, earlier),
             saved_step=state.step,
         )
         stopped_by = await _until_done(trainer, observer)
@@ -199,7 +201,10 @@ async def evaluate(
         ):
             begun()
             evaluated = await session.evaluator.evaluate(step, repeat)
-            MetricsLog(run_dir / METRICS_FILE, {}, session.restart).write(step, "eval", evaluated.metrics)
+            for alarm in evaluated.alarms:
+                observer.say(f"step {step}, evaluation: {alarm.text}")
+            log = MetricsLog(run_dir / METRICS_FILE, {}, session.restart)
+            log.write(step, "eval", evaluated.metrics, evaluated.alarms)
             return evaluated
 
 

@@ -19,6 +19,7 @@ from agl_core.store.interface import Store
 from agl_core.types import Rollout
 from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile
 from agl_core.wire.trainers import (
+    Activity,
     BeginReply,
     BeginRequest,
     FinishRequest,
@@ -63,6 +64,9 @@ class RunControl(Protocol):
 
     async def finish(self, request: FinishRequest) -> None:
         """The trainer stops: rollouts wait for the next one. If the run is over, workers end."""
+
+    async def activity(self) -> Activity:
+        """What the rollouts wait for."""
 
     def check(self) -> None:
         """ServerError if the server no longer hears this trainer."""

@@ -22,6 +22,8 @@ from agl_core.training.collect import Collector, scoring_rules
 from agl_core.training.evaluate import Evaluator
 from agl_core.training.report import Observer
 from agl_core.training.serving import RunControl, TrainingServer, check_reachable, recorded_name, registration
+from agl_core.training.stall import StallWatch
+from agl_core.types import AlarmName
 from agl_core.wire.trainers import BeginRequest, FinishRequest, VersionsRequest
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
@@ -43,6 +45,8 @@ class Session:
     collector: Collector
     evaluator: Evaluator
     tasks: Mapping[str, TaskSource]
+    stall: StallWatch | None
+    """None: the run has switched the alarm off."""
 
     async def publish(self) -> None:
         """Make the versions that are served known to the gateway."""
@@ -101,13 +105,16 @@ async def open_session(
         else:
             target = str(run_dir) if server.worker_key is not None else f"CONFIG --server {server.base_url}"
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {target}")
+        setting = config.alarms.get(AlarmName.STALL)
+        stall = None if setting is False else StallWatch(control.activity, control.store, observer.say, setting)
         collector = Collector(
             *(control.store, control.queue, rules, config.train.endings, loaded.plugins.hook),
             check_health=health_check(control, worker),
+            stall=stall,
         )
         held_out = {name: source for name, source in tasks.items() if name != "train"}
         evaluator = Evaluator(collector, held_out, config.eval, run, restart, observer, control.store)
-        yield Session(control, run, restart, engine, versions, worker, collector, evaluator, tasks)
+        yield Session(control, run, restart, engine, versions, worker, collector, evaluator, tasks, stall)
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:

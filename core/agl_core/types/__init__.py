@@ -3,14 +3,18 @@
 from agl_core.types.batch import Batch
 from agl_core.types.episodes import Episode, Transition
 from agl_core.types.names import (
+    AlarmName,
     CreditKind,
     DropReason,
     Ending,
+    Evidence,
     FinishReason,
     Mode,
     RolloutState,
     Source,
+    Symptom,
     ToolStatus,
+    Verdict,
 )
 from agl_core.types.records import (
     Attempt,
@@ -33,6 +37,7 @@ from agl_core.types.records import (
 )
 
 __all__ = [
+    "AlarmName",
     "Attempt",
     "AttemptKey",
     "Batch",
@@ -42,6 +47,7 @@ __all__ = [
     "DropReason",
     "Ending",
     "Episode",
+    "Evidence",
     "FinishReason",
     "Identity",
     "Json",
@@ -53,6 +59,7 @@ __all__ = [
     "Run",
     "Sampling",
     "Source",
+    "Symptom",
     "Task",
     "TokenMask",
     "Tokens",
@@ -61,4 +68,5 @@ __all__ = [
     "TrainingRecord",
     "Transition",
     "TransitionKey",
+    "Verdict",
 ]

@@ -110,3 +110,94 @@ class DropReason(StrEnum):
     """Longer than the engine can train on."""
     STALE = "stale"
     """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""
+
+
+class Verdict(StrEnum):
+    """Whether a rollout went as it should, from what was recorded of it (`agl_core.learning.health`)."""
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    """It has a symptom."""
+    UNOBSERVED = "unobserved"
+    """It has no symptom, but evidence is missing: it may have one that was not recorded."""
+
+
+class Symptom(StrEnum):
+    """Why a rollout is unhealthy."""
+
+    ENDING = "ending"
+    """It did not finish."""
+    REWARD_FAILED = "reward_failed"
+    """A reward rule raised."""
+    TRUNCATED = "truncated"
+    """The token limit cut a response off."""
+    PARSE_ERROR = "parse_error"
+    """The tool calls of a response did not parse."""
+    REPETITION = "repetition"
+    """A response ends in a loop: one piece of text, again and again."""
+    GIBBERISH = "gibberish"
+    """A response is not text, or was sampled from a distribution that is near to chance."""
+    EMPTY_ANSWER = "empty_answer"
+    """Its last response has neither text nor a tool call."""
+    TOOLS_FAILED = "tools_failed"
+    """It used tools, and all of them failed."""
+    PREFIX_BROKEN = "prefix_broken"
+    """An earlier reply was echoed, but its recorded token ids could not be spliced in."""
+
+
+class Evidence(StrEnum):
+    """What was not recorded of a rollout, though it happened."""
+
+    TOKEN_IDS = "token_ids"
+    """The token ids or log-probabilities of a response."""
+    TOOL_RESULTS = "tool_results"
+    """The result of a tool call that a response asked for."""
+    AGENT_NAMES = "agent_names"
+    """The agent that made a call, where several agents made calls."""
+    TEXTS = "texts"
+    """The texts of its calls: they were pruned."""
+
+
+class AlarmName(StrEnum):
+    """What a run raises an alarm about; each is explained in docs/health.md."""
+
+    REWARD_COLLAPSE = "reward_collapse"
+    ENTROPY_COLLAPSE = "entropy_collapse"
+    ENTROPY_EXPLOSION = "entropy_explosion"
+    KL_RUNAWAY = "kl_runaway"
+    KL_REFERENCE_RUNAWAY = "kl_reference_runaway"
+    NO_CONTRAST = "no_contrast"
+    TRUNCATED = "truncated"
+    PARSE_ERRORS = "parse_errors"
+    REPETITION = "repetition"
+    GIBBERISH = "gibberish"
+    TOOL_ERRORS = "tool_errors"
+    QUESTIONS = "questions"
+    EMPTY_ANSWERS = "empty_answers"
+    BROKEN_PREFIXES = "broken_prefixes"
+    STALE = "stale"
+    CLIP_FRACTION = "clip_fraction"
+    GRADIENT_SPIKE = "gradient_spike"
+    LOGPROB_GAP = "logprob_gap"
+    NO_REWARD = "no_reward"
+    NOTHING_TO_TRAIN = "nothing_to_train"
+    FAILURES = "failures"
+    ASSERTED_TOOL_RESULTS = "asserted_tool_results"
+    ASSERTED_REWARDS = "asserted_rewards"
+    STALL = "stall"
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether it is raised where a number passes a threshold."""
+        return self not in _WITHOUT_THRESHOLD
+
+
+_WITHOUT_THRESHOLD = frozenset(
+    {
+        AlarmName.NO_REWARD,
+        AlarmName.NOTHING_TO_TRAIN,
+        AlarmName.FAILURES,
+        AlarmName.ASSERTED_TOOL_RESULTS,
+        AlarmName.ASSERTED_REWARDS,
+    }
+)

@@ -15,6 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
 from agl_core.view.folders import RunFolders
+from agl_core.view.health_page import health_page
 from agl_core.view.pages import BadQueryError, Pages
 from agl_core.view.run_page import run_page
 from agl_core.view.security import Guard
@@ -36,6 +37,9 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
 
         return page
 
+    async def health(request: Request) -> Response:
+        return await health_page(pages, request)
+
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return pages.render(request, "error.html", status=error.status_code, said="There is no such page.")
@@ -51,6 +55,7 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
             Route("/compare", page_of(compare_page)),
             Route(run_path, page_of(run_page)),
             Route(f"{run_path}/changed", pages.changed),
+            Route(f"{run_path}/health", health),
             Route(f"{run_path}/rollouts", pages.rollouts),
             Route(f"{run_path}/rollouts/{{id:path}}", pages.rollout),
             Route(f"{run_path}/groups/{{id:path}}", pages.group),

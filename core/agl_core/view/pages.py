@@ -21,7 +21,7 @@ from agl_core.analysis.tokens import token_texts
 from agl_core.errors import AglError
 from agl_core.store.files import log_of
 from agl_core.training.metrics import METRICS_FILE
-from agl_core.types import Ending, Mode, ToolStatus
+from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_core.view import charts
 from agl_core.view.folders import RunFolders
@@ -100,6 +100,7 @@ class Pages:
             most=max(advantages, default=0.0),
             modes=list(Mode),
             endings=list(Ending),
+            verdicts=list(Verdict),
             statuses=list(ToolStatus),
             steps=sorted({line.step for line in read_metrics(folder)}),
             changed=page_address("runs", name, "changed") if _is_running(folder) else None,
@@ -185,6 +186,7 @@ def read_query(request: Request) -> Query:
         low=number(asked["low"], "low") if "low" in asked else None,
         high=number(asked["high"], "high") if "high" in asked else None,
         text=asked.get("text"),
+        verdict=member(Verdict, asked.get("verdict"), "verdict"),
     )
 
 

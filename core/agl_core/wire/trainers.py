@@ -138,6 +138,28 @@ class CancelRequest(Body):
     ids: list[_Id] = Field(max_length=MAX_IDS)
 
 
+class RunningAttempt(Body):
+    """An attempt that a worker holds, and what it waits for. Times are seconds up to now."""
+
+    rollout: str
+    attempt: int
+    worker: str
+    running: float = Field(description="Since it was leased.")
+    asking: float | None = Field(description="Since its oldest unanswered model call began; None: all are answered.")
+    answered: float | None = Field(description="Since its latest model call was answered; None: none was yet.")
+
+
+class Activity(Body):
+    """What the rollouts of the run wait for."""
+
+    serving: bool = Field(description="Whether a trainer's engine is there to answer model calls.")
+    queued: int = Field(description="Rollouts that wait for a worker.")
+    waiting: int = Field(description="Requests for a lease that wait for a rollout.")
+    finished: float | None = Field(description="Seconds since a rollout ended; None: none has yet.")
+    running: int = Field(description="Attempts that workers hold.")
+    attempts: list[RunningAttempt] = Field(description="The oldest of them, at most 100.")
+
+
 class RunsQuery(Body):
     """Every restart of every run."""
 
@@ -232,7 +254,9 @@ PUT_PART = Operation("put_part", "POST", "/agl/v1/store/parts", _OPERATOR, Recor
 WRITE_PARTS = Operation("write_parts", "POST", "/agl/v1/store/parts/write", _OPERATOR, PartsRequest, Empty, _MISSING)
 QUERY = Operation("query", "POST", "/agl/v1/store/query", _OPERATOR, StoreQuery, PackedRecords)
 
+ACTIVITY = Operation("activity", "GET", "/agl/v1/activity", _OPERATOR, Empty, Activity)
+
 OF_TRAINERS: tuple[Operation[Any, Any], ...] = (
     *(BEGIN, FINISH, SERVE, PUBLISH, ENQUEUE, DONE, CANCEL),
-    *(PUT, PUT_PART, WRITE_PARTS, QUERY),
+    *(PUT, PUT_PART, WRITE_PARTS, QUERY, ACTIVITY),
 )

@@ -100,3 +100,26 @@ def test_a_framework_without_an_adapter_is_a_note(monkeypatch: pytest.MonkeyPatc
     notes = [each for each in json.loads(found.output) if each["what"] == "langchain_core"]
     assert [(each["mark"], each["said"]) for each in notes] == [("note", "is installed, and no adapter for it")]
     assert "install an adapter" in notes[0]["remedy"]
+
+
+def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(tmp_path: Path) -> None:
+    def doctor() -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+        return result.exit_code, result.output
+
+    (tmp_path / "config.toml").write_text("config_version = 1\n[train]\nsteps = 3\n")
+    assert doctor() == (0, f"ok    run: {tmp_path}: stopped, 0 steps made\nok    alarms: no step was made yet\n")
+    alarm = '{"name": "truncated", "seen": "0.4 are cut", "why": "It ends.", "remedy": "Raise it."}'
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"step": 1, "kind": "train", "alarm/truncated": 1.0, "alarms": [{alarm}]}}\n'
+    )
+    status, said = doctor()
+    assert (status, "note  alarm truncated, since step 1: 0.4 are cut\n      → It ends. Raise it.\n" in said) == (
+        0,
+        True,
+    )
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "ki\n{"step": 3, "kind": "train"}\n')
+    status, said = doctor()
+    assert (status, "FAIL  metrics: line 2 of " in said) == (1, True)
+    assert "truncated, step 1: " in said, "it holds no more"

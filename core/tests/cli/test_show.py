@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,14 @@ def _hostile(records: list[Any]) -> list[Any]:
         Reward(rollout.id, 0, HOSTILE, 0.5, HOSTILE, call=HOSTILE),
         *training_records,
     ]
+
+
+def test_the_verdict_is_shown_listed_and_asked_for(run: Any) -> None:
+    assert "healthy" in run.agl("show", "s1-g0-m0", "--run", "runs/calc").output
+    listed = json.loads(run.agl("rollouts", "runs/calc", "--json").output)
+    verdicts = {each["id"]: each["health"]["verdict"] for each in listed}
+    assert len(verdicts) == 3
+    for verdict in ("healthy", "unhealthy", "unobserved"):
+        found = json.loads(run.agl("rollouts", "runs/calc", "--verdict", verdict, "--json").output)
+        assert [each["id"] for each in found] == [id for id in verdicts if verdicts[id] == verdict]
+    assert "unhealthy (tools failed)" in run.agl("rollouts", "runs/calc", "--verdict", "unhealthy").output

@@ -19,6 +19,7 @@ from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
 from agl_core.registering import NoOptions
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
+from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Scored
 from agl_core.training.loop import Trainer
@@ -157,14 +158,18 @@ class Log:
     """Metrics in memory."""
 
     lines: list[Mapping[str, float]] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
 
-    def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
+        self.alarms += alarms
         self.lines.append({"step": step, **metrics})
+
+    def keep(self, step: int, checkpoint: Path, episodes: Sequence[Episode]) -> None: ...
 
 
 class NoEvaluation:
-    async def evaluate(self, step: int) -> tuple[list[Any], dict[str, float], int]:
-        return [], {}, 0
+    async def evaluate(self, step: int) -> tuple[list[Any], dict[str, float], int, list[Alarm]]:
+        return [], {}, 0, []
 
 
 @dataclass
@@ -241,6 +246,7 @@ def make_bench(
         collector=collector,
         evaluator=NoEvaluation(),
         tasks={"train": Numbers()},
+        stall=None,
         publish=publish,
     )
     trainer = Trainer(

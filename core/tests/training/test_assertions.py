@@ -9,7 +9,7 @@ import pytest
 
 from agl_core.training.cautions import Assertions
 from agl_core.training.report import Silent
-from agl_core.types import Episode, Reward, Source, ToolResult, ToolStatus
+from agl_core.types import AlarmName, Episode, Reward, Source, ToolResult, ToolStatus
 
 from .scripted_training import episode, make_bench
 
@@ -30,8 +30,8 @@ def test_tool_results_that_count_and_that_only_the_agents_side_tells(source: Sou
     resting = Assertions(of_tool_results=True)
     assert list(resting.noticed([told(source, Source.CONVERSATION)])) == []
     [line] = resting.noticed([told(source), told(source, source)])
-    assert f"({source} 3)" in line
-    assert "docs/security.md" in line
+    assert f"({source} 3)" in line.seen
+    assert "docs/security.md" in line.remedy
     assert list(resting.noticed([told(source)])) == []
 
 
@@ -43,7 +43,7 @@ def test_tool_results_that_do_not_count_and_steps_without_any() -> None:
 def test_a_reward_that_the_agent_alone_reports() -> None:
     resting = Assertions(of_rewards=True)
     [line] = resting.noticed([reported()])
-    assert "no rule in [rewards] has a weight" in line
+    assert "no rule in [rewards] has a weight" in line.seen
     assert list(resting.noticed([reported()])) == []
 
 
@@ -57,4 +57,7 @@ async def test_training_says_it_once(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, steps=3)
     bench.collector.reports = True
     await replace(bench.trainer, observer=Said(), assertions=Assertions(of_rewards=True)).train()
-    assert [line.partition(":")[0] for line in lines if "update" not in line] == ["caution"]
+    assert [line.partition(":")[0] for line in lines if "update" not in line] == ["step 1"]
+    assert [alarm.name for alarm in bench.log.alarms] == [AlarmName.ASSERTED_REWARDS]
+    assert bench.log.lines[0]["alarm/asserted_rewards"] == 1.0
+    assert "alarm/asserted_rewards" not in bench.log.lines[1]

@@ -29,9 +29,9 @@ def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(place, name, note)
 
-    async def evaluate(step: int) -> tuple[list[dict[str, Any]], dict[str, float], int]:
+    async def evaluate(step: int) -> tuple[list[dict[str, Any]], dict[str, float], int, list[Any]]:
         told.append("evaluate")
-        return [{"step": step, "set": "eval", "mode": "greedy", "reward": 0.5, "seconds": 0.0}], {}, 1
+        return [{"step": step, "set": "eval", "mode": "greedy", "reward": 0.5, "seconds": 0.0}], {}, 1, []
 
     async def publish() -> None:
         told.append(f"publish {bench.trainer.session.versions['default']}")

@@ -24,9 +24,9 @@ class Lines(Silent):
 
 
 class ScriptedEvaluation:
-    async def evaluate(self, step: int) -> tuple[list[Any], dict[str, float], int]:
+    async def evaluate(self, step: int) -> tuple[list[Any], dict[str, float], int, list[Any]]:
         entry = {"step": step, "set": "eval", "mode": "greedy", "reward": step / 4, "rollouts": 1, "seconds": 0.25}
-        return [entry], {}, 0
+        return [entry], {}, 0, []
 
 
 async def lines_of_a_run(folder: Path, every: int) -> list[str]:

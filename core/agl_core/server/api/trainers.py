@@ -15,7 +15,9 @@ from agl_core.server.rollouts.current_run import CurrentRun
 from agl_core.store.interface import Record
 from agl_core.store.packing import answer, pack, unpack
 from agl_core.types import Rollout
+from agl_core.wire.body import Empty
 from agl_core.wire.trainers import (
+    ACTIVITY,
     BEGIN,
     CANCEL,
     DONE,
@@ -27,6 +29,7 @@ from agl_core.wire.trainers import (
     QUERY,
     SERVE,
     WRITE_PARTS,
+    Activity,
     BeginReply,
     BeginRequest,
     CancelRequest,
@@ -68,6 +71,9 @@ def trainer_routes(keys: Keys, run: CurrentRun) -> list[Route]:
     async def cancel(body: CancelRequest) -> None:
         await run.queue.cancel(body.ids)
 
+    async def activity(body: Empty) -> Activity:
+        return await run.activity()
+
     return [
         route(BEGIN, keys, begin),
         route(FINISH, keys, emptily(run.finish)),
@@ -80,6 +86,7 @@ def trainer_routes(keys: Keys, run: CurrentRun) -> list[Route]:
         route(PUT_PART, keys, emptily(records.put_part)),
         route(WRITE_PARTS, keys, emptily(records.write_parts)),
         route(QUERY, keys, records.query),
+        route(ACTIVITY, keys, activity),
     ]
 
 

@@ -153,6 +153,7 @@ class Gateway:
         )  # For an upstream that does not name it: the one at the start of the call.
         seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
         effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
+        attempt.asking[exchange.sequence] = started
         try:
             payload, headers = await served.client.complete(
                 forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
@@ -161,6 +162,9 @@ class Gateway:
         except ApiError:
             self.counters.upstream_errors += 1
             raise
+        finally:
+            attempt.asking.pop(exchange.sequence, None)
+            attempt.answered = time.time()
         late = attempt.closed
         call = Call(
             id=reply.id,

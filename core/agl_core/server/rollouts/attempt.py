@@ -37,6 +37,10 @@ class ActiveAttempt:
     started_calls: int = 0
     completed_calls: int = 0
     """Calls that were recorded while it was open."""
+    asking: dict[int, float] = field(default_factory=dict)
+    """Calls that wait for the model's reply, by their sequence: when they began."""
+    answered: float | None = None
+    """When the latest call was answered."""
     interrupted: bool = False
     """The server was restarted under it, had no model for it, or could not record: if its agent breaks, that is why."""
     context_overflows: int = 0

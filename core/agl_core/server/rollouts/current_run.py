@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from agl_core.protocols import Upstream
@@ -11,7 +12,18 @@ from agl_core.server.gateway.upstream import Relay
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire.trainers import BeginReply, BeginRequest, FinishRequest, Registration, VersionsRequest
+from agl_core.wire.trainers import (
+    Activity,
+    BeginReply,
+    BeginRequest,
+    FinishRequest,
+    Registration,
+    RunningAttempt,
+    VersionsRequest,
+)
+
+SHOWN = 100
+"""Running attempts that are named."""
 
 
 class CurrentRun:
@@ -92,6 +104,32 @@ class CurrentRun:
         if request.over:
             self.over = True
             self.queue.close()
+
+    async def activity(self) -> Activity:
+        """What its rollouts wait for."""
+        now, ended = time.time(), self.queue.ended
+
+        def since(begun: float | None) -> float | None:
+            return None if begun is None else max(0.0, now - begun)
+
+        return Activity(
+            serving=self._relay.is_there,
+            queued=self.queue.queued,
+            waiting=self.queue.waiting,
+            finished=since(ended),
+            running=self.queue.running,
+            attempts=[
+                RunningAttempt(
+                    rollout=each.record.rollout,
+                    attempt=each.record.attempt,
+                    worker=each.record.worker,
+                    running=max(0.0, now - each.record.started),
+                    asking=since(min(each.asking.values(), default=None)),
+                    answered=since(each.answered),
+                )
+                for each in self.queue.oldest(SHOWN)
+            ],
+        )
 
     def check_run(self, name: str) -> None:
         """ApiError 409 unless this is the run that is served."""

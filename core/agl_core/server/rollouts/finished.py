@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Container
 from typing import NamedTuple
@@ -28,10 +29,13 @@ class Finished:
         self._count = 0
         self._waiting: dict[asyncio.Future[None], Container[str]] = {}
         self._stopped = False
+        self.latest: float | None = None
+        """When the latest one ended, in Unix seconds."""
 
     def add(self, rollout: Rollout) -> None:
         """One more is done."""
         self._count += 1
+        self.latest = time.time()
         self._ended[rollout.id] = _Ended(self._count, rollout)
         if len(self._ended) > self._kept:
             self._ended.popitem(last=False)

@@ -10,6 +10,7 @@ queued ──lease──▶ running ──close_attempt──▶ done
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import OrderedDict, deque
@@ -93,6 +94,15 @@ class RolloutQueue:
     def waiting(self) -> int:
         """Leases that wait for a rollout."""
         return self._waiting
+
+    @property
+    def ended(self) -> float | None:
+        """When a rollout last ended here, in Unix seconds."""
+        return self._finished.latest
+
+    def oldest(self, count: int) -> list[ActiveAttempt]:
+        """The attempts that workers have held longest, the oldest first."""
+        return list(itertools.islice(self._running.values(), count))
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts at the end, all or none; those that were added before, however long ago, are left alone.

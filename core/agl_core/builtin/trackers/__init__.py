@@ -1,0 +1,1 @@
+"""Trackers of other makers, each behind an extra of agl-core."""

@@ -1,0 +1,161 @@
+"""The health of a rollout: a verdict from what was recorded of it, with the symptoms or the missing evidence.
+
+A symptom is no verdict on the policy: a rollout with a low reward is healthy, and one that loops may be right. It says
+what a person would want to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agl_core.capture.status import message_text
+from agl_core.learning.tool_results import tool_calls_of
+from agl_core.types import (
+    DropReason,
+    Ending,
+    Episode,
+    Evidence,
+    FinishReason,
+    Symptom,
+    ToolResult,
+    ToolStatus,
+    Transition,
+    Verdict,
+)
+
+LOOP_REPEATS, LOOP_CHARACTERS = 5, 60
+"""A response loops if it ends with a piece of text so many times, over so many characters."""
+LOOKED_AT = 2_000
+"""Characters at the end of a response in which a loop is looked for."""
+NO_TEXT_SHARE = 0.05
+"""Above this share of characters that are no text, a response is gibberish."""
+CHANCE_LOGPROB, CHANCE_TOKENS = -4.0, 8
+"""Below this mean log-probability of so many sampled tokens, a response is gibberish: each was one of about 55."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The verdict on a rollout, and what it rests on."""
+
+    symptoms: tuple[Symptom, ...] = ()
+    missing: tuple[Evidence, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """A symptom that was recorded counts, whatever else is missing."""
+        return Verdict.UNHEALTHY if self.symptoms else Verdict.UNOBSERVED if self.missing else Verdict.HEALTHY
+
+    @property
+    def text(self) -> str:
+        """The verdict with its reasons, in words.
+
+        >>> Health(missing=(Evidence.TOKEN_IDS,)).text
+        'unobserved (token ids)'
+        """
+        reasons = ", ".join(each.value.replace("_", " ") for each in self.symptoms or self.missing)
+        return self.verdict.value + (f" ({reasons})" if reasons else "")
+
+
+def health_of(episode: Episode, *, pruned: bool = False) -> Health:
+    """The health of one rollout. Of a `pruned` one the texts are gone, and with them most symptoms."""
+    symptoms = tuple(dict.fromkeys(_symptoms(episode, pruned)))
+    missing = (Evidence.TEXTS,) if pruned else tuple(dict.fromkeys(_missing(episode)))
+    return Health(symptoms, missing)
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether a text ends in a loop.
+
+    >>> is_repetitive("Well, " + "I think so. " * 6), is_repetitive("I think so. I think so.")
+    (True, False)
+    """
+    end = text[-LOOKED_AT:].rstrip()
+    for length in range(1, len(end) // LOOP_REPEATS + 1):
+        repeats = max(LOOP_REPEATS, -(-LOOP_CHARACTERS // length))
+        piece = end[-length:]
+        if not piece.strip() or repeats * length > len(end) or end[-2 * length : -length] != piece:
+            continue
+        if end.endswith(piece * repeats):
+            return True
+    return False
+
+
+def response_text(transition: Transition) -> str:
+    """What a response says, without the tool calls that it asks for."""
+    return message_text(transition.response.get("content"))
+
+
+def is_gibberish(transition: Transition) -> bool:
+    """Whether a response holds much that is no text, or was sampled nearly by chance."""
+    text = response_text(transition)
+    no_text = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
+    if no_text > NO_TEXT_SHARE * len(text):
+        return True
+    logprobs = transition.logprobs
+    if logprobs is not None and transition.mask is not None and len(transition.mask) == len(logprobs):
+        logprobs = logprobs[transition.mask]
+    return logprobs is not None and len(logprobs) >= CHANCE_TOKENS and float(logprobs.mean()) < CHANCE_LOGPROB
+
+
+def answer(episode: Episode) -> str | None:
+    """The text of the last response; None if it asks for tools, or there is none."""
+    if not episode.transitions or _tool_calls(episode.transitions[-1].response):
+        return None
+    return response_text(episode.transitions[-1])
+
+
+def has_failed(tool_result: ToolResult) -> bool:
+    """Whether the tool raised, or did not end in time."""
+    return tool_result.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)
+
+
+def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:
+    if episode.ending is not Ending.FINISHED:
+        yield Symptom.ENDING
+    if episode.dropped is DropReason.REWARD_FAILED:
+        yield Symptom.REWARD_FAILED
+    for transition in episode.transitions:
+        if transition.finish_reason is FinishReason.LENGTH:
+            yield Symptom.TRUNCATED
+        if transition.parse_error is not None:
+            yield Symptom.PARSE_ERROR
+        if is_repetitive(response_text(transition)):
+            yield Symptom.REPETITION
+        if is_gibberish(transition):
+            yield Symptom.GIBBERISH
+        if transition.prefix_broken:
+            yield Symptom.PREFIX_BROKEN
+    said = answer(episode)
+    if said is not None and not said.strip() and not pruned:
+        yield Symptom.EMPTY_ANSWER
+    results = [each for transition in episode.transitions for each in transition.tool_results]
+    if results and all(map(has_failed, results)):
+        yield Symptom.TOOLS_FAILED
+
+
+def _missing(episode: Episode) -> Iterator[Evidence]:
+    transitions = episode.transitions
+    if not all(each.has_ids and each.logprobs is not None for each in transitions):
+        yield Evidence.TOKEN_IDS
+    known = {each.tool_call_id for transition in transitions for each in transition.tool_results}
+    if any(each["id"] not in known for transition in transitions for each in tool_calls_of(transition.response)):
+        yield Evidence.TOOL_RESULTS
+    prompts = {_system_prompt(each) for each in transitions if each.agent is None}
+    if prompts and (len(prompts) > 1 or any(each.agent is not None for each in transitions)):
+        yield Evidence.AGENT_NAMES
+
+
+def _text(transition: Transition) -> str:
+    return message_text(transition.response.get("content"))
+
+
+def _tool_calls(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls"))
+
+
+def _system_prompt(transition: Transition) -> str:
+    """What tells an unnamed agent from another: the instructions that it begins with."""
+    first = transition.messages[0] if transition.messages else {}
+    return message_text(first.get("content")) if first.get("role") in ("system", "developer") else ""

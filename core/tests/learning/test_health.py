@@ -1,0 +1,125 @@
+"""The verdict on a rollout, from what was recorded of it."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.learning import Health, build_episode, health_of
+from agl_core.testing import episodes as make
+from agl_core.types import (
+    Choice,
+    DropReason,
+    Ending,
+    Episode,
+    Evidence,
+    FinishReason,
+    Symptom,
+    ToolResult,
+    ToolStatus,
+    Verdict,
+)
+
+
+def said(text: str, **changes: Any) -> Choice:
+    return make.choice(message={"role": "assistant", "content": text}, **changes)
+
+
+def built(
+    *choices: Choice, results: tuple[ToolResult, ...] = (), ending: Ending = Ending.FINISHED, **call: Any
+) -> Episode:
+    calls = [make.call(number, choice, **call) for number, choice in enumerate(choices)]
+    return build_episode(make.rollout(), make.attempt(ending=ending), calls, results)
+
+
+ASKS = make.choice(tool_calls=["c1"])
+FAILED = make.tool_result("1", "c1", status=ToolStatus.ERROR)
+
+
+def test_a_rollout_that_went_as_it_should() -> None:
+    found = health_of(built(ASKS, said("42"), results=(make.tool_result("1", "c1"),)))
+    assert found == Health()
+    assert (found.verdict, found.text) == (Verdict.HEALTHY, "healthy")
+
+
+@pytest.mark.parametrize(
+    ("episode", "symptom"),
+    [
+        (built(said("hi"), ending=Ending.TIMED_OUT), Symptom.ENDING),
+        (built(said("the end is miss", finish_reason=FinishReason.LENGTH)), Symptom.TRUNCATED),
+        (built(said("<tool>{", parse_error="no JSON")), Symptom.PARSE_ERROR),
+        (built(said("I see. " + "I think so too. " * 9)), Symptom.REPETITION),
+        (built(said("!" * 80)), Symptom.REPETITION),
+        (built(said("\ufffd\ufffd\x00 a")), Symptom.GIBBERISH),
+        (built(said("qf z", tokens=9, logprobs=np.full(9, -5.0, np.float32))), Symptom.GIBBERISH),
+        (built(said(" \n")), Symptom.EMPTY_ANSWER),
+        (built(ASKS, said("I failed."), results=(FAILED,)), Symptom.TOOLS_FAILED),
+        (built(said("hi"), prefix_broken=True), Symptom.PREFIX_BROKEN),
+    ],
+)  # fmt: skip
+def test_symptoms(episode: Episode, symptom: Symptom) -> None:
+    found = health_of(episode)
+    assert (found.verdict, found.symptoms) == (Verdict.UNHEALTHY, (symptom,))
+    assert symptom.value.replace("_", " ") in found.text
+
+
+def test_a_reward_rule_that_raised() -> None:
+    from dataclasses import replace
+
+    assert health_of(replace(built(said("hi")), dropped=DropReason.REWARD_FAILED)).symptoms == (Symptom.REWARD_FAILED,)
+
+
+@pytest.mark.parametrize(
+    ("episode", "evidence"),
+    [
+        (built(said("hi", response_ids=None)), Evidence.TOKEN_IDS),
+        (built(said("hi", logprobs=None)), Evidence.TOKEN_IDS),
+        (built(said("hi"), prompt_ids=None), Evidence.TOKEN_IDS),
+        (built(ASKS, said("42")), Evidence.TOOL_RESULTS),
+    ],
+)
+def test_missing_evidence(episode: Episode, evidence: Evidence) -> None:
+    found = health_of(episode)
+    assert (found.verdict, found.missing) == (Verdict.UNOBSERVED, (evidence,))
+
+
+def test_agents_without_names_count_only_where_there_are_several() -> None:
+    def calls(*agents: tuple[str | None, str]) -> tuple[Evidence, ...]:
+        made = [
+            make.call(n, said("hi"), agent=agent, request={"messages": [{"role": "system", "content": prompt}]})
+            for n, (agent, prompt) in enumerate(agents)
+        ]
+        return health_of(build_episode(make.rollout(), make.attempt(), made)).missing
+
+    assert calls((None, "You add."), (None, "You add.")) == ()
+    assert calls(("writer", "You write."), ("editor", "You edit.")) == ()
+    assert calls(("writer", "You write."), (None, "You edit.")) == (Evidence.AGENT_NAMES,)
+    assert calls((None, "You write."), (None, "You edit.")) == (Evidence.AGENT_NAMES,)
+
+
+def test_a_symptom_counts_though_evidence_is_missing_and_a_failed_tool_among_others_is_no_symptom() -> None:
+    assert health_of(built(said("", response_ids=None))).verdict is Verdict.UNHEALTHY
+    both = make.choice(tool_calls=["c1", "c2"])
+    assert health_of(built(both, said("42"), results=(FAILED, make.tool_result("2", "c2")))) == Health()
+
+
+def test_of_a_pruned_rollout_the_texts_are_missing() -> None:
+    assert health_of(built(said("", response_ids=None)), pruned=True).missing == (Evidence.TEXTS,)
+    assert health_of(built(said(""), ending=Ending.LOST), pruned=True).verdict is Verdict.UNHEALTHY
+
+
+def test_a_rollout_without_calls_and_messages_that_are_no_messages() -> None:
+    assert health_of(build_episode(make.rollout(), make.attempt(ending=Ending.NO_CALL), [])).symptoms == (
+        Symptom.ENDING,
+    )
+    odd = make.choice(message={"role": "assistant", "content": {"a": [1]}, "tool_calls": "none"})
+    assert health_of(built(odd)).verdict is Verdict.HEALTHY
+
+
+def test_examples_in_docstrings() -> None:
+    from agl_core.learning import health as module
+
+    assert doctest.testmod(module).failed == 0

@@ -1,0 +1,201 @@
+"""Every alarm: the numbers that trip it, numbers that do not, and what the run then says and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agl_core.config import RunConfig
+from agl_core.training.alarms import ALARMS, Watch
+from agl_core.training.alarms.conditions import Numbers
+from agl_core.training.metrics import MetricsLog
+from agl_core.training.report import Silent
+from agl_core.types import AlarmName
+
+from .scripted_training import make_bench
+
+SOUND: Numbers = {
+    "reward/mean": 0.5,
+    "reward/std": 0.3,
+    "rollouts": 100.0,
+    "rollout/turns": 2.0,
+    "length/truncated": 0.0,
+    "calls/parse_errors": 0.0,
+    "calls/prefix_broken": 0.0,
+    "responses/repetitive": 0.0,
+    "responses/gibberish": 0.0,
+    "answers/empty": 0.0,
+    "answers/question": 0.0,
+    "tool_results/failed": 0.05,
+    "groups/no_contrast": 0.3,
+    "transitions/kept": 200.0,
+    "transitions/dropped": 0.0,
+    "update/entropy": 0.5,
+    "update/kl_behaviour": 0.01,
+    "update/kl_reference": 0.1,
+    "update/clip_fraction": 0.02,
+    "update/grad_norm": 0.5,
+    "update/logprob_gap_max": 0.001,
+}
+BAD: Mapping[AlarmName, Numbers] = {
+    AlarmName.REWARD_COLLAPSE: {"reward/mean": 0.1},
+    AlarmName.ENTROPY_COLLAPSE: {"update/entropy": 0.01, "reward/mean": 0.45},
+    AlarmName.ENTROPY_EXPLOSION: {"update/entropy": 4.0},
+    AlarmName.KL_RUNAWAY: {"update/kl_behaviour": 2.0},
+    AlarmName.KL_REFERENCE_RUNAWAY: {"update/kl_reference": 9.0},
+    AlarmName.NO_CONTRAST: {"groups/no_contrast": 1.0},
+    AlarmName.TRUNCATED: {"length/truncated": 0.5},
+    AlarmName.PARSE_ERRORS: {"calls/parse_errors": 80.0},
+    AlarmName.REPETITION: {"responses/repetitive": 0.5},
+    AlarmName.GIBBERISH: {"responses/gibberish": 0.5},
+    AlarmName.TOOL_ERRORS: {"tool_results/failed": 0.9},
+    AlarmName.QUESTIONS: {"answers/question": 0.8},
+    AlarmName.EMPTY_ANSWERS: {"answers/empty": 0.6},
+    AlarmName.BROKEN_PREFIXES: {"calls/prefix_broken": 60.0},
+    AlarmName.STALE: {"dropped/stale": 100.0, "transitions/kept": 100.0, "transitions/dropped": 100.0},
+    AlarmName.CLIP_FRACTION: {"update/clip_fraction": 0.6},
+    AlarmName.GRADIENT_SPIKE: {"update/grad_norm": 50.0},
+    AlarmName.LOGPROB_GAP: {"update/logprob_gap_max": 3.0},
+}
+"""What is added to the sound numbers so that one alarm is raised, and no other."""
+
+
+def watched(watch: Watch, *steps: Numbers) -> list[AlarmName]:
+    return [alarm.name for each in steps for alarm in watch.look(each)]
+
+
+def after_sound(bad: Numbers, count: int = 6) -> list[Numbers]:
+    return [SOUND] * 8 + [{**SOUND, **bad}] * count
+
+
+def test_every_condition_has_numbers_that_trip_it() -> None:
+    assert {name for name, kind in ALARMS.items() if kind.condition} == BAD.keys()
+    assert set(ALARMS) == set(AlarmName)
+    with_threshold = {*BAD, AlarmName.STALL}
+    assert {name for name in AlarmName if name.has_threshold} == with_threshold
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_alarm_is_raised_once_and_says_what_was_seen_why_and_what_to_do(name: AlarmName) -> None:
+    watch = Watch()
+    found = [alarm for each in after_sound(BAD[name]) for alarm in watch.look(each)]
+    assert [alarm.name for alarm in found] == [name]
+    assert all((found[0].seen, found[0].why, found[0].remedy))
+    assert any(digit in found[0].seen for digit in "0123456789")
+    if name is not AlarmName.GRADIENT_SPIKE:  # A median gets used to spikes.
+        assert f"alarm/{name}" in watch.held, "it goes on"
+    assert watched(watch, *[SOUND] * 6) == []
+    assert watch.held == {}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_run_may_switch_an_alarm_off_or_choose_its_threshold(name: AlarmName) -> None:
+    assert watched(Watch({name: False}), *after_sound(BAD[name])) == []
+    strictest = {AlarmName.ENTROPY_COLLAPSE: 1e-9, AlarmName.REWARD_COLLAPSE: 2.0}
+    assert watched(Watch({name: strictest.get(name, 1e9)}), *after_sound(BAD[name])) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [AlarmName.REWARD_COLLAPSE, AlarmName.ENTROPY_COLLAPSE, AlarmName.KL_RUNAWAY, AlarmName.LOGPROB_GAP],
+)
+def test_one_bad_step_is_no_alarm(name: AlarmName) -> None:
+    assert watched(Watch(), *[SOUND] * 8, {**SOUND, **BAD[name]}, *[SOUND] * 3) == []
+
+
+def test_sound_numbers_and_none_raise_nothing() -> None:
+    assert watched(Watch(), *[SOUND] * 20) == []
+    assert watched(Watch(), *[{}] * 20) == []
+    learning = [{**SOUND, "reward/mean": step / 20, "update/entropy": 0.5 / (step + 1)} for step in range(20)]
+    assert watched(Watch(), *learning) == [], "certain because it learned"
+
+
+def test_rewards_below_zero_collapse_too() -> None:
+    def run(*rewards: float) -> list[AlarmName]:
+        return watched(Watch(), *[{"reward/mean": each, "reward/std": 0.5, "rollouts": 64.0} for each in rewards])
+
+    assert run(-10, -9, -6, -3, -2, -2, -2, -2, -9, -9, -9) == [AlarmName.REWARD_COLLAPSE]
+    assert run(-10, -9, -6, -3, -2, -2, -2, -2, -3, -3, -3) == []
+    assert run(*[0.02, 0.0] * 10) == [], "noise of a policy that cannot do anything yet"
+
+
+def test_a_policy_among_several_is_named() -> None:
+    watch = Watch(policies=("writer", "critic"))
+
+    def step(writer: float) -> Numbers:
+        return {"update/writer/kl_behaviour": writer, "update/critic/kl_behaviour": 0.01}
+
+    [alarm] = [a for each in [step(0.0)] * 6 + [step(2.0)] * 3 for a in watch.look(each)]
+    assert alarm.name is AlarmName.KL_RUNAWAY
+    assert alarm.seen.startswith("policy writer: KL(behaviour ‖ current) is 2")
+
+
+def test_a_resumed_run_goes_on_from_its_numbers_and_does_not_repeat_itself(tmp_path: Path) -> None:
+    bad = {**SOUND, **BAD[AlarmName.TRUNCATED]}
+    first, log = Watch(), MetricsLog(tmp_path / "metrics.jsonl", {})
+    for number, each in enumerate([*[SOUND] * 8, *[bad] * 4], 1):
+        alarms = first.look(each)
+        log.write(number, "train", {**each, **first.held}, alarms)
+    config = RunConfig.model_validate(CONFIG)
+    assert watched(Watch.of_run(config, log.forget_after(12)), bad) == []
+    assert watched(Watch.of_run(config, log.forget_after(8)), bad, bad, bad) == [AlarmName.TRUNCATED]
+
+
+CONFIG: Mapping[str, Any] = {
+    "config_version": 1,
+    "agent": {"entry": "an_agent:solve"},
+    "tasks": {"train": {"source": "numbers"}},
+    "policies": {"default": {"model": {"path": "."}}},
+}
+
+
+async def test_a_run_says_them_and_writes_them(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Said(Silent):
+        def say(self, text: str) -> None:
+            lines.append(text)
+
+    bench = make_bench(tmp_path, steps=6)
+    bench.collector.reward = lambda rollout: 1.0
+    log = MetricsLog(tmp_path / "metrics.jsonl", {"tensorboard": Recorded([])})
+    await replace(bench.trainer, observer=Said(), log=log).train()
+
+    [said] = [line for line in lines if "alarm no_contrast" in line]
+    assert said.startswith("step 5: ")
+    written = [orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    assert [line.get("alarm/no_contrast") for line in written] == [None] * 4 + [1.0] * 2
+    [alarm] = written[4]["alarms"]
+    assert alarm["name"] == "no_contrast"
+    assert alarm["seen"] == "1 of the groups have equal rewards over the last 5 steps"
+    assert alarm["why"] == ALARMS[AlarmName.NO_CONTRAST].why
+    assert all("alarms" not in line for line in [*written[:4], written[5]])
+
+
+class Recorded:
+    """A tracker: it gets numbers alone."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self._steps = steps
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert all(isinstance(value, float) for value in metrics.values())
+
+    def close(self) -> None: ...
+
+
+def test_thresholds_are_checked() -> None:
+    for wrong, message in (
+        ({"truncatd": 0.5}, "truncatd"),
+        ({"truncated": -1}, "greater than 0"),
+        ({"no_reward": 0.5}, "has no threshold: it can only be switched off"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RunConfig.model_validate({**CONFIG, "alarms": wrong})
+    found: Sequence[AlarmName] = list(RunConfig.model_validate({**CONFIG, "alarms": {"stall": 5}}).alarms)
+    assert found == [AlarmName.STALL]
