@@ -149,7 +149,7 @@ def test_an_exported_run_comes_back_with_its_rewards(run: Any) -> None:
     run.agl("export", "again", "--to", "jsonl", "--out", "twice")
     for name in ("episodes", "rewards"):
         first, second = ((run.folder / folder / f"{name}.jsonl").read_text() for folder in ("out", "twice"))
-        assert first.replace('"run": "calc"', '"run": "again"') == second
+        assert first.replace('"run":"calc"', '"run":"again"') == second
 
 
 text = st.text(max_size=8)

@@ -22,6 +22,7 @@ from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.collect import Scored
+from agl_core.training.evaluate import Evaluated
 from agl_core.training.loop import Trainer
 from agl_core.training.metrics import MetricsLog
 from agl_core.training.report import Silent
@@ -168,8 +169,8 @@ class Log:
 
 
 class NoEvaluation:
-    async def evaluate(self, step: int) -> tuple[list[Any], dict[str, float], int, list[Alarm]]:
-        return [], {}, 0, []
+    async def evaluate(self, step: int) -> Evaluated:
+        return Evaluated([], {}, 0, [], [])
 
 
 @dataclass

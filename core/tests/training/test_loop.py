@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from agl_core.training.checkpoints import RunState, read_state
+from agl_core.training.evaluate import Evaluated
 from agl_core.types import Batch, TrainingRecord
 
 from .scripted_training import Bench, CountingEngine, make_bench
@@ -29,9 +30,11 @@ def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(place, name, note)
 
-    async def evaluate(step: int) -> tuple[list[dict[str, Any]], dict[str, float], int, list[Any]]:
+    async def evaluate(step: int) -> Evaluated:
         told.append("evaluate")
-        return [{"step": step, "set": "eval", "mode": "greedy", "reward": 0.5, "seconds": 0.0}], {}, 1, []
+        return Evaluated(
+            [{"step": step, "set": "eval", "mode": "greedy", "reward": 0.5, "seconds": 0.0}], {}, 1, [], []
+        )
 
     async def publish() -> None:
         told.append(f"publish {bench.trainer.session.versions['default']}")

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from agl_core.config.models import EvalSection
+from agl_core.training.evaluate import Evaluated
 from agl_core.training.report import Silent
 
 from .scripted_training import make_bench
@@ -24,9 +25,9 @@ class Lines(Silent):
 
 
 class ScriptedEvaluation:
-    async def evaluate(self, step: int) -> tuple[list[Any], dict[str, float], int, list[Any]]:
+    async def evaluate(self, step: int) -> Evaluated:
         entry = {"step": step, "set": "eval", "mode": "greedy", "reward": step / 4, "rollouts": 1, "seconds": 0.25}
-        return [entry], {}, 0, []
+        return Evaluated([entry], {}, 0, [], [])
 
 
 async def lines_of_a_run(folder: Path, every: int) -> list[str]:
