@@ -17,6 +17,7 @@ from agl_core.types import Ending, Mode, ToolStatus, Verdict
 if TYPE_CHECKING:
     from agl_core.analysis.rollouts import RolloutList
     from agl_core.learning import Health
+    from agl_core.types import Rollout
 
 RunArgument = Annotated[Path | None, typer.Argument(help="The run's folder; by default the newest below ./runs.")]
 Step = Annotated[int | None, typer.Option(help="Only of this step.")]
@@ -97,9 +98,10 @@ def rollouts(
         return
     screen = Screen()
     table = Table(expand=screen.is_terminal, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    widest = max((len(each.rollout.id) for each in found.entries), default=0)
-    table.add_column("rollout", no_wrap=True, min_width=widest)  # An id is there to be copied.
-    for column in ("mode", "ended", "try", "health", "reward"):
+    whole = [(each.rollout.id, each.rollout.mode, _ended(each.rollout)) for each in found.entries]
+    for place, column in enumerate(("rollout", "mode", "ended")):  # An id is there to be copied.
+        table.add_column(column, no_wrap=True, min_width=max((len(values[place]) for values in whole), default=0))
+    for column in ("try", "reward", "health"):
         table.add_column(column, no_wrap=True)
     table.add_column("task", no_wrap=True, ratio=1)
     for each in found.entries:
@@ -107,15 +109,19 @@ def rollouts(
         table.add_row(
             rollout.id + (" (superseded)" if each.superseded else ""),
             rollout.mode.value,
-            rollout.ending.value if rollout.ending else rollout.state.value,
+            _ended(rollout),
             "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
-            healths[rollout.id].text if rollout.id in healths else "-",
             ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in each.rewards if r.call is None) or "-",
+            healths[rollout.id].text if rollout.id in healths else "-",
             one_line(json.dumps(rollout.task.input, ensure_ascii=False), screen.width),
         )
     screen.print(table)
     if found.pruned:
         screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")
+
+
+def _ended(rollout: Rollout) -> str:
+    return rollout.ending.value if rollout.ending else rollout.state.value
 
 
 def _plain(health: Health | None) -> dict[str, object] | None:

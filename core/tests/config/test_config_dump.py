@@ -80,6 +80,7 @@ CHANGED: dict[str, Any] = {
     "engine.name": "rich",
     "store.name": "forgetting",
     "trackers.shouting.loud": True,
+    "alarms.no_contrast": False,
     "plugins": [str(Path(__file__).with_name("fakes.py")), "mine.py"],
     # settings of plugins
     "tasks.train.limit": 77,
