@@ -194,12 +194,18 @@ def imitation_step(model: Qwen2ForCausalLM, encoded: Sequence[tuple[list[int], l
     labels = sum(int((labels_BT[:, 1:] != NO_LABEL).sum()) for _, labels_BT in parts)
     total = 0.0
     for ids_BT, labels_BT in parts:
-        loss = model(
-            input_ids=ids_BT.to(model.device), labels=labels_BT.to(model.device), num_items_in_batch=labels
-        ).loss
-        loss.backward()
+        loss = summed_loss(model, ids_BT.to(model.device), labels_BT.to(model.device)) / labels
+        loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total
+
+
+def summed_loss(model: Qwen2ForCausalLM, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    """The sum of the labels' negative log-likelihoods. Logits are computed only where a label follows."""
+    hidden_BTD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    followed_BT = labels_BT[:, 1:] != NO_LABEL
+    logits_NV = model.lm_head(hidden_BTD[:, :-1][followed_BT])
+    return torch.nn.functional.cross_entropy(logits_NV, labels_BT[:, 1:][followed_BT], reduction="sum")
 
 
 def schedule(step: int, steps: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from math_problems import Problem, Split, problem
+from math_problems import STEPS, Problem, Split, problem
 from pocket_calculator import SYSTEM_PROMPT, calculator
 
 Message: TypeAlias = dict[str, Any]
@@ -20,6 +20,8 @@ Message: TypeAlias = dict[str, Any]
 
 GUESS = "The answer is 42."
 MOST_ERRORS = 2
+EVEN = dict.fromkeys(STEPS, 1.0)
+"""Lessons have long problems as often as short ones: the last step of four is the hardest to copy right."""
 
 
 class Choice(StrEnum):
@@ -60,17 +62,17 @@ FLAWLESS: Mapping[Situation, Mapping[Choice, float]] = {
 
 def conversation(seed: int, index: int) -> list[Message]:
     """One demonstration; the same for the same arguments, always. It asks one of training's problems."""
-    return behave(_problem(seed, index), _chooser(f"demonstration/{seed}/{index}", SHARES))
+    return behave(_problem(seed, index, STEPS), _chooser(f"demonstration/{seed}/{index}", SHARES))
 
 
 def lesson(seed: int, index: int) -> list[Message]:
-    """The same of an assistant that makes no mistake."""
-    return behave(_problem(seed, index), _chooser(f"lesson/{seed}/{index}", FLAWLESS))
+    """The same of an assistant that makes no mistake, with as many long problems as short ones."""
+    return behave(_problem(seed, index, EVEN), _chooser(f"lesson/{seed}/{index}", FLAWLESS))
 
 
-def _problem(seed: int, index: int) -> Problem:
+def _problem(seed: int, index: int, lengths: Mapping[int, float]) -> Problem:
     # Training runs have seeds from 0 up: these problems are others.
-    return problem(Split.TRAIN, -1 - seed, index)
+    return problem(Split.TRAIN, -1 - seed, index, lengths)
 
 
 def _chooser(name: str, shares: Mapping[Situation, Mapping[Choice, float]]) -> Callable[[Situation], Choice]:

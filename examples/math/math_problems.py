@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -140,11 +140,14 @@ def operators_are_held_out(operators: str) -> bool:
     return zlib.crc32(f"sequence {operators}".encode()) % 6 == 0
 
 
-def problem(split: Split, seed: int, index: int) -> Problem:
-    """The problem at this index; the same for the same three arguments, always. Indices have no end."""
+def problem(split: Split, seed: int, index: int, lengths: Mapping[int, float] = STEPS) -> Problem:
+    """The problem at this index; the same for the same arguments, always. Indices have no end.
+
+    `lengths` says how often a problem has so many steps.
+    """
     rng = random.Random(f"{split}/{seed}/{index}")
     kind = rng.choice(list(Kind))
-    [length] = rng.choices(list(STEPS), list(STEPS.values()))
+    [length] = rng.choices(list(lengths), list(lengths.values()))
     operators = _operators(rng, length)
     while operators_are_held_out(operators) is not (split is Split.EVAL_STEPS):
         operators = _operators(rng, length)

@@ -12,11 +12,12 @@ import make_rag_policy
 import make_sql_policy
 import make_trip_policy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from imitation import CHAT_TEMPLATE, MARKS, Demonstrations, Message, Shape, make_tokenizer
+from imitation import CHAT_TEMPLATE, MARKS, Demonstrations, Message, Shape, collate, imitation_step, make_tokenizer
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 EXAMPLES = Path(__file__).parents[1]
 
@@ -86,6 +87,35 @@ def test_the_warm_up_imitates_what_the_policy_says_and_nothing_else(made: Made) 
         assert turns.count("<|im_end|>") == len(replies)
         assert all(str(message["content"] or "") in turns for message in replies)
         assert "<tool_response>" not in turns
+
+
+def test_logits_at_labels_alone_give_the_loss_and_the_gradients_of_all_logits() -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config).double()  # type: ignore[no-untyped-call]
+    # More rows than a part has, of different lengths; the first token is never a label.
+    rows = [
+        (torch.randint(40, (length,)).tolist(), [place % 3 > 0 for place in range(length)]) for length in range(2, 22)
+    ]
+    for everything in (True, False):
+        model.zero_grad()
+        loss = imitation_step(model, rows, everything)
+        found = {name: each.grad.clone() for name, each in model.named_parameters()}
+        model.zero_grad()
+        ids_BT, labels_BT = collate(rows, everything)
+        plain = model(input_ids=ids_BT, labels=labels_BT).loss
+        plain.backward()
+        assert loss == pytest.approx(plain.item(), rel=1e-6)
+        for name, each in model.named_parameters():
+            torch.testing.assert_close(found[name], each.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(made: Made) -> None:
