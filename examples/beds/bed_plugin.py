@@ -1,6 +1,6 @@
-"""The beds' plugin: the task source `beds`, and the reward rule `each_call` of `additive`.
+"""The beds' plugin: the task source `beds`, and the reward rule `earned`.
 
-[tasks.train]                       [rewards.each_call]
+[tasks.train]                       [rewards.earned]
 source = "beds"
 bed = "additive"
 """
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beds import MANY, WORDS, Bed, State, advantage, outcomes
-from player import letter
+from beds import MANY, WORDS, Bed, State, advantage, letter, outcomes
 from pydantic import BaseModel, ConfigDict, Field
 
 import agl_core
@@ -25,10 +24,10 @@ HELD_OUT_SIZE = 100
 
 
 @agl_core.reward_rule
-def each_call(episode: Episode) -> Mapping[Any, float] | None:
+def earned(episode: Episode) -> Mapping[Any, float] | float:
     """What each call of `additive` earned by itself; the other games earn at their end alone."""
     if episode.task.input["bed"] != Bed.ADDITIVE:
-        return None
+        return float(episode.result)
     return {t.key: outcomes(state_of(episode, t), said(t))[0].reward for t in episode.transitions}
 
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import cache
 
 LETTERS = "abcd"
-WORDS = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "jay", "kid", "man", "owl", "pig", "ram", "sow", "yak")
+WORDS = ("ant", "bee", "cat", "dog", "elk", "fox", "hen", "owl", "pig", "yak")
 SKIP = "d"
 """In `recoverable` the other letters are tools; this one goes on without the thing."""
 FAILS = 0.25
@@ -92,6 +92,11 @@ class Outcome:
     """None: the game is over."""
     tool: bool | None = None
     """Whether the tool succeeded; None if none was asked."""
+
+
+def letter(content: str | None) -> str:
+    """The letter of a reply."""
+    return (content or "").strip()
 
 
 def right(topic: str, word: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from beds import Bed, Outcome, State, outcomes
+from beds import Bed, Outcome, State, letter, outcomes
 from openai import AsyncOpenAI
 
 import agl_core
@@ -30,11 +30,6 @@ async def play(task_input: dict[str, Any]) -> float:
             use_tool(outcome)
             state = outcome.after
     return 0.0 if task_input["bed"] == Bed.ADDITIVE else outcome.reward
-
-
-def letter(content: str | None) -> str:
-    """The letter of a reply."""
-    return (content or "").strip()
 
 
 def use_tool(outcome: Outcome) -> None:

@@ -1,0 +1,114 @@
+"""The beds: their chances, what a call is worth, and a game played against a scripted model."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from beds import CALLS, LETTERS, MANY, SKIP, WORDS, Bed, State, advantage, outcomes, right, shares, value
+
+from agl_core.config.check import check
+from agl_core.config.load import load
+
+BEDS = Path(__file__).parents[1]
+
+
+def start(bed: Bed) -> State:
+    return State(bed, WORDS[: MANY[bed]])
+
+
+def states(bed: Bed) -> Iterator[State]:
+    """All that can follow from the start."""
+    seen, todo = set(), [start(bed)]
+    while todo:
+        state = todo.pop()
+        if state not in seen:
+            seen.add(state)
+            todo += [each.after for letter in LETTERS for each in outcomes(state, letter) if each.after]
+    return iter(seen)
+
+
+@pytest.mark.parametrize("bed", Bed)
+def test_chances_and_shares_add_up_and_habits_have_no_advantage(bed: Bed) -> None:
+    for state in states(bed):
+        assert sum(shares(state).values()) == pytest.approx(1)
+        assert all(sum(each.chance for each in outcomes(state, letter)) == 1 for letter in LETTERS)
+        habit = sum(share * advantage(state, letter) for letter, share in shares(state).items())
+        assert habit == pytest.approx(0)
+        if state.right is not None:
+            assert max(LETTERS, key=lambda letter: advantage(state, letter)) == state.right or not value(state)
+
+
+@pytest.mark.parametrize("bed", Bed)
+def test_the_value_is_what_games_earn_on_average(bed: Bed) -> None:
+    rng = random.Random(0)
+
+    def game() -> float:
+        state: State | None = start(bed)
+        earned = 0.0
+        while state is not None:
+            [letter] = rng.choices(*zip(*shares(state).items(), strict=True))
+            possible = outcomes(state, letter)
+            [outcome] = rng.choices(possible, [each.chance for each in possible])
+            earned, state = earned + outcome.reward, outcome.after
+        return earned
+
+    assert mean(game() for _ in range(4000)) == pytest.approx(value(start(bed)), abs=0.015)
+
+
+def test_only_two_calls_of_decisive_are_worth_anything() -> None:
+    for state in states(Bed.DECISIVE):
+        worths = {advantage(state, letter) for letter in LETTERS}
+        assert (worths == {0.0}) is (state.topic == "walk" or value(state) == 0)
+
+
+@pytest.fixture
+def play(model: Any) -> Any:
+    """The player, whose client asks the scripted model."""
+    player = importlib.reload(importlib.import_module("player"))
+    return player.play
+
+
+def asked(bed: Bed) -> dict[str, Any]:
+    return {"bed": bed, "words": list(WORDS[: MANY[bed]])}
+
+
+async def test_additive_is_played_to_its_end_and_leaves_rewards_to_the_rule(play: Any, model: Any) -> None:
+    model.replies = ["a"]
+    assert await play(asked(Bed.ADDITIVE)) == 0
+    assert model.asked == [f"add {word}" for word in WORDS]
+
+
+async def test_decisive_is_won_by_two_letters(play: Any, model: Any) -> None:
+    key, door = right("key", WORDS[0]), right("door", WORDS[0])
+    model.replies = [key, "a", door, "a"]
+    assert await play(asked(Bed.DECISIVE)) == 1
+    assert len(model.asked) == CALLS[Bed.DECISIVE]
+    model._received.clear()
+    model.replies = [key, door, "what?"]
+    assert await play(asked(Bed.DECISIVE)) == 0
+
+
+async def test_recoverable_ends_when_all_things_are_skipped(play: Any, model: Any) -> None:
+    model.replies = [SKIP]
+    assert await play(asked(Bed.RECOVERABLE)) == 0
+    assert len(model.asked) == MANY[Bed.RECOVERABLE]
+
+
+async def test_a_failing_tool_can_be_asked_again(play: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thing takes two calls here, so that the last of eight fetches the last of four."""
+    turns = iter([0, 1] * 4)  # 0: the first of the outcomes, which is the failure.
+    monkeypatch.setattr("player.random.choices", lambda possible, chances: [possible[-1 if next(turns) else 0]])
+    model.replies = [right("get", word) for word in WORDS[:4] for _ in range(2)]
+    assert await play(asked(Bed.RECOVERABLE)) == 1
+    assert model.asked[:3] == [f"get {WORDS[0]} 0", f"retry {WORDS[0]} 1", f"get {WORDS[1]} 2"]
+
+
+@pytest.mark.parametrize("bed", Bed)
+def test_the_run_file_is_right_for_every_bed(bed: Bed) -> None:
+    check(load(BEDS / "train.toml", [f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}"]))
