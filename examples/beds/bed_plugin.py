@@ -1,4 +1,4 @@
-"""The beds' plugin: the task source `beds`, and the reward rule `earned`.
+"""The beds' plugin: the task source `beds`, and the reward rules `earned` and `total`.
 
 [tasks.train]                       [rewards.earned]
 source = "beds"
@@ -29,6 +29,13 @@ def earned(episode: Episode) -> Mapping[Any, float] | float:
     if episode.task.input["bed"] != Bed.ADDITIVE:
         return float(episode.result)
     return {t.key: outcomes(state_of(episode, t), said(t))[0].reward for t in episode.transitions}
+
+
+@agl_core.reward_rule
+def total(episode: Episode) -> float:
+    """What the whole game earned. Reported with weight 0, to compare games whose rewards come at different times."""
+    found = earned(episode)
+    return sum(found.values()) if isinstance(found, Mapping) else found
 
 
 def true_credit(episode: Episode) -> list[float]:
