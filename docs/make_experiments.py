@@ -11,52 +11,66 @@ It can be interrupted at any time; see runs.py. The beds are described in exampl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from runs import ROOT, Experiment, Result, Results, command_line, mean_and_range
 
+from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.config.load import load
 from agl_core.learning import build_episode
 from agl_core.training.run import CONFIG_FILE
-from agl_core.types import AttemptKey, Call, Mode
+from agl_core.types import AttemptKey, Call, Episode, Mode, ToolResult
+from agl_rewards.air import air
 
 sys.path.append(str(ROOT / "examples" / "beds"))
-from bed_plugin import true_credit
+from bed_plugin import earned, true_credit
 from beds import Bed
 
 RESULTS = Results(Path(__file__).with_name("experiments.json"))
 PAGE = Path(__file__).with_name("experiments.md")
 SEEDS = range(5)
 
-RULES = {
-    "identical": ("credit.name=identical",),
-    "reward-to-go": ("credit.name=discounted", "credit.discounted.gamma=1"),
-    "discounted, γ = 0.9": ("credit.name=discounted", "credit.discounted.gamma=0.9"),
-    "immediate": ("credit.name=immediate",),
-    "stepwise": ("credit.name=stepwise",),
-    "air, α = 0.2": ("credit.name=air", "credit.air.alpha=0.2"),
+Crediting: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
+
+RULES: dict[str, tuple[tuple[str, ...], Crediting]] = {
+    "identical": (("credit.name=identical",), identical),
+    "reward-to-go": (("credit.name=discounted", "credit.discounted.gamma=1"), partial(discounted, gamma=1.0)),
+    "discounted, γ = 0.9": (("credit.name=discounted", "credit.discounted.gamma=0.9"), partial(discounted, gamma=0.9)),
+    "immediate": (("credit.name=immediate",), immediate),
+    "stepwise": (("credit.name=stepwise",), stepwise),
+    "air, α = 0.2": (("credit.name=air", "credit.air.alpha=0.2"), partial(air, alpha=0.2)),
 }
+"""Each rule as a run has it, and as a function."""
 LAST_ONLY = "last call only"
 """What `immediate` is where no call earns anything by itself."""
 CREDIT: dict[Bed, Sequence[str]] = {
-    Bed.ADDITIVE: ("identical", "reward-to-go", "immediate", "stepwise"),
-    Bed.DECISIVE: ("identical", "discounted, γ = 0.9", "immediate", "stepwise"),
-    Bed.RECOVERABLE: ("identical", "discounted, γ = 0.9", "immediate", "stepwise", "air, α = 0.2"),
+    Bed.ADDITIVE: ("identical", "immediate", "stepwise", "reward-to-go"),
+    Bed.DECISIVE: ("identical", "stepwise", "discounted, γ = 0.9", "immediate"),
+    Bed.RECOVERABLE: ("identical", "air, α = 0.2", "stepwise", "discounted, γ = 0.9", "immediate"),
 }
-"""The rules that differ on each bed: where only the end earns, reward-to-go is identical; without tools, air is."""
+"""The rules that differ on each bed: where only the end earns, reward-to-go is identical; without tools, air is.
+
+After `identical` comes what theory prefers, so that an interrupted run has compared the two.
+"""
 
 
 def experiments() -> Iterator[Experiment]:
-    """Seed by seed, so that an interrupted table has all its rows first."""
+    """Seed by seed, and row by row of all beds."""
     for seed in SEEDS:
-        for bed, labels in CREDIT.items():
-            for label in labels:
+        for row in itertools.zip_longest(*CREDIT.values()):
+            for bed, label in zip(CREDIT, row, strict=True):
+                if label is None:
+                    continue
                 bedded = (f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
-                yield Experiment("beds", f"{bed}/{label}", (*bedded, *RULES[label]), seed)
+                yield Experiment("beds", f"{bed}/{label}", (*bedded, *RULES[label][0]), seed)
 
 
 def learned(run: Path) -> Result:
@@ -69,13 +83,14 @@ def learned(run: Path) -> Result:
     )
     training = [line["reward/total"] for line in lines if line["kind"] == "train"]
     return {
-        "correlation": asyncio.run(_correlation(run)),
+        "correlations": correlations(asyncio.run(_first_step(run))),
         "reward": {"before": before, "after": after},
         "train_rewards": training,
     }
 
 
-async def _correlation(run: Path) -> float | None:
+async def _first_step(run: Path) -> list[Episode]:
+    """The episodes of the first step, with their rewards."""
     async with load(run / CONFIG_FILE).store.build(run, True) as store:
         rollouts = {each.id: each for each in await store.rollouts(mode=Mode.TRAIN) if each.step == 1}
         attempts = {
@@ -87,33 +102,69 @@ async def _correlation(run: Path) -> float | None:
         calls: dict[AttemptKey, list[Call]] = {key: [] for key in attempts}
         for call in await store.calls(attempts):
             calls[call.key].append(call)
-        used = {each.key: each for each in await store.training_records(list(attempts))}
-    episodes = [build_episode(rollouts[each.rollout], each, calls[key], (), ()) for key, each in attempts.items()]
-    pairs = [
-        (used[transition.key].advantage or 0.0, worth)
-        for episode in episodes
-        for transition, worth in zip(episode.transitions, true_credit(episode), strict=True)
-        if transition.key in used
+        used: dict[AttemptKey, list[ToolResult]] = {key: [] for key in attempts}
+        for tool_result in await store.tool_results(attempts):
+            used[AttemptKey(tool_result.rollout, tool_result.attempt)].append(tool_result)
+    return [
+        _scored(build_episode(rollouts[each.rollout], each, calls[key], used[key], ()))
+        for key, each in attempts.items()
     ]
-    advantages, worths = zip(*pairs, strict=True)
-    return None if len(set(advantages)) == 1 else statistics.correlation(advantages, worths)
+
+
+def _scored(episode: Episode) -> Episode:
+    found = earned(episode)
+    if not isinstance(found, Mapping):
+        return replace(episode, terminal=found)
+    transitions = tuple(replace(each, reward=found[each.key]) for each in episode.transitions)
+    return replace(episode, transitions=transitions, terminal=0.0)
+
+
+def correlations(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Of each rule's credit, from which the mean of the group's rollouts is subtracted, with what calls were worth."""
+    by_group: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        by_group.setdefault(episode.group, []).append(episode)
+    worths = [worth for group in by_group.values() for each in group for worth in true_credit(each)]
+    found = {}
+    for label, (_, rule) in RULES.items():
+        centred: list[float] = []
+        for group in by_group.values():
+            values = rule(group)
+            baseline = statistics.mean(map(statistics.mean, values))
+            centred += [value - baseline for of_episode in values for value in of_episode]
+        if len(set(centred)) > 1:
+            found[label] = statistics.correlation(centred, worths)
+    return found
+
+
+def agreement() -> Iterator[str]:
+    """One row per rule, one column per bed: all runs of a bed begin with the same policy, so each is a measurement."""
+    beds = list(CREDIT)
+    found = {bed: [each["correlations"] for each in RESULTS.valid(_of(bed)) if each["correlations"]] for bed in beds}
+    yield f"| credit | {' | '.join(f'{bed} ({len(found[bed])} first steps)' for bed in beds)} |"
+    yield "|---" * (len(beds) + 1) + "|"
+    for label in RULES:
+        known = ([each[label] for each in found[bed] if label in each] for bed in beds)
+        yield f"| {label} | {' | '.join(mean_and_range(each) if each else '' for each in known)} |"
+
+
+def _of(bed: Bed) -> list[Experiment]:
+    return [each for each in experiments() if each.label.startswith(f"{bed}/")]
 
 
 def table(bed: Bed) -> Iterator[str]:
     """One row per rule; runs that are missing or out of date are left out of it."""
-    head = ["credit", "seeds", "correlation with the oracle", "before, sampled", "after, greedy", "after, sampled"]
-    head += ["while training", "CPU seconds a run"]
+    head = ["credit", "seeds", "before, sampled", "after, greedy", "after, sampled", "while training"]
+    head += ["CPU seconds a run"]
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
     for label in CREDIT[bed]:
-        runs = RESULTS.valid(each for each in experiments() if each.label == f"{bed}/{label}")
+        runs = RESULTS.valid(each for each in _of(bed) if each.label == f"{bed}/{label}")
         shown = LAST_ONLY if label == "immediate" and bed is not Bed.ADDITIVE else label
         if not runs:
             yield f"| {shown} | 0 |" + " |" * (len(head) - 2)
             continue
-        known = [each["correlation"] for each in runs if each["correlation"] is not None]
-        row = [shown, str(len(runs)), mean_and_range(known) if known else "none"]
-        row += [mean_and_range([each["reward"]["before"]["sampled"] for each in runs])]
+        row = [shown, str(len(runs)), mean_and_range([each["reward"]["before"]["sampled"] for each in runs])]
         row += [mean_and_range([each["reward"]["after"][mode] for each in runs]) for mode in ("greedy", "sampled")]
         row += [mean_and_range([statistics.mean(each["train_rewards"]) for each in runs])]
         row += [f"{statistics.mean([each['cpu_seconds'] for each in runs]):.0f}"]
@@ -123,12 +174,11 @@ def table(bed: Bed) -> Iterator[str]:
 def page() -> str:
     """docs/experiments.md: what a person wrote (experiments.head.md), then the tables."""
     parts = [PAGE.with_name("experiments.head.md").read_text().rstrip(), ""]
+    parts += ["## Credit: how well it agrees with the truth", "", *agreement(), ""]
     for bed in CREDIT:
-        spent = [
-            each["cpu_seconds"] for each in RESULTS.valid(each for each in experiments() if f"/{bed}/" in each.name)
-        ]
+        spent = [each["cpu_seconds"] for each in RESULTS.valid(_of(bed))]
         took = f"{len(spent)} runs, {sum(spent) / 60:.0f} minutes of one core."
-        parts += [f"## Credit: {bed}", "", took, "", *table(bed), ""]
+        parts += [f"## Credit: what the policy learns, {bed}", "", took, "", *table(bed), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
