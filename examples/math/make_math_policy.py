@@ -32,4 +32,4 @@ DEMONSTRATIONS = Demonstrations(conversation, TOOLS, lesson, PHRASES)
 SHAPE = Shape(vocabulary=400, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09)
 
 if __name__ == "__main__":
-    make(DEMONSTRATIONS, SHAPE, steps=1800, batch=16, learning_rate=2e-3, beta2=0.98, reading=0.8)
+    make(DEMONSTRATIONS, SHAPE, steps=1800, batch=32, learning_rate=2e-3, beta2=0.98, reading=0.8)
