@@ -27,7 +27,7 @@ from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.config.load import load
 from agl_core.learning import build_episode
 from agl_core.training.run import CONFIG_FILE
-from agl_core.types import AttemptKey, Call, Episode, Mode, ToolResult
+from agl_core.types import AttemptKey, Call, Episode, Mode, Reward, ToolResult
 from agl_rewards.air import air
 
 sys.path.append(str(ROOT / "examples" / "beds"))
@@ -115,7 +115,10 @@ def _scored(episode: Episode) -> Episode:
     found = earned(episode)
     if not isinstance(found, Mapping):
         return replace(episode, terminal=found)
-    transitions = tuple(replace(each, reward=found[each.key]) for each in episode.transitions)
+    transitions = tuple(
+        replace(t, rewards=(Reward(episode.rollout, episode.attempt, "earned", found[t.key], "earned", t.key.call),))
+        for t in episode.transitions
+    )
     return replace(episode, transitions=transitions, terminal=0.0)
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from math_demonstrations import conversation, lesson
+from math_demonstrations import EVEN, conversation, lesson
 from math_problems import (
     HELD_OUT,
     HELD_OUT_NUMBERS,
@@ -112,4 +112,4 @@ def test_warm_up_asks_training_problems_in_mostly_wrong_conversations() -> None:
 
 @pytest.mark.parametrize("index", range(20))
 def test_lessons_are_right(index: int) -> None:
-    assert lesson(0, index)[-1]["content"] == f"The answer is {problem(Split.TRAIN, -1, index).result}."
+    assert lesson(0, index)[-1]["content"] == f"The answer is {problem(Split.TRAIN, -1, index, EVEN).result}."
