@@ -50,9 +50,6 @@ class Demonstrations:
     """Demonstrations of nothing but the right behaviour, where it has to copy much of what it was told."""
     phrases: tuple[str, ...] = ()
     """Texts that are one token each. What every tool call begins with is written sooner so."""
-    names: tuple[str, ...] = ()
-    """Those of the phrases that mean nothing and are only copied. Their embeddings stay as they were drawn: if they are
-    trained, some of many rare ones grow, and are then said in the place of what was read."""
 
     def render(
         self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = False
@@ -172,8 +169,6 @@ def imitate(
     Before habits a policy has to learn to read. So the first part, a share of `reading`, imitates the lessons; where
     there are none, it learns to predict every token of the demonstrations, not only the replies.
     """
-    kept = torch.tensor(tokenizer.convert_tokens_to_ids(list(shown.names)), dtype=torch.long, device=model.device)
-    model.get_input_embeddings().weight.register_hook(lambda gradient_VD: gradient_VD.index_fill(0, kept, 0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, beta2), weight_decay=0.01)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as progress:

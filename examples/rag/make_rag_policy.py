@@ -15,7 +15,6 @@ from worlds import KINDS
 sys.path.append(str(Path(__file__).parents[1]))
 from imitation import Demonstrations, Shape, make
 
-NAMES = tuple(sorted({f" {name}" for each in names().values() for name in each}))
 PHRASES = (
     '<tool_call>\n{"name": "search", "arguments": {"query": "',
     '"}}\n</tool_call>',
@@ -28,11 +27,11 @@ PHRASES = (
     *(f": A {each} of" for each in KINDS),
     ": A currency whose code is",
     ": A chemical element whose discovery country is",
-    *NAMES,
+    *sorted({f" {name}" for each in names().values() for name in each}),
 )
 """One token each: what is always the same, and every name of the questions. A tiny policy can copy single tokens."""
-DEMONSTRATIONS = Demonstrations(conversation, TOOLS, lesson, PHRASES, NAMES)
+DEMONSTRATIONS = Demonstrations(conversation, TOOLS, lesson, PHRASES)
 SHAPE = Shape(vocabulary=len(PHRASES) + 400, hidden=96, layers=3, heads=2, kv_heads=2, initializer_range=0.1)
 
 if __name__ == "__main__":
-    make(DEMONSTRATIONS, SHAPE, steps=1400, batch=16, learning_rate=3e-3, beta2=0.98, reading=0.8)
+    make(DEMONSTRATIONS, SHAPE, steps=1000, batch=16, learning_rate=3e-3, beta2=0.98, reading=0.8)
