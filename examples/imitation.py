@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 Message: TypeAlias = dict[str, Any]
 """A chat message as an OpenAI client sends it."""
@@ -153,7 +153,7 @@ def collate(rows: Sequence[tuple[list[int], list[bool]]], everything: bool) -> t
 
 
 def imitate(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     shown: Demonstrations,
     *,
@@ -187,7 +187,7 @@ def imitate(
             progress.update(bar, advance=1, description=f"imitation, loss {loss:.3f}")
 
 
-def imitation_step(model: Qwen2ForCausalLM, encoded: Sequence[tuple[list[int], list[bool]]], everything: bool) -> float:
+def imitation_step(model: PreTrainedModel, encoded: Sequence[tuple[list[int], list[bool]]], everything: bool) -> float:
     """Add the gradient of one batch; short and long conversations go apart, so that few pads are computed."""
     by_length = sorted(encoded, key=lambda row: len(row[0]))
     parts = [collate(by_length[start : start + PART], everything) for start in range(0, len(by_length), PART)]
@@ -210,7 +210,8 @@ def summed_loss(model: Qwen2ForCausalLM, ids_BT: Tensor, labels_BT: Tensor) -> T
 
 def schedule(step: int, steps: int) -> float:
     """The share of the learning rate: linear warm-up, then a cosine to zero."""
-    return min(1.0, (step + 1) / LEARNING_RATE_WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
+    warmup = min(LEARNING_RATE_WARMUP, math.ceil(steps / 10))
+    return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def make(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from agl_torch.chat.plain import ACTION
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -114,7 +116,40 @@ class LlamaJson:
         return '{"name": "' + ("" if tool is None else f'{tool}", "parameters":')
 
 
-FORMATS: tuple[ToolFormat, ...] = (Hermes(), LlamaJson())
+class PlainText:
+    """`Action: NAME {…}` on a line of its own, several lines for parallel calls: where the template knows no tools.
+
+    How tools, calls and results are shown to the model is in `agl_torch.chat.plain`.
+    """
+
+    name = "plain_text"
+    markers: tuple[str, ...] = ()
+    call_end: str | None = None
+
+    def detect(self, template: str) -> bool:
+        return "tool" not in template
+
+    def parse(self, text: str) -> Parsed:
+        said: list[str] = []
+        calls: list[ToolCall] = []
+        try:
+            for line in text.split("\n"):
+                if line.startswith(ACTION):
+                    name, _, arguments = line.removeprefix(ACTION).strip().partition(" ")
+                    if not re.fullmatch(r"[\w.-]+", name):
+                        raise _MalformedError(f"after {ACTION} comes a tool's name, and then its arguments")
+                    calls.append(_call({"name": name, "arguments": _one_json(arguments.strip())}, ("arguments",)))
+                else:
+                    said.append(line)
+        except _MalformedError as error:
+            return Parsed(text, error=str(error))
+        return Parsed("\n".join(said).strip(), tuple(calls)) if calls else Parsed(text)
+
+    def forced_prefix(self, tool: str | None) -> str | None:
+        return f"{ACTION} " + ("" if tool is None else f"{tool} {{")
+
+
+FORMATS: tuple[ToolFormat, ...] = (Hermes(), LlamaJson(), PlainText())
 
 
 def detect_format(template: str, formats: Sequence[ToolFormat] = FORMATS) -> ToolFormat | None:

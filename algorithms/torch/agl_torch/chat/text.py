@@ -10,8 +10,9 @@ import jinja2
 
 from agl_core.errors import EngineError
 from agl_torch.chat.errors import ChatError
-from agl_torch.chat.formats import ToolFormat, detect_format
+from agl_torch.chat.formats import PlainText, ToolFormat, detect_format
 from agl_torch.chat.messages import Message
+from agl_torch.chat.plain import in_plain_text
 
 
 class ChatText:
@@ -20,8 +21,9 @@ class ChatText:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         template = _template(tokenizer)
         self.tool_format: ToolFormat | None = detect_format(template)
-        self.takes_tools = "tools" in template
-        """Whether the template shows tools to the model."""
+        self._in_plain_text = isinstance(self.tool_format, PlainText)
+        self.takes_tools = "tools" in template or self._in_plain_text
+        """Whether tools are shown to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
         self._eos_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)}
@@ -42,6 +44,8 @@ class ChatText:
 
         Raises ChatError with the template's own words when it refuses the conversation.
         """
+        if self._in_plain_text:
+            messages, tools = in_plain_text(messages, tools), None
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),

@@ -20,6 +20,11 @@ from .conftest import CALCULATOR, Loaded, ScriptedChat
 USER = {"role": "user", "content": "What is 12 plus 30?"}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
 
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 @pytest.fixture
 def chat(qwen: Loaded) -> ScriptedChat:
@@ -249,9 +254,35 @@ def test_a_template_that_refuses_is_quoted(llama: Loaded) -> None:
     assert caught.value.code == "template_error"
 
 
+def with_template(loaded: Loaded, template: str) -> Loaded:
+    other = replace(loaded, tokenizer=type(loaded.tokenizer)(tokenizer_object=loaded.tokenizer.backend_tokenizer))
+    other.tokenizer.chat_template = template
+    other.tokenizer.eos_token = loaded.tokenizer.eos_token
+    return other
+
+
+def test_tools_of_a_template_without_them_are_plain_text(qwen: Loaded) -> None:
+    """Shown, called, answered, and the call's own ids go into the next prompt."""
+    chat = ScriptedChat(with_template(qwen, TURNS))
+    first = chat.ask([USER], 'Action: calculator  {"expression":"12+30"}', tools=[CALCULATOR])
+    choice = first["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "calculator",
+        {"expression": "12+30"},
+    )
+    messages = [USER, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "42"}]
+    second = chat.ask(messages, "It is 42.", tools=[CALCULATOR])
+    assert not second["agl"]["prefix_broken"]
+    tail = chat.encode("\n<|im_start|>user\nObservation: 42<|im_end|>\n<|im_start|>assistant\n")
+    assert second["prompt_token_ids"] == first["prompt_token_ids"] + choice["token_ids"] + tail
+    assert "calculator(expression: any)" in qwen.tokenizer.decode(second["prompt_token_ids"])
+    assert second["choices"][0]["message"]["content"] == "It is 42."
+
+
 def test_tools_need_a_known_format(qwen: Loaded) -> None:
-    plain = replace(qwen, tokenizer=type(qwen.tokenizer)(tokenizer_object=qwen.tokenizer.backend_tokenizer))
-    plain.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    plain = with_template(qwen, "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}")
     with pytest.raises(ChatError, match="no format that this engine knows") as caught:
         ModelServer("m", plain).begin(parse_request({"model": "m", "messages": [USER], "tools": [CALCULATOR]}), None)
     assert caught.value.code == "tools_not_supported"

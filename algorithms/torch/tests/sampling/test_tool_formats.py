@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_torch.chat import FORMATS, detect_format
+from agl_torch.chat import FORMATS, ToolFormat, detect_format
+from agl_torch.chat.plain import in_plain_text
 
-from .conftest import CHATML, LLAMA
+from .conftest import CALCULATOR, CHATML, LLAMA
 
-HERMES, LLAMA_JSON = FORMATS
+HERMES, LLAMA_JSON, PLAIN = FORMATS
 names = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
 arguments = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=20) | st.lists(st.text()))
 
@@ -20,8 +21,8 @@ arguments = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.
 def test_the_template_tells_the_format() -> None:
     assert detect_format(CHATML) is HERMES
     assert detect_format(LLAMA) is LLAMA_JSON
-    assert detect_format("{{ messages }}") is None
-    assert detect_format("<tool_call><function=f><parameter=x>") is None
+    assert detect_format("{{ messages }}") is PLAIN
+    assert detect_format("{{ tools }}<tool_call><function=f><parameter=x>") is None
 
 
 @given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
@@ -84,11 +85,57 @@ def test_a_malformed_llama_call_is_content_with_an_error(text: str) -> None:
     assert parsed.error
 
 
-@pytest.mark.parametrize("tool_format", FORMATS)
-def test_a_forced_prefix_is_the_beginning_of_a_call(tool_format) -> None:
-    close = tool_format.call_end or ""
-    named = tool_format.forced_prefix("f") + ' {"x": 1}}' + close
-    (call,) = tool_format.parse(named).calls
+@given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
+def test_plain_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) -> None:
+    functions = [{"function": {"name": name, "arguments": args}} for name, args in calls]
+    (written,) = in_plain_text([{"role": "assistant", "content": "Let me see.", "tool_calls": functions}], None)
+    parsed = PLAIN.parse(written["content"])
+    assert (parsed.content, parsed.error) == ("Let me see.", None)
+    assert [(call.name, call.arguments) for call in parsed.calls] == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("Action: f", "no JSON"),
+        ("Action: f {", "no JSON"),
+        ("Action: f [1]", "'arguments'"),
+        ('Action: {"x": 1}', "a tool's name"),
+        ("Action: f {} and more", "unexpected text"),
+        ("Action: f {}; {}", "more than one"),
+        ("Action: f {}\nAction: g", "no JSON"),
+    ],
+)
+def test_a_malformed_plain_call_is_content_with_an_error(text: str, error: str) -> None:
+    parsed = PLAIN.parse(text)
+    assert (parsed.content, parsed.calls) == (text, ())
+    assert parsed.error is not None
+    assert error in parsed.error
+
+
+def test_tools_in_plain_text_join_the_system_message() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}, CALCULATOR]
+    asked = {"role": "user", "content": "hello"}
+    (alone, user) = in_plain_text([asked], tools)
+    assert user == asked
+    assert "now()\ncalculator(expression: any)\n" in alone["content"]
+    (joined, _) = in_plain_text([{"role": "system", "content": "Be brief."}, asked], tools)
+    assert joined == {"role": "system", "content": f"Be brief.\n\n{alone['content']}"}
+    assert in_plain_text([asked, {"role": "tool", "tool_call_id": "a", "content": "42"}], None) == [
+        asked,
+        {"role": "user", "content": "Observation: 42"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "rest", "name"),
+    [
+        (HERMES, ' {"x": 1}}</tool_call>', 'g", "arguments": {}}</tool_call>'),
+        (LLAMA_JSON, ' {"x": 1}}', 'g", "parameters": {}}'),
+        (PLAIN, '"x": 1}', "g {}"),
+    ],
+)
+def test_a_forced_prefix_is_the_beginning_of_a_call(tool_format: ToolFormat, rest: str, name: str) -> None:
+    (call,) = tool_format.parse(f"{tool_format.forced_prefix('f')}{rest}").calls
     assert (call.name, call.arguments) == ("f", {"x": 1})
-    any_tool = tool_format.forced_prefix(None) + 'g", "arguments": {}}' + close
-    assert [call.name for call in tool_format.parse(any_tool).calls] == ["g"]
+    assert [call.name for call in tool_format.parse(f"{tool_format.forced_prefix(None)}{name}").calls] == ["g"]
