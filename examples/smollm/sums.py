@@ -81,12 +81,12 @@ class SumTasks:
 
     def task(self, index: int) -> Task:
         """The sum at this index; its result is metadata, which the agent does not see."""
-        place, length = divmod(index, len(self.sums))
-        choices = self.sums[length]
-        drawn = choices[place]
         if self.split is Split.TRAIN:
             rng = random.Random(f"{self.seed} {index}")
             drawn = rng.choice(rng.choice(self.sums))
+        else:
+            place, length = divmod(index, len(self.sums))
+            drawn = self.sums[length][place]
         return Task(
             id=f"{self.split}-{index}",
             input={"question": QUESTION.format(" ".join(map(str, drawn)))},

@@ -8,7 +8,9 @@ A dozen batches are enough for that; when to call, and to trust the result, is w
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,17 +55,20 @@ def conversation(seed: int, index: int) -> list[Message]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the folder of the converted model")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write the warmed-up one to")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write; if it is there, nothing is done")
     parser.add_argument("--steps", type=int, default=12, help="batches of eight demonstrations")
     options = parser.parse_args()
+    if options.out.is_dir():
+        return
     tokenizer = load_tokenizer(str(options.model))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     shown = PlainTextDemonstrations(conversation, TOOLS)
-    imitate(
-        model, tokenizer, shown, seed=0, steps=options.steps, batch=8, learning_rate=3e-5, beta2=0.98, reading=0.0
-    )
-    model.to(torch.bfloat16).save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
+    imitate(model, tokenizer, shown, seed=0, steps=options.steps, batch=8, learning_rate=3e-5, beta2=0.98, reading=0.0)
+    with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
+        made = Path(folder) / "model"
+        model.to(torch.bfloat16).save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        os.replace(made, options.out)
 
 
 if __name__ == "__main__":
