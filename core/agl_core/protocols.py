@@ -303,3 +303,37 @@ class PolicyEngine(Engine, Protocol):
 
     async def merge(self, spec: PolicySpec, folder: Path) -> None:
         """Write the model with its adapter merged into it, and the tokenizer, as transformers loads them."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run asks of its engine, in rollouts of one call each."""
+
+    steps: int
+    groups: int
+    """Per step."""
+    group_size: int
+    evaluated: int
+    """Rollouts of all its evaluations together."""
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an engine takes for a workload, by its own arithmetic: the order of magnitude."""
+
+    memory_bytes: int
+    """At most, of its process and its devices."""
+    available_bytes: int
+    """Of all memory that there is for it, used or free."""
+    seconds: float
+    """Of sampling and training, if nothing else runs on this machine and agents and tools take no time."""
+
+
+@runtime_checkable
+class EstimatingEngine(Protocol):
+    """An engine that can say what a run would take: `agl doctor CONFIG`."""
+
+    async def estimate(self, work: Workload) -> Needs:
+        """Asked of a running engine, before it trains."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agl_core.engines.host import ProcessEngine
+from agl_core.protocols import Needs, Workload
 from agl_torch.options import TorchOptions
 
 KILLED = -9
@@ -26,6 +27,10 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     module = "agl_torch.process"
     environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
     """Threads of torch that wait for each other leave their cores to the agents and the server."""
+
+    async def estimate(self, work: Workload) -> Needs:
+        """What a run would take; see `agl_core.protocols.EstimatingEngine`."""
+        return await self._estimate(work)
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         """What to do about too little memory."""

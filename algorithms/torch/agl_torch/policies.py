@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,9 @@ from agl_core.config.policies import OptimizerSection
 from agl_core.engines.algorithms import find_algorithm
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
-from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
+from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
 from agl_core.wire.updates import UpdateRequest
+from agl_torch.models.estimate import PROCESS, memory_bytes, seconds
 from agl_torch.models.loading import Bases, LoadedModel, load_model
 from agl_torch.models.memory import CACHE, device_memory, tokens_per_pass
 from agl_torch.options import TorchOptions
@@ -47,9 +48,17 @@ TINY = 10_000_000
 class Policies:
     """All policies of the process. Every method runs on the tensor thread, while nothing is being sampled."""
 
-    def __init__(self, policies: Mapping[str, Policy], plugins: Plugins, threads: Threads) -> None:
+    def __init__(
+        self,
+        policies: Mapping[str, Policy],
+        plugins: Plugins,
+        threads: Threads,
+        trained_by: Mapping[str, tuple[str, Mapping[str, Any]]],
+    ) -> None:
         self.policies = dict(policies)
         self._plugins = plugins
+        self._trained_by = dict(trained_by)
+        """Each policy's algorithm and its options, as its updates will name them."""
         self.threads = threads
         torch.set_num_threads(threads.sampling)
 
@@ -69,7 +78,8 @@ class Policies:
         }
         largest = max((policy.loaded.size for policy in made.values()), default=0)
         sampling = 1 if options.threads is None and largest < TINY else threads
-        return cls(made, Plugins.load(context.plugin_files), Threads(sampling, training=threads))
+        trained_by = {name: (spec.algorithm, spec.algorithm_options) for name, spec in context.policies.items()}
+        return cls(made, Plugins.load(context.plugin_files), Threads(sampling, training=threads), trained_by)
 
     @property
     def context_length(self) -> int:
@@ -99,6 +109,21 @@ class Policies:
         finally:
             torch.set_num_threads(self.threads.sampling)
             policy.sampler.new_version(policy.trainer.version)
+
+    def estimate(self, work: Workload) -> Needs:
+        """What a run of all policies would take."""
+        memory, taken = PROCESS, 0.0
+        for name, policy in self.policies.items():
+            component, options = find_algorithm(self._plugins, *self._trained_by[name])
+            algorithm: Algorithm = component.build(options)
+            memory += memory_bytes(
+                policy.loaded,
+                algorithm,
+                tokens_per_pass=policy.trainer.tokens_per_pass,
+                cache=policy.sampler.cache_bytes(work.prompt_tokens + work.response_tokens),
+            )
+            taken += seconds(policy.loaded, algorithm, work)
+        return Needs(memory_bytes=memory, available_bytes=device_memory(policy.loaded.device), seconds=taken)
 
     def save(self, folder: Path) -> None:
         """Write each policy below `folder`."""

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from agl_core.engines.child import Host
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.protocols import EngineContext, Needs, Progress, UpdateResult, Workload
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
@@ -58,6 +58,10 @@ class ServedPolicies:
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
         """Train one policy, between two replies."""
         return self._loop.run_exclusive(lambda: self._policies.update(request, progress)).result()
+
+    def estimate(self, work: Workload) -> Needs:
+        """What a run would take."""
+        return self._loop.run_exclusive(lambda: self._policies.estimate(work)).result()
 
     def save(self, folder: Path) -> None:
         """Write each policy below `folder`."""

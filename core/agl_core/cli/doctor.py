@@ -25,7 +25,7 @@ from agl_core.errors import AglError
 if TYPE_CHECKING:
     from agl_core.cli.shared.upstreams import Probe
     from agl_core.config.load import LoadedConfig
-    from agl_core.protocols import Adapter
+    from agl_core.protocols import Adapter, Needs, Workload
 
 ConfigArgument = Annotated[
     Path | None,
@@ -194,22 +194,45 @@ def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
 
 def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
     from agl_core.cli.shared.upstreams import open_upstream
+    from agl_core.protocols import EstimatingEngine
     from agl_core.training.session import engine_context
+    from agl_core.training.workload import workload
 
-    async def start() -> list[tuple[str, Probe]]:
+    work = workload(loaded)
+
+    async def start() -> tuple[list[tuple[str, Probe]], Needs | None]:
         with tempfile.TemporaryDirectory(prefix="agl-doctor-") as folder:
             engine = loaded.engine.build(engine_context(loaded, Path(folder)))
             try:
                 served = await engine.start()
-                return [
+                probes = [
                     (policy, (await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name))[1])
                     for policy, name in served.models.items()
                 ]
+                return probes, await engine.estimate(work) if isinstance(engine, EstimatingEngine) else None
             finally:
                 await engine.stop()
 
-    for policy, probe in asyncio.run(start()):
+    probes, needs = asyncio.run(start())
+    for policy, probe in probes:
         yield from _ids(f"engine, policy '{policy}'", probe, is_needed=True)
+    if needs is not None:
+        yield _resources(work, needs)
+
+
+def _resources(work: Workload, needs: Needs) -> Finding:
+    """What training takes; too little memory is a note, since the figure is rough."""
+    gib, minutes = 2**30, max(1, round(needs.seconds / 60))
+    is_enough = needs.memory_bytes <= needs.available_bytes
+    return Finding(
+        "resources",
+        f"training takes about {needs.memory_bytes / gib:.1f} GiB of {needs.available_bytes / gib:.0f} GiB and, at the "
+        f"speed that this machine has now, {minutes} min: {work.steps} steps with {work.groups * work.group_size} "
+        f"rollouts each, and {work.evaluated} rollouts in evaluations, each with one call of {work.prompt_tokens} + "
+        f"{work.response_tokens} tokens (more calls take as much each; agents and tools take their own time)",
+        "" if is_enough else "train a LoRA adapter (policies.NAME.model.lora), or a smaller model",
+        is_needed=False,
+    )
 
 
 def _run(run: Path) -> Iterator[Finding]:

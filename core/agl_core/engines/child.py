@@ -11,6 +11,7 @@ It writes its log to standard error, and ends when its standard input ends: it c
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -18,12 +19,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, Protocol, runtime_checkable
 
 from agl_core.engines.wire import START, Answer, Command, Options, Ready, decode_settings, decode_spec
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
+from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
 from agl_core.wire.updates import UpdateRequest, encode_result
 
 PROGRESS_STEP = 0.01
@@ -66,6 +68,13 @@ class ServedVersions(Served, Protocol):
     def withdraw(self, name: str) -> None: ...
 
     def merge(self, spec: PolicySpec, folder: Path) -> None: ...
+
+
+@runtime_checkable
+class Estimating(Protocol):
+    """An engine that says what a run would take; asked as `update` is."""
+
+    def estimate(self, work: Workload) -> Needs: ...
 
 
 class Host(Generic[Options]):
@@ -144,6 +153,9 @@ class Host(Generic[Options]):
     def _done(self, engine: Served, command: Command, body: bytes) -> Any:
         if command.do == "update":
             return encode_result(engine.update(UpdateRequest.decode(body), self._reporter(command.number)))
+        if command.do == "estimate":
+            assert isinstance(engine, Estimating)
+            return asdict(engine.estimate(Workload(**json.loads(body))))
         if command.do == "versions":
             return dict(engine.versions())
         if command.do == "stats":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -18,7 +20,7 @@ from agl_core import private
 from agl_core.engines.hub import check_models
 from agl_core.engines.wire import START, Action, Answer, Command, Options, Ready, encode_settings, encode_spec
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult, Upstream
+from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Upstream, Workload
 from agl_core.types import Batch
 from agl_core.wire.updates import UpdateRequest, decode_result
 
@@ -115,6 +117,10 @@ class ProcessEngine(ABC, Generic[Options]):
         """Counters since the start."""
         stats: dict[str, float] = await self._ask("stats")
         return stats
+
+    async def _estimate(self, work: Workload) -> Needs:
+        """What the process says that a run would take, for a subclass that is an `EstimatingEngine`."""
+        return Needs(**await self._ask("estimate", json.dumps(asdict(work)).encode()))
 
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""

@@ -20,7 +20,7 @@ from agl_core.protocols import EngineContext, PolicySpec
 
 START = 0
 """The number of the settings: the answer to them says that the engine serves, or why it does not start."""
-Action: TypeAlias = Literal["update", "save", "load", "versions", "stats", "publish", "withdraw", "merge"]
+Action: TypeAlias = Literal["update", "save", "load", "versions", "stats", "estimate", "publish", "withdraw", "merge"]
 _CONTEXT = TypeAdapter(EngineContext)
 _SPEC = TypeAdapter(PolicySpec)
 Options = TypeVar("Options", bound=BaseModel)
@@ -38,7 +38,8 @@ class Command(BaseModel):
     policy: str | None = None
     """Of publish and withdraw."""
     size: int = 0
-    """Bytes that follow: of an update its `agl_core.wire.updates.UpdateRequest`, of publish and merge a policy's."""
+    """Bytes that follow: an update's `agl_core.wire.updates.UpdateRequest`, an estimate's `Workload`, of publish and
+    merge a policy's spec."""
 
     @classmethod
     def of(cls, number: int, do: Action, folder: Path | None, policy: str | None = None) -> Command:

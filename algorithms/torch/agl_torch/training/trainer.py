@@ -59,6 +59,11 @@ class PolicyTrainer:
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of one forward pass at most."""
+        return self._limits.tokens
+
     def update(self, batch: Batch, algorithm: Algorithm, progress: Progress | None = None) -> UpdateResult:
         """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
 
