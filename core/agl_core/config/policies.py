@@ -33,7 +33,12 @@ class ModelSection(Section):
 class OptimizerSection(Section):
     """AdamW's settings."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="Step size after the warm-up.")
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Step size after the warm-up; absent: by the model's size, 4e-4 for a million weights, 2e-5 for "
+        "135 million, 2e-6 for 7 billion, and ten times as much for a LoRA adapter (veRL: 1e-6 and 1e-5).",
+    )
     schedule: Literal["constant", "cosine"] = Field(
         "constant",
         description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, which "

@@ -191,5 +191,5 @@ def test_the_resolved_configuration_says_every_setting_of_the_chosen_plugins(
     store_config(loaded(minimal).config, tmp_path)
     text = (tmp_path / CONFIG_FILE).read_text()
 
-    for line in ("beta = 0.04", "epsilon = 0.2", "slots = 4", "limit = 10", "group_size = 8", "learning_rate = 1e-06"):
+    for line in ("beta = 0.04", "epsilon = 0.2", "slots = 4", "limit = 10", "group_size = 8", "beta1 = 0.9"):
         assert line in text.splitlines()

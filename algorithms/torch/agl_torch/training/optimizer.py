@@ -47,7 +47,7 @@ class PolicyOptimizer:
             weight.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
         self._adamw = torch.optim.AdamW(
             self._masters,
-            lr=settings.learning_rate,
+            lr=self._full_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
@@ -76,14 +76,20 @@ class PolicyOptimizer:
         return StepReport(applied, grad_norm, rate)
 
     @property
+    def _full_rate(self) -> float:
+        if self.settings.learning_rate is None:
+            raise ValueError("no learning rate was chosen")
+        return self.settings.learning_rate
+
+    @property
     def learning_rate(self) -> float:
         """Of the next step: it grows linearly over the warm-up, and follows the schedule."""
         settings = self.settings
         warm = min(1.0, (self.steps + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
         if settings.schedule == "constant":
-            return settings.learning_rate * warm
+            return self._full_rate * warm
         done = min(1.0, max(0, self.training_step - 1) / max(1, self._training_steps))
-        return settings.learning_rate * warm * (1 + math.cos(math.pi * done)) / 2
+        return self._full_rate * warm * (1 + math.cos(math.pi * done)) / 2
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the weights; tensors and plain values only."""

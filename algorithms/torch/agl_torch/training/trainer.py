@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
+from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.learning.trainable import screen
@@ -46,6 +47,10 @@ class PolicyTrainer:
     ) -> None:
         self.version = 0
         trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
+        if settings.learning_rate is None:
+            weights = sum(weight.numel() for weight in loaded.model.parameters())
+            rate = usual_learning_rate(weights, adapter=loaded.has_adapter)
+            settings = settings.model_copy(update={"learning_rate": rate})
         self.optimizer = PolicyOptimizer(trained, settings, training_steps=steps)
         self._steps = steps
         self._loaded = loaded

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from agl_core.config.defaults import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
 from agl_core.wire.updates import UpdateRequest, decode_result, encode_result
@@ -18,7 +19,7 @@ from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
 from agl_torch.sampling import Request
 
-from .conftest import Shape, make_batch, make_checkpoint, weights_of
+from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
 
 
 def load(checkpoint: Path, **options: Any) -> Policies:
@@ -155,3 +156,13 @@ def test_a_result_crosses_exactly() -> None:
     assert (found.version, found.metrics, found.dropped) == (result.version, result.metrics, result.dropped)
     assert np.array_equal(found.advantage_N, result.advantage_N)
     assert np.array_equal(found.weight_N, result.weight_N)
+
+
+@pytest.mark.parametrize(("lora", "times"), [(None, 1), (LORA, 10)])
+def test_a_step_size_that_is_left_out_follows_from_the_model(
+    checkpoint: Path, lora: dict[str, Any] | None, times: int
+) -> None:
+    spec = PolicySpec(str(checkpoint), lora=lora)
+    context = EngineContext(checkpoint.parent, 0, {"default": spec}, False, (), "key")
+    trainer = Policies.load(TorchOptions(cache_mib=16), context).policies["default"].trainer
+    assert trainer.optimizer.learning_rate == pytest.approx(times * LARGEST)  # a toy's is the largest there is

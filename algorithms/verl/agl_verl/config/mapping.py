@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import LoraSection, OptimizerSection
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
@@ -210,7 +211,8 @@ def mapped(
     }.items()
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     steps = algorithm.epochs * algorithm.minibatches
-    yield from _optimizer(f"{_A}.actor.optim", optimizer, optimizer.learning_rate, steps)
+    rate = optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)
+    yield from _optimizer(f"{_A}.actor.optim", optimizer, rate, steps)
     if algorithm.needs_critic:
         critic = cast("CriticAlgorithm | NativeOptions", algorithm)
         yield from _optimizer("critic.optim", optimizer, critic.critic_learning_rate, steps)
