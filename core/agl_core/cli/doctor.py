@@ -172,7 +172,9 @@ def _configured(config: Path) -> Iterator[Finding]:
     yield from _checked("configuration", reading)
     for each in loaded:
         yield from _checked("agent", lambda each=each: _agent(each))  # type: ignore[misc]
-        yield from _checked("engine", lambda each=each: _engine(each))  # type: ignore[misc]
+        asked: list[Workload] = []
+        yield from _checked("tasks", lambda each=each, asked=asked: _tasks(each, asked))  # type: ignore[misc]
+        yield from _checked("engine", lambda each=each, asked=asked: _engine(each, asked))  # type: ignore[misc]
 
 
 def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -192,15 +194,19 @@ def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
     yield Finding("agent", f"{agent.entry} can be imported")
 
 
-def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
+def _tasks(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
+    from agl_core.training.workload import workload
+
+    asked.append(workload(loaded))
+    yield Finding("tasks", f"the first of each set ({', '.join(loaded.tasks)}) can be made")
+
+
+def _engine(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
     from agl_core.cli.shared.upstreams import open_upstream
     from agl_core.protocols import EstimatingEngine
     from agl_core.training.session import engine_context
-    from agl_core.training.workload import workload
 
-    work = workload(loaded)
-
-    async def start() -> tuple[list[tuple[str, Probe]], Needs | None]:
+    async def start() -> tuple[list[tuple[str, Probe]], list[Needs]]:
         with tempfile.TemporaryDirectory(prefix="agl-doctor-") as folder:
             engine = loaded.engine.build(engine_context(loaded, Path(folder)))
             try:
@@ -209,14 +215,14 @@ def _engine(loaded: LoadedConfig) -> Iterator[Finding]:
                     (policy, (await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name))[1])
                     for policy, name in served.models.items()
                 ]
-                return probes, await engine.estimate(work) if isinstance(engine, EstimatingEngine) else None
+                return probes, [await engine.estimate(w) for w in asked if isinstance(engine, EstimatingEngine)]
             finally:
                 await engine.stop()
 
-    probes, needs = asyncio.run(start())
+    probes, estimated = asyncio.run(start())
     for policy, probe in probes:
         yield from _ids(f"engine, policy '{policy}'", probe, is_needed=True)
-    if needs is not None:
+    for work, needs in zip(asked, estimated, strict=False):
         yield _resources(work, needs)
 
 

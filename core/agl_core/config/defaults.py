@@ -4,8 +4,8 @@ from __future__ import annotations
 
 SMALLEST, LARGEST = 1e-6, 1e-3
 _RATE, _WEIGHTS, _EXPONENT = 2e-5, 135e6, 0.6
-"""A step size that suits a model of so many weights, and how it falls with the size: tiny models of 0.85 million weights
-bear 4e-4, those of billions about 1e-6."""
+"""A step size that suits a model of so many weights, and how it falls with the size: tiny models of 0.85 million
+weights bear 4e-4, those of billions about 1e-6."""
 _ADAPTER = 10
 """What a LoRA adapter takes against all weights: it starts without effect, and has few weights to make one."""
 

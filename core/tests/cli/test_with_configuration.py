@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ PLUGIN = """
     import os
 
     import agl_core
-    from agl_core.protocols import Upstream
+    from agl_core.protocols import Needs, Upstream
     from agl_core.types import Identity
 
     class Elsewhere:
@@ -33,6 +34,10 @@ PLUGIN = """
         async def start(self):
             self.note("started")
             return Upstream((os.environ["MODEL_SERVER"],), self._models, "key")
+
+        async def estimate(self, work):
+            memory = work.evaluated * 2**24
+            return Needs(memory, available_bytes=2**30, seconds=61.0 * work.steps)
 
         async def stop(self):
             self.note("stopped")
@@ -128,7 +133,11 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
     lines = found.stdout.splitlines()
     assert "ok    configuration: train.toml is valid" in lines
     assert "ok    agent: agent:solve can be imported" in lines
+    assert "ok    tasks: the first of each set (train) can be made" in lines
     assert "ok    engine, policy 'default': exact ids and log-probabilities are returned, and go together" in lines
+    (resources,) = (line for line in lines if line.startswith("ok    resources: "))
+    assert "about 0.0 GiB of 1 GiB" in resources
+    assert "102 min: 100 steps with 128 rollouts each, and 0 rollouts in evaluations" in resources
     assert not any(line.startswith("FAIL") for line in lines)
     assert log(running) == ["started", "stopped"]
     assert [each.body["model"] for each in running.upstream.received] == ["served"]
@@ -143,6 +152,24 @@ def test_doctor_finds_an_engine_that_returns_no_ids_and_an_agent_that_is_broken(
     assert "FAIL  agent: agent.entry = 'agent:solve': the module 'agent' cannot be imported" in found.stdout
     assert "FAIL  engine, policy 'default': its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
     assert log(running) == ["started", "stopped"]
+
+
+def test_doctor_notes_what_does_not_fit_into_memory(running: Bench) -> None:
+    held_out = '\n[tasks.eval]\nsource = "jsonl"\npath = "tasks.jsonl"\n\n[eval]\nevery = 1\n'
+    running.script("train.toml", CONFIG + textwrap.indent(held_out, "    "))
+    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    assert found.returncode == 0, found.stdout + found.stderr
+    (noted,) = (line for line in found.stdout.splitlines() if line.startswith("note  resources: "))
+    assert "202 rollouts in evaluations" in noted  # one task, before training and after each of 100 steps, in two modes
+    assert "train a LoRA adapter" in found.stdout
+
+
+def test_doctor_finds_tasks_that_cannot_be_made(running: Bench) -> None:
+    (running.folder / "tasks.jsonl").write_text("")
+    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "FAIL  tasks: " in found.stdout
+    assert "resources" not in found.stdout
 
 
 def test_doctor_checks_a_command_too(running: Bench) -> None:
