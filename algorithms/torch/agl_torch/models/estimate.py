@@ -53,7 +53,7 @@ def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
     learned = rollouts * work.steps * (work.prompt_tokens + work.response_tokens) * passes
     trained = sum(weight.numel() for weight in loaded.model.parameters() if weight.requires_grad)
     steps = work.steps * algorithm.epochs * algorithm.minibatches
-    return token * (sampled + read + learned) + STEP_SECONDS * trained * steps
+    return float(token * (sampled + read + learned) + STEP_SECONDS * trained * steps)
 
 
 @torch.inference_mode()

@@ -48,8 +48,7 @@ class PolicyTrainer:
         self.version = 0
         trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
         if settings.learning_rate is None:
-            weights = sum(weight.numel() for weight in loaded.model.parameters())
-            rate = usual_learning_rate(weights, adapter=loaded.has_adapter)
+            rate = usual_learning_rate(loaded.size, adapter=loaded.has_adapter)
             settings = settings.model_copy(update={"learning_rate": rate})
         self.optimizer = PolicyOptimizer(trained, settings, training_steps=steps)
         self._steps = steps
