@@ -37,11 +37,11 @@ quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set eval.every=40 --set eval.tasks=100 --set engine.verl.gradient_checkpointing=false
 
-smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 6 GB)
+smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 7 GB)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
 	@$(BIN)/agl train examples/smollm/train.toml
 
-smollm-calculator: install ## The same model with a calculator, after a short warm-up (half an hour, 6 GB)
+smollm-calculator: install ## The same model with a calculator, after a short warm-up (half an hour, 8 GB)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
 	@$(BIN)/python examples/smollm/calculator/warm_up.py --model examples/smollm/policy \
 		--out examples/smollm/calculator/policy
