@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx
+from aiohttp import web
 
 from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.viewing import shown
@@ -34,6 +38,8 @@ def _free_port() -> int:
 
 
 PORT = _free_port()
+OTHER_PORT = _free_port()
+OTHER_URL = f"http://127.0.0.1:{OTHER_PORT}/v1"
 
 
 def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[[Bench, Given], Awaitable[Any]]:
@@ -86,7 +92,54 @@ async def shows_pages_there(bench: Bench, given: Given) -> bool:
     return urlsplit(printed.get().split()[-1]).port == PORT
 
 
+async def largest_request_of_an_agent(server: LightningServer, url: str) -> int:
+    """The status of a request of 2 MiB that is no JSON."""
+    await server.queue.enqueue([make.rollout("a")])
+    (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+    headers = {"Authorization": f"Bearer {lease.key}"}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        reply = await client.post(f"{url}/v1/chat/completions", content=b"x" * (2 << 20), headers=headers)
+    return reply.status_code
+
+
+def passed_on(setting: str) -> Callable[[Bench, Given], Awaitable[Any]]:
+    """What an agent's request for embeddings comes to: the status, and the key that another server saw."""
+
+    async def observe(bench: Bench, given: Given) -> Any:
+        seen: list[str | None] = []
+
+        async def embed(request: web.Request) -> web.Response:
+            seen.append(request.headers.get("Authorization"))
+            await asyncio.sleep(0.3 if setting == "timeout" else 0)
+            return web.json_response({"data": []})
+
+        app = web.Application()
+        app.router.add_post("/v1/embeddings", embed)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", OTHER_PORT).start()
+        os.environ["OTHER_KEY"] = "the-other-key"
+
+        async def ask(server: LightningServer, url: str) -> Any:
+            await server.queue.enqueue([make.rollout("a")])
+            (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+            headers = {"Authorization": f"Bearer {lease.key}"}
+            async with httpx.AsyncClient(trust_env=False) as client:
+                reply = await client.post(f"{url}/v1/embeddings", json={"model": "m", "input": "x"}, headers=headers)
+            return reply.status_code, "OTHER_KEY" in os.environ
+
+        try:
+            return await serving(ask)(bench, given), seen
+        finally:
+            os.environ.pop("OTHER_KEY", None)
+            await runner.cleanup()
+
+    return observe
+
+
 APART: Given = {"workers.embedded": False}
+
+OTHER: Given = {"gateway.passthrough.url": OTHER_URL}
 
 EFFECTS: Mapping[str, Effect] = {
     "server.host": Effect(serving(host), {"server.host": "127.0.0.2"}, APART),
@@ -94,5 +147,13 @@ EFFECTS: Mapping[str, Effect] = {
     "server.otlp_port": Effect(serving(takes_spans_over_grpc), {"server.otlp_port": 0}, APART),
     "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
     "server.heartbeat": Effect(serving(terms), {"server.heartbeat": 2.0}, APART),
+    "gateway.max_body_mib": Effect(serving(largest_request_of_an_agent), {"gateway.max_body_mib": 1}, APART),
+    "gateway.passthrough.url": Effect(passed_on("url"), {"gateway.passthrough.url": OTHER_URL}, APART),
+    "gateway.passthrough.api_key_env": Effect(
+        passed_on("key"), {"gateway.passthrough.api_key_env": "OTHER_KEY"}, {**APART, **OTHER}
+    ),
+    "gateway.passthrough.timeout": Effect(
+        passed_on("timeout"), {"gateway.passthrough.timeout": 0.1}, {**APART, **OTHER}
+    ),
     "server.lease": Effect(serving(terms), {"server.lease": 60.0}, APART),
 }

@@ -106,7 +106,8 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 def tool_call_text(tool_call: Any) -> str:
     """One of a message's tool calls, like a call in code."""
-    function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
+    known = tool_call if isinstance(tool_call, Mapping) else {}
+    function = known.get("function", known.get("custom"))
     if not isinstance(function, Mapping):
         return json.dumps(tool_call, ensure_ascii=False)
-    return f"{function.get('name')}({function.get('arguments', '')})"
+    return f"{function.get('name')}({function.get('arguments', function.get('input', ''))})"

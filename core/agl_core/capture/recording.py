@@ -40,6 +40,7 @@ class Report(BaseModel):
     tool_result: ToolResultReport | None = None
     reward: RewardReport | None = None
     problem: str | None = None
+    undelivered: str | None = None
 
     def add_to(self, recording: Recording) -> None:
         if self.tool_result is not None:
@@ -48,6 +49,8 @@ class Report(BaseModel):
             recording.reward(self.reward)
         if self.problem is not None:
             recording.problem(self.problem)
+        if self.undelivered is not None:
+            recording.undelivered(self.undelivered)
 
 
 class Recording:
@@ -63,6 +66,7 @@ class Recording:
         self._tool_results: dict[str, ToolResultReport] = {}
         self._rewards: list[RewardReport] = []
         self._problems: dict[str, None] = {}
+        self._undelivered: dict[str, None] = {}
         self._requests: dict[str, list[ToolRequest]] = {}
         self._answered: set[tuple[str, str | None]] = set()
         """By tool call id and the parent span of the call."""
@@ -86,6 +90,12 @@ class Recording:
         """What adapters could not do, each once; the agent went on without them."""
         with self._lock:
             return tuple(self._problems)
+
+    @property
+    def undelivered_calls(self) -> tuple[str, ...]:
+        """The ids of calls whose replies the agent did not read to their end."""
+        with self._lock:
+            return tuple(self._undelivered)
 
     @property
     def late(self) -> int:
@@ -127,6 +137,15 @@ class Recording:
         if is_new:
             self._send(Report(problem=text))
         return is_new
+
+    def undelivered(self, call: str) -> None:
+        """The agent closed the stream of this call's reply before its end."""
+        with self._lock:
+            if self._closed:
+                self._late += 1
+            else:
+                self._undelivered[call] = None
+        self._send(Report(undelivered=call))
 
     def asked(self, request: ToolRequest) -> None:
         """Remember that a response asked for a tool: a later tool result with this id answers it."""

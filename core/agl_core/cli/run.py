@@ -21,6 +21,7 @@ from agl_core.errors import ConfigError
 if TYPE_CHECKING:
     from agl_core.capture import Recording
     from agl_core.capture.attach.command import Exit
+    from agl_core.config.models import GatewaySection
     from agl_core.protocols import Engine, Upstream
     from agl_core.run_hooks import RunHooks
     from agl_core.store.interface import Store
@@ -59,6 +60,8 @@ class _Setting:
     engine: Engine | None = None
     """Started with the run if there is no upstream."""
     agents: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    gateway: GatewaySection | None = None
+    passthrough_key: str | None = None
     plugins: Sequence[Path] = ()
     """Files whose adapters are attached beside the installed ones."""
 
@@ -135,6 +138,7 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
 def _configured(config: Path, name: str | None) -> _Setting:
     from agl_core.config import load
     from agl_core.training.run import new_run_dir
+    from agl_core.training.serving import passthrough_key
     from agl_core.training.session import engine_context
 
     loaded = load(config, [f"name={name}"] if name else [])
@@ -146,6 +150,8 @@ def _configured(config: Path, name: str | None) -> _Setting:
         loaded.plugins.hook,
         engine=loaded.engine.build(engine_context(loaded, folder)),
         agents={policy: section.agents for policy, section in loaded.config.policies.items()},
+        gateway=loaded.config.gateway,
+        passthrough_key=passthrough_key(loaded.config.gateway),
         plugins=loaded.config.plugin_files,
     )
 
@@ -172,6 +178,8 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
             attempts=1,
             hook=setting.hook,
             agents=setting.agents,
+            gateway=setting.gateway,
+            passthrough_key=setting.passthrough_key,
         )
         await stack.enter_async_context(server)
         rollout = Rollout(
@@ -224,6 +232,7 @@ def _closing(ended: Exit, recording: Recording) -> CloseRequest:
         error=f"the command ended with status {ended.code}" if ending is Ending.CRASHED else None,
         tool_results=list(recording.tool_results[:MAX_REPORTS]),
         rewards=list(recording.rewards[:MAX_REPORTS]),
+        undelivered=list(recording.undelivered_calls[:MAX_REPORTS]),
     )
 
 
@@ -234,6 +243,11 @@ def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, fo
     by = f" by {', '.join(agents)}" if agents else ""
     ending = attempt.ending.value if attempt.ending else "running"
     _say(f"{ending}: {len(calls)} LLM calls{by}, {len(recording.tool_results)} tool results")
+    undelivered = sum(call.undelivered for call in calls)
+    if undelivered:
+        _say(f"{undelivered} replies were undelivered: nobody waited for them, and they do not count")
+    for route, count in (attempt.passed_through or {}).items():
+        _say(f"passed through and not recorded: {count} {route}")
     if attempt.error:
         _say(attempt.error)
     _say(f"agl show {attempt.rollout} --run {folder}")

@@ -85,6 +85,18 @@ def _print_attempt(screen: Screen, attempt: AttemptReport, weights: Mapping[str,
     episode = attempt.episode
     for turn in attempt.turns:
         _print_turn(screen, turn, width)
+    for undelivered in episode.undelivered:
+        said = one_line(message_text(undelivered.response), width)
+        agent = one_line(undelivered.agent or "unnamed agent", 60)
+        screen.print(f"  undelivered, before turn {undelivered.turn}: {agent} did not get {said!r}", style="yellow")
+    for route, count in (episode.passed_through or {}).items():
+        screen.print(f"  passed through and not recorded: {count} {one_line(route, 80)}")
+    if episode.unattributed:
+        screen.print(
+            f"  {episode.unattributed} calls came from a client that agl does not know: who made them is unknown, and "
+            "tool results without an id that may be theirs are not joined.",
+            style="yellow",
+        )
     for tool_result in episode.unjoined:
         tool = f"{one_line(tool_result.tool, 60)} {status_text(tool_result)} ({said_by(tool_result)})"
         screen.print(f"  tool result of no recorded call: {tool}", style="yellow")

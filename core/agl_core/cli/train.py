@@ -171,6 +171,7 @@ def print_summary(console: Screen, summary: Summary) -> None:
         "memory": f"{state.peak_rss_bytes / 2**20:.0f} MiB at most",
         "rollouts": ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none",
         "LLM calls": f"{state.llm_calls}",
+        **({"passed through": f"{state.passed_through} requests"} if state.passed_through else {}),
         "transitions": f"{state.kept} trained on; dropped: {dropped}",
         "checkpoint": str(summary.checkpoint or "none"),
         "model": ", ".join(map(str, summary.models)) or "none",

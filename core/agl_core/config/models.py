@@ -226,6 +226,33 @@ class ServerSection(Section):
         return self
 
 
+class PassthroughSection(Section):
+    """Where requests go that no policy answers and that are not recorded: embeddings, moderations, audio, images."""
+
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s?#]+$",
+        description="An OpenAI-compatible base URL, ending in /v1; absent: the model server that also answers the "
+        "model calls.",
+    )
+    api_key_env: str | None = Field(
+        None,
+        min_length=1,
+        description="The environment variable with that server's key. It is taken out of the server's environment, "
+        "so that agents do not have it.",
+    )
+    timeout: float = Field(120.0, gt=0, description="Seconds that the server may take until its reply begins.")
+
+
+class GatewaySection(Section):
+    """What agents may send to the Lightning Server."""
+
+    max_body_mib: int = Field(
+        64, ge=1, le=1024, description="The largest request of an agent, in MiB; images and audio need space."
+    )
+    passthrough: PassthroughSection = PassthroughSection()
+
+
 class RewardSection(OpenSection):
     """One reward rule; its settings are beside these keys."""
 
@@ -262,6 +289,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     workers: WorkerSection = WorkerSection()
     server: ServerSection = ServerSection()
+    gateway: GatewaySection = GatewaySection()
     rewards: dict[str, RewardSection] = Field(
         default_factory=dict, description="Reward rules; without any, the reward is what the agent itself reports."
     )

@@ -82,6 +82,7 @@ def make_batches(
             if fault is not None:
                 episodes_dropped[fault] = episodes_dropped.get(fault, 0) + 1
                 dropped += [_use(t, step, None, fault) for t in episode.transitions]
+            dropped += [_use(t, step, None, DropReason.UNDELIVERED) for t in episode.undelivered]
         if too_small:
             continue
         taking_part = dict.fromkeys(t.policy for episode in left for t in episode.transitions)

@@ -29,7 +29,8 @@ def join_tool_results(
     `agl_core.learning.tool_results.deduplicate`). A tool result without an id answers the tool call that it alone fits
     (see `matched`), else it stands for the whole response of the only call under its span. What a report leaves open is
     taken from the conversation, and so is the tool result of a tool call without a report. `late` are the parent spans
-    of calls that do not count: tool results under them may belong to these calls.
+    of calls that do not count: tool results under them may belong to these calls. A span after whose call an unknown
+    agent made one says nothing (see `_uncertain`): what is under it is joined by its tool and arguments alone.
     """
     asked = asked_for(calls)
     read = read_from_messages(calls, asked)
@@ -45,7 +46,8 @@ def join_tool_results(
         for each, tool_result in _answered(asked[tool_call_id], found, read):
             reported.setdefault(each, []).append(tool_result)
     without_id: dict[TransitionKey, list[ToolResult]] = {}
-    spans = _under_spans(calls)
+    uncertain = _uncertain(calls)
+    spans = {span: under for span, under in _under_spans(calls).items() if span not in uncertain}
     unjoined, doubtful = [], []
     others = deduplicate(others)
     unnamed = {each.id: each for each in others if each.tool_call_id is None and each.parent_span not in late}
@@ -104,6 +106,18 @@ def _near(tool_result: ToolResult, asked: Sequence[Asked]) -> Sequence[Asked]:
     """Those of the same parent span; if there are none, those of the same agent; if there are none, all."""
     under = [each for each in asked if tool_result.parent_span and each.call.parent_span == tool_result.parent_span]
     return under or [each for each in asked if tool_result.agent and each.call.agent == tool_result.agent] or asked
+
+
+def _uncertain(calls: Iterable[Call]) -> set[str | None]:
+    """The spans of calls that a call of an unknown agent followed: tools under them may be those of that call."""
+    latest: dict[str | None, str] = {}
+    found: set[str | None] = set()
+    for call in calls:
+        if call.is_unattributed:
+            found.update(latest.values())
+        elif call.parent_span is not None:
+            latest[call.agent] = call.parent_span
+    return found
 
 
 def _under_spans(calls: Iterable[Call]) -> dict[str, list[TransitionKey]]:

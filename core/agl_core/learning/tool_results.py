@@ -261,10 +261,12 @@ def _tool_result(asked: Asked, message: Mapping[str, Any]) -> ToolResult:
 
 def _function(tool_call: Mapping[str, Any]) -> tuple[str, Json]:
     """The tool's name and arguments."""
-    function = tool_call.get("function")
+    is_custom = tool_call.get("type") == "custom"
+    function = tool_call.get("custom" if is_custom else "function")
     function = function if isinstance(function, Mapping) else {}
     name = function.get("name")
-    return name if isinstance(name, str) and name else "tool", _parsed(function.get("arguments"))
+    passed = function.get("input") if is_custom else _parsed(function.get("arguments"))
+    return name if isinstance(name, str) and name else "tool", passed
 
 
 def _parsed(arguments: Json) -> Json:

@@ -34,13 +34,14 @@ def build_episode(
     """The episode of one attempt, from what was recorded of it; the order of the calls does not matter.
 
     Calls are ordered by their start sequence. A call that is recorded twice or retried by the client counts once; late
-    calls do not count. Each choice of a call is a transition (the first of an index). Tool results are joined by
-    `agl_core.learning.joining`, or read from the conversation if none was reported. `rewards` are those that the agent
-    reported.
+    calls and calls with undelivered replies do not count. Each choice of a call is a transition (the first of an
+    index). Tool results are joined by `agl_core.learning.joining`, or read from the conversation if none was reported.
+    `rewards` are those that the agent reported.
     """
     every = list(calls)
     ordered = counted_calls(attempt, every)
-    late = {call.parent_span for call in every if call.key == attempt.key and call.late}
+    mine = [call for call in every if call.key == attempt.key]
+    late = {call.parent_span for call in mine if call.late or call.undelivered}
     joined, unjoined = join_tool_results(ordered, tool_results, late)
     turns: Counter[str | None] = Counter()
     transitions = []
@@ -48,6 +49,12 @@ def build_episode(
         for key, choice in choices_of(call).items():
             transitions.append(_transition(key, call, choice, turn, turns[call.agent], tuple(joined.get(key, ()))))
         turns[call.agent] += 1
+    undelivered = [
+        _transition(key, call, choice, sum(each.sequence < call.sequence for each in ordered), 0, ())
+        for call in sorted(mine, key=lambda each: each.sequence)
+        if call.undelivered and not call.late
+        for key, choice in choices_of(call).items()
+    ]
     return Episode(
         rollout=rollout.id,
         attempt=attempt.attempt,
@@ -60,13 +67,17 @@ def build_episode(
         result=attempt.result,
         rewards=tuple(rewards),
         unjoined=tuple(unjoined),
+        undelivered=tuple(undelivered),
+        passed_through=attempt.passed_through,
+        unattributed=sum(call.is_unattributed for call in ordered),
         step=rollout.step,
     )
 
 
 def counted_calls(attempt: Attempt, calls: Iterable[Call]) -> list[Call]:
     """The calls of an attempt that count, each once, in the order they started."""
-    mine = sorted((call for call in calls if call.key == attempt.key and not call.late), key=lambda c: c.sequence)
+    counts = (call for call in calls if call.key == attempt.key and not call.late and not call.undelivered)
+    mine = sorted(counts, key=lambda call: call.sequence)
     counted: dict[str, Call] = {}
     for call in mine:
         counted.setdefault(call.id, call)

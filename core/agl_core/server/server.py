@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agl_core.config.models import SamplingSection
+from agl_core.config.models import GatewaySection, SamplingSection
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.run_hooks import RunHooks
@@ -28,6 +28,7 @@ from agl_core.server.api.workers import worker_routes
 from agl_core.server.dialects.routes import DIALECTS
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.gateway import Counters, Gateway
+from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
 from agl_core.server.gateway.routes import ModelCalls, find_place
 from agl_core.server.gateway.upstream import Relay
 from agl_core.server.http.listening import Listening, url_of
@@ -55,7 +56,8 @@ class LightningServer:
     what they hold (`Leases`); `hook` is `Plugins.hook`; `agents` says which agents a policy answers. Port 0 takes a
     free one; without `otlp_port` spans come over HTTP only. ServerError if others can reach `host` and the user did
     not choose `keys`. Without `sampling`, replies are sampled as the agents ask. Without `upstream`, rollouts wait for
-    a trainer; `run` names a run to take up, and `begun` is called when a trainer has begun one.
+    a trainer; `run` names a run to take up, and `begun` is called when a trainer has begun one. `gateway` says
+    what agents may send, and where to requests go that are no model calls, with `passthrough_key`.
 
     >>> async def example(store, upstream, plugins, rollout):
     ...     async with LightningServer(
@@ -84,7 +86,10 @@ class LightningServer:
         keys: Keys | None = None,
         run: str | None = None,
         begun: Callable[[], None] = lambda: None,
+        gateway: GatewaySection | None = None,
+        passthrough_key: str | None = None,
     ) -> None:
+        gateway = gateway or GatewaySection()
         keys = keys or Keys()
         keys.check_host(host)
         self.queue = RolloutQueue(
@@ -104,6 +109,10 @@ class LightningServer:
         )
         self.run = CurrentRun(run, store, self.queue, self._relay, begun)
         self._gateway = Gateway(self.queue, store, self._relay, keys=keys)
+        self._passthrough = Passthrough(
+            self.queue, self._relay, self._gateway, gateway.passthrough, passthrough_key, keys=keys
+        )
+        self._largest = gateway.max_body_mib << 20
         self._intake = SpanIntake(self.queue, store)
         self._traces = TraceService(self.queue, self._intake, keys=keys)
         self._grpc: GrpcTraces | None = None
@@ -144,8 +153,9 @@ class LightningServer:
             await self._relay.serve(self._upstream, self._settings, None)
         self._listening = listening
         self._watching = asyncio.create_task(self.queue.watch())
+        calls = ModelCalls(self._app(), self._gateway, DIALECTS, self._passthrough)
         try:
-            await listening.start(ModelCalls(self._app(), self._gateway, DIALECTS), self._refusals)
+            await listening.start(calls, self._refusals, self._largest)
         except ServerError:
             await self.stop()
             raise
@@ -170,6 +180,7 @@ class LightningServer:
         await self._gateway.stop()
         await listening.stop()
         await asyncio.gather(watching, return_exceptions=True)
+        await self._passthrough.stop()
         await self._relay.stop()
 
     async def _start_grpc(self, port: int) -> None:
@@ -241,7 +252,8 @@ class LightningServer:
                 ApiError(
                     status,
                     f"agl does not serve {request.method} {path}. There are POST {', '.join(DIALECTS)} and "
-                    f"/v1/traces, and GET /v1/models, also below {_PREFIX}. Does the base URL end in /v1, as OpenAI's "
+                    f"/v1/traces, and GET /v1/models, also below {_PREFIX}; {', '.join(sorted(PASSED_ON))} and GET "
+                    "/v1/models/ID are passed on. Does the base URL end in /v1, as OpenAI's "
                     "clients want it, or without it, as Anthropic's does?",
                     code="unknown_route",
                 )

@@ -3,7 +3,8 @@
 A chat request repeats the whole conversation, so the requests of an episode of T turns hold T²/2 messages, and
 the same goes for their prompt tokens. Every item of a request's lists of objects, and every full block of
 prompt tokens, is therefore a *piece*: a numbered row that calls refer to. Turns of one rollout share pieces, and
-so do siblings of a group (their task) and all rollouts of an agent (its system prompt and tools).
+so do siblings of a group (their task) and all rollouts of an agent (its system prompt and tools). A long text inside an
+item is a piece of its own: an image, as a data URL, is stored once, even if an agent sends it with new words each time.
 
 Equal pieces are recognised by a hash in memory, not by an index in the file: that index would be in random
 order, and cost more to write than everything else. What memory has forgotten, or another process wrote, is
@@ -28,7 +29,11 @@ Kind = TypeVar("Kind", str, bytes)
 BLOCK_BYTES = 256 * 4
 """256 int32 tokens: large enough that a block's row costs little beside its content, small enough that the
 tail, which every call stores for itself, stays short."""
+LONG_TEXT = 16 << 10
+"""Characters from which on a text inside an item is a piece of its own."""
 _NUMBER_BYTES = 8
+_ITEMS, _TEXTS = "items", "texts"
+"""In place of a list's length if long texts were taken out of it: the length, and the paths to these texts."""
 
 
 class Pieces:
@@ -60,13 +65,16 @@ class Pieces:
     def split_request(self, request: Mapping[str, Json]) -> tuple[str, str, bytes]:
         """A request body as (JSON without its lists of objects, their lengths as JSON, numbers of their items)."""
         rest: dict[str, Json] = {}
-        lengths: dict[str, int] = {}
+        lengths: dict[str, Json] = {}
         numbers: list[int] = []
         for name, value in request.items():
             if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
                 rest[name] = None
-                lengths[name] = len(value)
-                numbers.extend(self._number_of_item(item) for item in value)
+                texts: list[tuple[list[str | int], str]] = []
+                for place, item in enumerate(value):
+                    numbers.append(self._number_of_item(item, place, texts))
+                numbers += [self._number_of_text(dump_json(text)) for _, text in texts]
+                lengths[name] = {_ITEMS: len(value), _TEXTS: [path for path, _ in texts]} if texts else len(value)
             else:
                 rest[name] = value
         return dump_json(rest), dump_json(lengths), _dump_numbers(numbers)
@@ -77,8 +85,14 @@ class Pieces:
         blocks = (tokens[start : start + BLOCK_BYTES] for start in range(0, full, BLOCK_BYTES))
         return _dump_numbers([self._number_of_block(block) for block in blocks]), tokens[full:]
 
-    def _number_of_item(self, item: Json) -> int:
+    def _number_of_item(self, item: Json, place: int, texts: list[tuple[list[str | int], str]]) -> int:
+        """Its number; its long texts, with the paths to them in the list, are added to `texts`, and are null in it."""
         text = dump_json(item)
+        if len(text) >= LONG_TEXT:
+            text = dump_json(_without_long_texts(item, [place], texts))
+        return self._number_of_text(text)
+
+    def _number_of_text(self, text: str) -> int:
         return self._number(blake2b(text.encode(), digest_size=16).digest(), text)
 
     def _number_of_block(self, block: bytes) -> int:
@@ -99,6 +113,17 @@ class Pieces:
         return number
 
 
+def _without_long_texts(value: Json, path: list[str | int], found: list[tuple[list[str | int], str]]) -> Json:
+    if isinstance(value, str) and len(value) >= LONG_TEXT:
+        found.append((path, value))
+        return None
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _without_long_texts(each, [*path, name], found) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_long_texts(each, [*path, place], found) for place, each in enumerate(value)]
+    return value
+
+
 def numbers_in(column: bytes | None) -> tuple[int, ...]:
     """The numbers of pieces in a column of a call."""
     return () if column is None else struct.unpack(f"<{len(column) // _NUMBER_BYTES}q", column)
@@ -107,9 +132,15 @@ def numbers_in(column: bytes | None) -> tuple[int, ...]:
 def join_request(rest: str, lengths: str, numbers: bytes, pieces: Mapping[int, Data]) -> dict[str, Json]:
     """The inverse of `Pieces.split_request`."""
     request: dict[str, Json] = load_json(rest)
-    items = (load_json(_piece(str, number, pieces)) for number in numbers_in(numbers))
+    found = (load_json(_piece(str, number, pieces)) for number in numbers_in(numbers))
     for name, length in load_json(lengths).items():
-        request[name] = [next(items) for _ in range(length)]
+        count, paths = (length[_ITEMS], length[_TEXTS]) if isinstance(length, dict) else (length, ())
+        request[name] = [next(found) for _ in range(count)]
+        for *path, last in paths:
+            holder: Json = request[name]
+            for step in path:
+                holder = holder[step]
+            holder[last] = next(found)
     return request
 
 

@@ -59,6 +59,6 @@ def _pruned_message(text: str) -> str:
 
 
 def _pruned_tool_call(tool_call: Mapping[str, Json]) -> dict[str, Json]:
-    function = tool_call.get("function")
+    function = tool_call.get("function", tool_call.get("custom"))
     name = function.get("name") if isinstance(function, Mapping) else None
     return {"id": tool_call.get("id"), "type": "function", "function": {"name": name, "arguments": "{}"}}

@@ -185,7 +185,13 @@ _VERSION_5 = """
 ALTER TABLE tool_results ADD COLUMN status_rule TEXT;  -- NULL: recorded before rules had names
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5)
+_VERSION_6 = """
+ALTER TABLE calls ADD COLUMN undelivered INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE calls ADD COLUMN stamped INTEGER NOT NULL DEFAULT 1;  -- 1 where it was not recorded
+ALTER TABLE attempts ADD COLUMN passed_through TEXT;  -- NULL: nothing was
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6)
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 
 

@@ -30,8 +30,9 @@ from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout
 from agl_core.wire.headers import rollout_path
-from agl_core.wire.workers import CloseRequest, HeldAttempt, LeaseRequest, ToolResultReport
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.wire.workers import HeldAttempt, LeaseRequest, ToolResultReport
+from agl_core.worker.environment import PLACEHOLDER_KEY, Ended
+from agl_core.worker.report import closing
 
 
 class Hooks:
@@ -138,7 +139,7 @@ class RunningAttempt:
     async def close(self) -> Episode:
         """Close it with what was reported, as a worker does, and build its episode."""
         self.active.recording.close()
-        report = CloseRequest(ending=Ending.FINISHED, tool_results=list(self.tool_results))
+        report = closing(Ended(Ending.FINISHED), self.active.recording)
         await self.stack.server.queue.close_attempt(self.key, report)
         return await self.stack.episode(self.key)
 

@@ -44,6 +44,8 @@ class RunState:
     groups_unfinished: list[int] = field(default_factory=list)
     """The positions, from 0, of begun groups that no step trained on: they are begun again."""
     llm_calls: int = 0
+    passed_through: int = 0
+    """Requests that were passed on and not recorded."""
     kept: int = 0
     """Transitions trained on."""
     dropped: dict[str, int] = field(default_factory=dict)

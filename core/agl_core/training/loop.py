@@ -189,6 +189,7 @@ class Trainer:
         state.step = step
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
         state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in drawn.new)
+        state.passed_through += int(found["calls/passed_through"])
         state.kept += len(training_records) - drops.total()
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
@@ -282,6 +283,8 @@ class Trainer:
         self._say(f"step {step}, evaluation", alarms)
         self.state.evaluations += evaluated.entries
         self.state.llm_calls += evaluated.calls
+        passed_through = (v for k, v in evaluated.metrics.items() if k.endswith("calls/passed_through"))
+        self.state.passed_through += int(sum(passed_through))
         self._count_memory(await self.session.engine.stats())
         if evaluated.entries:
             self.log.write(step, "eval", evaluated.metrics, [*alarms, *self._stalls()])

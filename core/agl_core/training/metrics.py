@@ -57,6 +57,9 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "length/truncated": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
         "calls/prefix_broken": float(sum(t.prefix_broken for t in transitions)),
         "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
+        "calls/undelivered": float(sum(len({t.key.call for t in e.undelivered}) for e in episodes)),
+        "calls/passed_through": float(sum(sum((e.passed_through or {}).values()) for e in episodes)),
+        "calls/unattributed": float(sum(e.unattributed for e in episodes)),
         "tool_results/unjoined": float(sum(len(e.unjoined) for e in episodes)),
     }
     parts: dict[str, float] = {}

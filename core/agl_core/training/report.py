@@ -132,6 +132,7 @@ class Summary:
             "peak_rss_bytes": state.peak_rss_bytes,
             "rollouts": state.endings,
             "llm_calls": state.llm_calls,
+            "passed_through": state.passed_through,
             "transitions": {"kept": state.kept, "dropped": state.dropped},
             "seed": self.seed,
             "interrupted": self.stopped_by is not None,

@@ -10,14 +10,14 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from agl_core.config.load import ServerConfig
-from agl_core.config.models import RunConfig
-from agl_core.errors import EngineError, ServerError, StoreError
+from agl_core.config.models import GatewaySection, RunConfig
+from agl_core.errors import ConfigError, EngineError, ServerError, StoreError
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import is_loopback
 from agl_core.store.interface import Store
 from agl_core.types import Rollout
-from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile
+from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, problem_of_key, take_key
 from agl_core.wire.trainers import (
     Activity,
     BeginReply,
@@ -98,9 +98,10 @@ async def local_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterator[Lig
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
     keys.check_host(loaded.config.server.host)
+    other_key = passthrough_key(loaded.config.gateway)
     async with loaded.store.build(run_dir) as store:
         begun = await _has_begun(store, file)
-        server = _server(loaded, store, keys, file, loaded.config.server.port)
+        server = _server(loaded, store, keys, file, loaded.config.server.port, other_key)
         await server.start()
         failed = True
         try:
@@ -123,16 +124,17 @@ async def standalone_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterato
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
     keys.check_host(host, (WORKER_KEY, OPERATOR_KEY))
+    other_key = passthrough_key(loaded.config.gateway)
     async with loaded.store.build(run_dir) as store:
         begun = await _has_begun(store, file)
         run = await recorded_name(store, run_dir)
-        server = _server(loaded, store, keys, file, port or _port_before(file), run)
+        server = _server(loaded, store, keys, file, port or _port_before(file), other_key, run)
         try:
             await server.start()
         except ServerError:
             if port:
                 raise
-            server = _server(loaded, store, keys, file, 0, run)
+            server = _server(loaded, store, keys, file, 0, other_key, run)
             await server.start()
         try:
             keys.write(file, server.base_url, begun=begun)
@@ -162,7 +164,13 @@ async def _has_begun(store: Store, file: Path) -> bool:
 
 
 def _server(
-    loaded: ServerConfig, store: Store, keys: Keys, file: Path, port: int, run: str | None = None
+    loaded: ServerConfig,
+    store: Store,
+    keys: Keys,
+    file: Path,
+    port: int,
+    other_key: str | None,
+    run: str | None = None,
 ) -> LightningServer:
     server = LightningServer(
         store,
@@ -172,9 +180,26 @@ def _server(
         hook=loaded.plugins.hook,
         keys=keys,
         run=run,
+        gateway=loaded.config.gateway,
+        passthrough_key=other_key,
         begun=lambda: keys.write(file, server.base_url, begun=True),
     )
     return server
+
+
+def passthrough_key(gateway: GatewaySection) -> str | None:
+    """The key for what is passed through, taken out of the environment; ConfigError if its variable is not set."""
+    name = gateway.passthrough.api_key_env
+    key = None if name is None else take_key(name)
+    if name is not None and key is None:
+        raise ConfigError(
+            f"gateway.passthrough.api_key_env: the environment variable {name} is not set. Set it to the key of the "
+            "server that requests are passed through to, or leave api_key_env out."
+        )
+    problem = None if name is None or key is None else problem_of_key(name, key)
+    if problem is not None:
+        raise ConfigError(problem)
+    return key
 
 
 def _port_before(file: Path) -> int:

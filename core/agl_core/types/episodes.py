@@ -81,4 +81,10 @@ class Episode:
     """Why the whole episode is not trained on, if it is not."""
     unjoined: tuple[ToolResult, ...] = ()
     """Tool results that belong to no recorded call; counted and shown."""
+    undelivered: tuple[Transition, ...] = ()
+    """Those with undelivered replies: neither credited nor trained on. Each has the turn of the next one that counts."""
+    passed_through: Mapping[str, Json] | None = None
+    """Requests that were passed on and not recorded, by route; None if there were none."""
+    unattributed: int = 0
+    """Calls of which nothing says who made them. Tool results without an id that may be theirs are not joined."""
     step: int = 0

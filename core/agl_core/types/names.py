@@ -108,6 +108,8 @@ class DropReason(StrEnum):
     """A reward rule raised."""
     TOO_LONG = "too_long"
     """Longer than the engine can train on."""
+    UNDELIVERED = "undelivered"
+    """The reply reached no client: the client hung up before it came, or left the stream."""
     STALE = "stale"
     """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""
 

@@ -100,6 +100,8 @@ class Attempt:
     """What the agent returned."""
     error: Text | None = None
     """The exception's type and message, when it crashed; a hint what to do, when it made no call."""
+    passed_through: Mapping[str, Json] | None = None
+    """Requests that were passed on and not recorded (embeddings, audio, …), by route; None if there were none."""
 
     @property
     def key(self) -> AttemptKey:
@@ -189,10 +191,19 @@ class Call:
     """The agent's semantic variables when it made the call; None if they were not set."""
     pruned: bool = False
     """Its texts and tokens were removed to save space (`agl runs prune`); the rest is as it was recorded."""
+    undelivered: bool = False
+    """The reply reached no client: the client hung up before it came, or left the stream. The call does not count."""
+    stamped: bool = True
+    """Whether the agent's process said who made it, if it knew: its HTTP library is one that agl knows."""
 
     @property
     def key(self) -> AttemptKey:
         return AttemptKey(self.rollout, self.attempt)
+
+    @property
+    def is_unattributed(self) -> bool:
+        """Whether nothing says who made it, and so what the tools after it belong to."""
+        return not self.stamped and self.agent is None and self.parent_span is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ HEADER_STATE = "x-agl-state"
 """The agent's semantic variables at the call, as `agl_core.capture.state` packs them."""
 HEADER_RETRY = "x-agl-retry"
 """One value for a request and its retries by the client."""
+HEADER_CALL = "x-agl-call"
+"""On the server's reply: the id of the call that it answers."""
 HEADER_POLICY = "x-agl-policy-version"
 """On an upstream's reply: the policy version that sampled it."""
 

@@ -52,11 +52,16 @@ def take_keys() -> dict[str, str]:
     They are also removed from what the system shows of this process (/proc/PID/environ on Linux), which has its initial
     environment.
     """
-    found = {name: os.environ.get(name, "").strip() for name in (WORKER_KEY, OPERATOR_KEY)}
-    for name in (WORKER_KEY, OPERATOR_KEY):
-        _overwrite(name)
-        os.environ.pop(name, None)
+    found = {name: take_key(name) for name in (WORKER_KEY, OPERATOR_KEY)}
     return {name: key for name, key in found.items() if key}
+
+
+def take_key(name: str) -> str | None:
+    """The key in this variable, which is removed as `take_keys` does it; None if there is none."""
+    key = os.environ.get(name, "").strip()
+    _overwrite(name)
+    os.environ.pop(name, None)
+    return key or None
 
 
 def problem_of_key(name: str, key: str) -> str | None:

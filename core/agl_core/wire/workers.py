@@ -133,6 +133,9 @@ class CloseRequest(Body):
     error: str | None = None
     tool_results: list[ToolResultReport] = Field([], max_length=MAX_REPORTS)
     rewards: list[RewardReport] = Field([], max_length=MAX_REPORTS)
+    undelivered: list[str] = Field(
+        [], max_length=MAX_REPORTS, description="Calls whose replies the agent did not read to their end."
+    )
 
 
 class CloseReply(Body):

@@ -13,6 +13,7 @@ import pytest
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Identity, Recording, identify, running
+from agl_core.capture.attach.libraries import stamp_library
 from agl_core.capture.attach.methods import Patches
 from agl_core.capture.attach.requests import Stamping
 
@@ -188,7 +189,7 @@ def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> Non
 
     stamping.resolvers += [broken, lambda: next(answers)]
     patches = Patches()
-    stamping.install(wire.library, patches)
+    stamp_library(wire.library, stamping, patches)
     active = attempt()
     try:
         with wire.library.Client(transport=wire.transport) as client, running(active):

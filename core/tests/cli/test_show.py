@@ -150,6 +150,23 @@ def test_what_agents_said_reaches_no_terminal_as_a_command(run: Any, command: tu
     assert "[/x] [bold]" in result.output
 
 
+def test_show_names_replies_that_nobody_got_and_calls_of_unknown_clients(run: Any) -> None:
+    rollout, attempt, first, second, *_ = run.trained(6, "m0")
+    run.put(
+        rollout,
+        replace(attempt, passed_through={"embeddings": 3}),
+        replace(first, undelivered=True),
+        replace(second, stamped=False, agent=None, parent_span=None),
+    )
+
+    result = run.agl("show", rollout.id, "--run=runs/calc", "--width=200")
+
+    assert result.exit_code == 0, result.exception
+    assert "undelivered, before turn 0:" in result.output
+    assert "passed through and not recorded: 3 embeddings" in result.output
+    assert "1 calls came from a client that agl does not know" in " ".join(result.output.split())
+
+
 def test_what_adapters_said_is_text_in_the_summary(tmp_path: Path) -> None:
     screen = Screen()
     screen.file = io.StringIO()

@@ -62,15 +62,37 @@ async def test_an_older_file_is_brought_up_to_date_and_keeps_its_rows(
     assert ask(path, "SELECT name FROM sqlite_master WHERE name = 'notes'") == []
 
 
+async def test_the_calls_of_a_file_of_version_5_were_delivered(
+    path: Path, monkeypatch: pytest.MonkeyPatch, make_rollout: Any, make_attempt: Any, make_call: Any, exactly: Any
+) -> None:
+    calls = [make_call("a"), make_call("b", late=True)]
+    async with SqliteStore(path) as store:
+        await store.put(make_rollout("r"), make_attempt("r"), *calls)
+    with sqlite3.connect(path) as connection:  # what version 6 added is all that a file of version 5 lacks
+        connection.executescript(
+            "ALTER TABLE calls DROP COLUMN undelivered; ALTER TABLE calls DROP COLUMN stamped;"
+            "ALTER TABLE attempts DROP COLUMN passed_through; PRAGMA user_version = 5"
+        )
+    connection.close()
+    async with SqliteStore(path) as store:
+        found = await store.calls([calls[0].key])
+        assert exactly(found) == exactly(calls)
+        assert [(call.undelivered, call.stamped) for call in found] == [(False, True)] * 2
+        await store.put(replace(calls[0], undelivered=True, stamped=False))
+        assert [call.undelivered for call in await store.calls([calls[0].key])] == [True, False]
+    assert ask(path, "PRAGMA user_version") == [(6,)]
+
+
 async def test_a_file_with_one_use_of_each_transition_takes_one_of_each_step(
     path: Path, monkeypatch: pytest.MonkeyPatch, make_attempt: Any
 ) -> None:
     attempt, record = make_attempt("r"), TrainingRecord("r", 0, "c", 0, 1, 1.0, 0.5, 0.25)
     with monkeypatch.context() as older:
         older.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:2])
-        async with SqliteStore(path) as store:
-            await store.put(attempt)
+        async with SqliteStore(path):
+            pass
     with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO attempt_keys (rollout, attempt) VALUES (?, ?)", attempt.key)
         connection.execute("INSERT INTO uses SELECT 1, seq, 'c', 0, 1, 1.0, 0.5, 0.25, NULL FROM attempt_keys")
     connection.close()
     async with SqliteStore(path) as store:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from agl_core.capture.attach.imports import WhenImported
+from agl_core.capture.attach.libraries import HTTP_LIBRARIES, stamp_library
 from agl_core.capture.attach.methods import Patches
-from agl_core.capture.attach.requests import HTTP_LIBRARIES, Stamping
+from agl_core.capture.attach.requests import Stamping
 from agl_core.capture.attach.threads import carry_into_threads
 from agl_core.capture.reports import report_problem
 from agl_core.plugins import Kind, Plugins
@@ -44,7 +45,7 @@ class Attachment:
 
     def _stamp(self, library: ModuleType) -> None:
         try:
-            self._stamping.install(library, self._patches)
+            stamp_library(library, self._stamping, self._patches)
         except Exception as error:
             report_problem(f"Attaching to {library.__name__}", error)
 

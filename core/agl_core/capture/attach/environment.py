@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from agl_core.capture.attach.attach import attach, installed_adapters
-from agl_core.capture.attach.requests import HTTP_LIBRARIES
 from agl_core.capture.context import ActiveAttempt, start_running
 from agl_core.capture.recording import Recording, read_spool, spooled
 from agl_core.capture.reports import report_problem
@@ -59,8 +58,9 @@ def bootstrap_variables(
     Requests to the server at `base_url` are stamped and carry `api_key`. What adapters and the agent report is written
     below `reports` (see `read_spool`). `plugins` are files whose adapters are attached beside the installed ones.
     Frameworks are those of the adapters that are installed here, and those that adapters of the command's own Python
-    name in the entry-point group `agl.frameworks`; a process that imports no HTTP library, no framework and no agl is
-    left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says where.
+    name in the entry-point group `agl.frameworks`. A process that imports no framework and no agl, and asks the server
+    for nothing, is left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says
+    where.
     """
     return {
         "AGL_BASE_URL": base_url,
@@ -68,7 +68,7 @@ def bootstrap_variables(
         "AGL_ROLLOUT": attempt.rollout,
         "AGL_ATTEMPT": str(attempt.attempt),
         "AGL_REPORTS": str(reports),
-        "AGL_TRIGGERS": ",".join(sorted({"agl_core", *HTTP_LIBRARIES, *_own_frameworks(*plugins)})),
+        "AGL_TRIGGERS": ",".join(sorted({"agl_core", *_own_frameworks(*plugins)})),
         "AGL_PLUGINS": os.pathsep.join(map(str, plugins)),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), environment.get("PYTHONPATH")])),
         **_telemetry(attempt, base_url, api_key, environment),

@@ -1,4 +1,4 @@
-"""Headers that say who calls, and for which attempt, on requests of httpx and httpx2 to the Lightning Server.
+"""Headers that say who calls, and for which attempt, on requests to the Lightning Server.
 
 A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
 that sends it. Requests to any other host are left alone.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import quote, urlsplit
 
-from agl_core.capture.attach.methods import Patches
 from agl_core.capture.context import ActiveAttempt, Step, current_attempt, current_identity, current_scope, current_step
 from agl_core.capture.reports import report_problem
 from agl_core.capture.state import packed_variables
 from agl_core.types import Identity
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
-
-HTTP_LIBRARIES = ("httpx", "httpx2")
-"""openai 1.x, 2.x and anthropic use the first, openai 3.x the second."""
 
 Resolver: TypeAlias = Callable[[], Identity | None]
 """Asks a framework who makes the request that is being sent; None if it does not know."""
@@ -46,57 +41,48 @@ class _Sent:
 _sent: ContextVar[_Sent | None] = ContextVar("agl_sent", default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request that a library is about to send."""
+
+    method: str
+    headers: MutableMapping[str, str]
+    """They are found by names in lower case. What is set here is sent."""
+    body: Callable[[], bytes | None] = lambda: None
+    """None if it cannot be known; it is asked for only of clients that number their retries."""
+
+
 class Stamping:
-    """Stamps what `Client.send` and `AsyncClient.send` of an HTTP library send."""
+    """Stamps requests; `agl_core.capture.attach.libraries` finds them."""
 
     def __init__(self) -> None:
         self.resolvers: list[Resolver] = []
         """Asked where no adapter has entered an identity; in this order, the first answer counts."""
 
-    def install(self, library: ModuleType, patches: Patches) -> None:
-        """Patch an HTTP library; doing it again changes nothing."""
-        patches.replace(library.Client, "send", self._stamping)
-        patches.replace(library.AsyncClient, "send", self._stamping_async)
-
-    def _stamping(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        def stamped_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._stamped(request):
-                return send(client, request, *args, **kwargs)
-
-        return stamped_send
-
-    def _stamping_async(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        async def stamped_async_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._stamped(request):
-                return await send(client, request, *args, **kwargs)
-
-        return stamped_async_send
-
     @contextmanager
-    def _stamped(self, request: Any) -> Iterator[None]:
-        step = self._stamp(request)
+    def stamped(self, request: Outgoing) -> Iterator[None]:
+        """Stamp a request to the server (see `goes_to_the_server`), which is sent inside."""
+        step = self.stamp(request)
         try:
             yield
         finally:
             if step is not None:
                 step.end_call()
 
-    def _stamp(self, request: Any) -> Step | None:
-        """Stamp a request that goes to the server; returns the step that it begins, if it begins one."""
-        active = current_attempt()
-        step = None
+    def stamp(self, request: Outgoing) -> Step | None:
+        """Stamp a request to the server; the step that it begins, if it begins one, which its reply has to end."""
+        active, step = current_attempt(), None
         if active is None:
             return None
         try:
-            if _is_below(request.url, active.base_url):
-                step = _begun_step(request)
-                request.headers.update(self._headers(request, active, step))
-                _authorize(request, active)
+            step = _begun_step(request)
+            request.headers.update(self._headers(request, active, step))
+            _authorize(request, active)
         except Exception as error:
             report_problem("Stamping a request", error)
         return step
 
-    def _headers(self, request: Any, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
+    def _headers(self, request: Outgoing, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
         who = current_identity() or Identity()
         if who.agent is None and who.parent_span is None:
             who = self._resolved() or who
@@ -134,24 +120,36 @@ def header_value(text: str) -> str:
     return quote(text, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").strip()[:_MAX_HEADER]
 
 
-def _is_below(url: Any, base_url: str) -> bool:
-    base = urlsplit(base_url)
+def goes_to_the_server(url: str) -> bool:
+    """Whether a request belongs to an attempt of this context: its URL is below the base URL of the server."""
+    active = current_attempt()
+    if active is None:
+        return False
+    try:
+        return _is_below(url, active.base_url)
+    except ValueError as error:
+        report_problem("Reading the URL of a request", error)
+        return False
+
+
+def _is_below(url: str, base_url: str) -> bool:
+    found, base = urlsplit(url), urlsplit(base_url)
     return (
-        url.scheme == base.scheme
-        and url.host == base.hostname
-        and (url.port or _DEFAULT_PORTS.get(url.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
-        and (url.path.startswith(f"{base.path.rstrip('/')}/") or url.path == base.path)
+        found.scheme == base.scheme
+        and found.hostname == base.hostname
+        and (found.port or _DEFAULT_PORTS.get(found.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
+        and (found.path.startswith(f"{base.path.rstrip('/')}/") or found.path == base.path)
     )
 
 
-def _authorize(request: Any, active: ActiveAttempt) -> None:
+def _authorize(request: Outgoing, active: ActiveAttempt) -> None:
     """Send the attempt's own key, whatever key the client has: one client may serve many attempts."""
     if "x-api-key" in request.headers:
         request.headers["x-api-key"] = active.api_key
     request.headers["authorization"] = f"Bearer {active.api_key}"
 
 
-def _begun_step(request: Any) -> Step | None:
+def _begun_step(request: Outgoing) -> Step | None:
     """The step that a call begins, if its scope has steps; a retry stays in the step of its first try."""
     scope = current_scope()
     if scope is None or scope.steps is None or request.method != "POST":
@@ -161,7 +159,7 @@ def _begun_step(request: Any) -> Step | None:
     return step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin()
 
 
-def _retry_marker(request: Any) -> str | None:
+def _retry_marker(request: Outgoing) -> str | None:
     """One value for a request and its retries, if the client numbers them; None if it cannot be known.
 
     A client retries in the context of its first try, with the same body; nothing else counts as a retry.
@@ -169,9 +167,8 @@ def _retry_marker(request: Any) -> str | None:
     count = request.headers.get(_RETRY_COUNT)
     if count is None:
         return None
-    try:
-        body = request.content
-    except RuntimeError:  # the body is a stream, which can be read only once
+    body = request.body()
+    if body is None:
         return None
     digest = hashlib.blake2b(body, digest_size=16).digest()
     if count == "0":

@@ -114,10 +114,9 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     for piece in pieces(message.get("content") or ""):
         yield {"content": piece}
     for index, call in enumerate(message.get("tool_calls") or ()):
-        function = call["function"]
-        opening = {**call, "index": index, "function": {**function, "arguments": ""}}
-        yield {"tool_calls": [opening]}
-        yield {"tool_calls": [{"index": index, "function": {"arguments": function.get("arguments") or ""}}]}
+        kind, written = ("custom", "input") if call.get("type") == "custom" else ("function", "arguments")
+        yield {"tool_calls": [{**call, "index": index, kind: {**call[kind], written: ""}}]}
+        yield {"tool_calls": [{"index": index, kind: {written: call[kind][written]}}]}
 
 
 def _check_messages(messages: Any) -> None:
@@ -138,9 +137,14 @@ def _check_messages(messages: Any) -> None:
 
 
 def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
-    function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, dict):
-        raise wrong(f"tools[{place}]", "must be of type 'function', with an object 'function'")
+    """A function's description is checked; the model server decides whether it takes other tools."""
+    kind, function = tool.get("type"), tool.get("function")
+    if not isinstance(kind, str):
+        raise wrong(f"tools[{place}].type", f"must be a string ('function', say), not {shown(kind)}")
+    if kind != "function":
+        return
+    if not isinstance(function, dict):
+        raise wrong(f"tools[{place}].function", f"must be an object, not {shown(function)}")
     if not isinstance(function.get("name"), str):
         raise wrong(f"tools[{place}].function.name", f"must be a string, not {shown(function.get('name'))}")
     check_fields(function, FUNCTION, f"tools[{place}].function.")

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from agl_core.server.gateway.reply import Reply, reasoning_of
+from agl_core.server.gateway.reply import Reply, called, reasoning_of
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.types import Json
 
@@ -161,12 +161,12 @@ def _text(message: Message) -> bytes:
 
 
 def _key(message: Message) -> Any:
-    calls = tuple((call.get("id"), call["function"]["name"]) for call in message.get("tool_calls") or ())
+    calls = tuple((call.get("id"), called(call)[0]) for call in message.get("tool_calls") or ())
     return message.get("content") or "", reasoning_of(message), calls
 
 
 def _arguments(message: Message) -> list[Json]:
-    return [_value(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    return [_value(called(call)[1]) for call in message.get("tool_calls") or ()]
 
 
 def _value(arguments: str) -> Json:

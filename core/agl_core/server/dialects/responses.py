@@ -2,7 +2,9 @@
 
 Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
 becomes `reasoning_effort`. Fields that this module does not know are passed on as they are, as with chat completions.
-What would need OpenAI's own servers (built-in tools, stored prompts and conversations, background) is refused.
+Tools that are no functions go to the model server as they are, which may refuse them. What would need OpenAI's own
+servers (stored prompts and conversations, background) is refused. Nothing here summarises or encrypts reasoning, so
+what asks for that is ignored.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ from agl_core.server.dialects.replies import KEPT, KEPT_BYTES, Message, ReplyMem
 from agl_core.server.dialects.responses_input import item_id, read_input
 from agl_core.server.dialects.sse import event_stream, pieces
 from agl_core.server.errors import ApiError
-from agl_core.server.gateway.reply import Reply, reasoning_of
+from agl_core.server.gateway.reply import Reply, called, reasoning_of
 from agl_core.types import FinishReason, Json, Sampling
 
 _LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"
 
 
 class Responses:
@@ -99,11 +102,8 @@ def _refuse(body: Mapping[str, Any]) -> None:
         if body.get(name) is not None and not is_one_of(body[name], neutral):
             raise unsupported(name, f"= {shown(body[name])} needs OpenAI's own servers. Leave it out")
     for place, entry in enumerate(body.get("include") or ()):
-        if entry != _LOGPROBS:
+        if entry not in (_LOGPROBS, _ENCRYPTED):
             raise unsupported(f"include[{place}]", f"is {shown(entry)}: agl can include {_LOGPROBS} only. Leave it out")
-    for name in ("summary", "generate_summary"):
-        if (body.get("reasoning") or {}).get(name) is not None:
-            raise unsupported(f"reasoning.{name}", "cannot be served: nothing summarises reasoning here. Leave it out")
 
 
 def _earlier(body: Mapping[str, Any], memory: ReplyMemory) -> tuple[Message, ...]:
@@ -146,20 +146,26 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
 
 
 def _tool(place: str, tool: Mapping[str, Any]) -> dict[str, Json]:
-    kind = tool.get("type")
-    if kind != "function":
-        raise unsupported(f"{place}.type", f"is {shown(kind)}: agl can pass on tools of type 'function' only")
+    """A tool as chat completions describe it; a hosted one as it is, for the model server may have it."""
+    kind = need_text(tool, "type", f"{place}.")
+    if kind not in ("function", "custom"):
+        return dict(tool)
     need_text(tool, "name", f"{place}.")
-    check_fields(tool, FUNCTION, f"{place}.")
-    return {"type": kind, "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+    described = {k: v for k, v in tool.items() if k != "type" and v is not None}
+    if kind == "function":
+        check_fields(tool, FUNCTION, f"{place}.")
+    elif isinstance(format := described.get("format"), dict) and format.get("type") == "grammar":
+        described["format"] = {"type": "grammar", "grammar": {k: v for k, v in format.items() if k != "type"}}
+    return {"type": kind, kind: described}
 
 
 def _tool_choice(choice: Json) -> Json:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function":
-        raise unsupported("tool_choice.type", f"is {shown(choice.get('type'))}: agl can choose a 'function' only")
-    return {"type": "function", "function": {"name": need_text(choice, "name", "tool_choice.")}}
+    kind = need_text(choice, "type", "tool_choice.")
+    if kind not in ("function", "custom"):
+        return choice
+    return {"type": kind, kind: {"name": need_text(choice, "name", "tool_choice.")}}
 
 
 def _response_format(wanted: Json) -> Json:
@@ -232,17 +238,12 @@ def _output(reply: Reply, *, logprobs: bool, status: str) -> list[dict[str, Json
             }
         )
     for number, call in enumerate(calls):
-        own_id = item_id("fc", reply.id, number)
-        items.append(
-            {
-                "id": own_id,
-                "type": "function_call",
-                "call_id": call.get("id") or own_id,
-                "name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-                "status": status,
-            }
-        )
+        is_custom = call.get("type") == "custom"
+        own_id = item_id("ctc" if is_custom else "fc", reply.id, number)
+        kind = "custom_tool_call" if is_custom else "function_call"
+        name, passed = called(call)
+        item: dict[str, Json] = {"id": own_id, "type": kind, "call_id": call.get("id") or own_id, "name": name}
+        items.append({**item, _WRITTEN[kind][0]: passed, **({} if is_custom else {"status": status})})
     return items
 
 
@@ -285,14 +286,15 @@ def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     yield {"type": "response.created", "response": started}
     yield {"type": "response.in_progress", "response": started}
     for index, item in enumerate(response["output"]):
-        empty: dict[str, Json] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        opened = {**item, "status": "in_progress", **empty}
+        written, kind = _WRITTEN.get(item["type"], ("", ""))
+        empty: dict[str, Json] = {written: ""} if written else {"content": []}
+        opened = {**item, **({"status": "in_progress"} if "status" in item else {}), **empty}
         yield {"type": "response.output_item.added", "output_index": index, "item": opened}
         place = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "function_call":
-            for piece in pieces(item["arguments"]):
-                yield {"type": "response.function_call_arguments.delta", **place, "delta": piece}
-            yield {"type": "response.function_call_arguments.done", **place, "arguments": item["arguments"]}
+        if written:
+            for piece in pieces(item[written]):
+                yield {"type": f"response.{kind}.delta", **place, "delta": piece}
+            yield {"type": f"response.{kind}.done", **place, written: item[written]}
         else:
             for content_index, part in enumerate(item["content"]):
                 yield from _part_events({**place, "content_index": content_index}, part)
@@ -367,6 +369,11 @@ _NOT_SERVED: Mapping[str, tuple[Json, ...]] = {
     "truncation": ("disabled",),
 }
 """Fields that cannot be served, and the values with which they ask for nothing."""
+_WRITTEN: Mapping[str, tuple[str, str]] = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""By the type of an item that calls a tool: the field with what the model wrote, and what its events are called."""
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
 _NOT_YET = ("usage", "incomplete_details")
 """Fields that are null until the response has ended."""

@@ -18,7 +18,7 @@ from agl_core.types import Json
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Where the parts that are text have it."""
-_ITEM_ID = re.compile("(?:msg|rs|fc)_([0-9a-f]{32})(?:_[0-9]+)?")
+_ITEM_ID = re.compile("(?:msg|rs|fc|ctc)_([0-9a-f]{32})(?:_[0-9]+)?")
 
 
 def item_id(kind: str, reply_id: str, number: int | None = None) -> str:
@@ -60,8 +60,10 @@ class _Reader:
             case "message":
                 self._read_message(place, item)
             case "function_call":
-                self._read_call(place, item)
-            case "function_call_output":
+                self._read_call(place, item, "function", "arguments")
+            case "custom_tool_call":
+                self._read_call(place, item, "custom", "input")
+            case "function_call_output" | "custom_tool_call_output":
                 call_id = need_text(item, "call_id", f"{place}.")
                 content = _content(need(item, "output", f"{place}."), f"{place}.output")
                 self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
@@ -83,9 +85,9 @@ class _Reader:
         else:
             self._assistant("content", item)["content"] = content if isinstance(content, str) else _joined(content)
 
-    def _read_call(self, place: str, item: Mapping[str, Any]) -> None:
-        function = {name: need_text(item, name, f"{place}.") for name in ("name", "arguments")}
-        call = {"id": need_text(item, "call_id", f"{place}."), "type": "function", "function": function}
+    def _read_call(self, place: str, item: Mapping[str, Any], kind: str, written: str) -> None:
+        tool = {name: need_text(item, name, f"{place}.") for name in ("name", written)}
+        call = {"id": need_text(item, "call_id", f"{place}."), "type": kind, kind: tool}
         self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
 
     def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,5 +163,6 @@ def _unknown_item(place: str, kind: Json) -> ApiError:
         return unsupported(place, "refers to an item by its id: send the item itself, or use 'previous_response_id'")
     return unsupported(
         f"{place}.type",
-        f"is {shown(kind)}: agl can pass on items of type message, function_call, function_call_output and reasoning",
+        f"is {shown(kind)}: agl can pass on items of type message, function_call, function_call_output, "
+        "custom_tool_call, custom_tool_call_output and reasoning",
     )

@@ -7,15 +7,19 @@ then answer. What differs between APIs is in their dialects.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from agl_core.capture import unpack_variables
 from agl_core.config.sections import is_among
@@ -27,13 +31,15 @@ from agl_core.server.gateway.attribution import attempt_of
 from agl_core.server.gateway.reply import Reply, read_reply
 from agl_core.server.gateway.retries import Exchange
 from agl_core.server.gateway.sampling import call_seed, effective_sampling, forwarded
+from agl_core.server.gateway.unusual import explained
 from agl_core.server.gateway.upstream import Destination, Relay
+from agl_core.server.http.protocol import CONNECTION, CorkedHttp
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.interface import Store
 from agl_core.types import Call
-from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE
+from agl_core.wire.headers import HEADER_AGENT, HEADER_CALL, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +56,26 @@ class Counters:
     """Requests that were a client's own retry of an earlier one."""
     late: int = 0
     """Recorded calls that ended after their attempt was closed."""
+    undelivered: int = 0
+    """Recorded calls whose replies reached no client, as far as the connections show."""
+    passed_through: int = 0
+    """Requests that were passed on and not recorded."""
     upstream_errors: int = 0
     """Calls that the upstream refused or failed."""
+
+
+class _Delivery(Response):
+    """Sends a reply, if its client is still there, and then reports whether it arrived."""
+
+    def __init__(self, reply: Response, client: CorkedHttp, report: Callable[[bool], Awaitable[None]]) -> None:
+        self._reply, self._client, self._report = reply, client, report
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = False
+        if not self._client.is_gone:
+            await self._reply(scope, receive, send)
+            arrived = await self._client.has_sent()
+        await self._report(arrived)
 
 
 class Gateway:
@@ -73,7 +97,7 @@ class Gateway:
         attempt_of(request, self._keys, self._queue)
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
-        """One model call, from the agent's request to the agent's reply."""
+        """One model call, from the agent's request to the agent's reply, and whether it arrived."""
         attempt: ActiveAttempt | None = None
         try:
             found = attempt_of(request, self._keys, self._queue)
@@ -83,9 +107,14 @@ class Gateway:
             raw = await request.body()
             memory = self._memories.of(attempt)
             asked = dialect.parse(raw, memory)
-            reply = await self._reply(request, attempt, dialect, raw, asked)
+            exchange = self._exchange(request, attempt, dialect, raw, asked)
+            client: CorkedHttp = request.scope[CONNECTION]
+            exchange.waiting.append(client)
+            reply = await self._reply(request, attempt, exchange, dialect, asked)
             memory.add(reply, asked.conversation)
-            return dialect.render(asked, reply)
+            response = dialect.render(asked, reply)
+            response.headers[HEADER_CALL] = reply.id
+            return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except ApiError as refused:
             error = refused
         except Exception:
@@ -99,16 +128,31 @@ class Gateway:
         response.headers.update(error.headers)
         return response
 
+    async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
+        """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""
+        if exchange.call is None:
+            return
+        exchange.arrived |= arrived
+        call = exchange.call
+        if call.undelivered is exchange.arrived and not attempt.closed:
+            call = exchange.call = replace(call, undelivered=not exchange.arrived)
+            self.counters.undelivered += 1 if call.undelivered else -1
+            with contextlib.suppress(ApiError):  # It is logged, and no client waits for an answer.
+                await self._commit(attempt, call, None)
+        if exchange.arrived:
+            exchange.call = None
+            exchange.waiting.clear()
+
     async def stop(self) -> None:
         """Give up the calls that are still in flight."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _reply(
+    def _exchange(
         self, request: Request, attempt: ActiveAttempt, dialect: Dialect, raw: bytes, asked: ModelRequest
-    ) -> Reply:
-        """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
+    ) -> Exchange:
+        """That of the call which this request retries, or a new one."""
         headers = request.headers
         exchange = attempt.retries.find(dialect.api, headers, raw)
         if exchange is None:
@@ -119,8 +163,14 @@ class Gateway:
             self.counters.retried += earlier is not None
         else:
             self.counters.retried += 1
+        return exchange
+
+    async def _reply(
+        self, request: Request, attempt: ActiveAttempt, exchange: Exchange, dialect: Dialect, asked: ModelRequest
+    ) -> Reply:
+        """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
         if exchange.task is None or exchange.failed:
-            exchange.task = asyncio.create_task(self._call(attempt, exchange, dialect, asked, headers))
+            exchange.task = asyncio.create_task(self._call(attempt, exchange, dialect, asked, request.headers))
             self._tasks.add(exchange.task)
             exchange.task.add_done_callback(self._forget)
             exchange.task.add_done_callback(lambda _: attempt.retries.ended(exchange))
@@ -159,9 +209,9 @@ class Gateway:
                 forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
             )
             reply = read_reply(payload, headers, f"{dialect.id_prefix}{uuid.uuid4().hex}", logprobs=asked.logprobs)
-        except ApiError:
+        except ApiError as refused:
             self.counters.upstream_errors += 1
-            raise
+            raise explained(refused, asked.chat) from refused
         finally:
             attempt.asking.pop(exchange.sequence, None)
             attempt.answered = time.time()
@@ -189,8 +239,13 @@ class Gateway:
             reused=reply.reused,
             late=late,
             retry_of=exchange.marker,
+            undelivered=all(client.is_gone for client in exchange.waiting),
+            stamped=HEADER_ROLLOUT in stamps,
         )
         await self._commit(attempt, call, exchange.supersedes)
+        attempt.completed_calls += not late
+        exchange.call = None if late else call
+        self.counters.undelivered += call.undelivered and not late
         self.counters.calls += 1
         self.counters.without_ids += not reply.has_ids
         self.counters.late += late
@@ -209,7 +264,6 @@ class Gateway:
         try:
             if call.late or superseded is None:
                 await self._store.put(call)
-                attempt.completed_calls += not call.late
             else:
                 await self._store.put(call, replace(superseded, late=True))
         except StoreRefusedError:

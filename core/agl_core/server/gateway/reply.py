@@ -120,6 +120,17 @@ def reasoning_of(message: Mapping[str, Json]) -> str | None:
     return _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
 
 
+def called(call: Mapping[str, Any]) -> tuple[str, str]:
+    """The tool that a tool call names, and what it passes: a function's arguments, or a custom tool's input.
+
+    >>> called({"type": "custom", "custom": {"name": "shell", "input": "ls"}})
+    ('shell', 'ls')
+    """
+    if call.get("type") == "custom":
+        return call["custom"]["name"], call["custom"]["input"]
+    return call["function"]["name"], call["function"]["arguments"]
+
+
 def _text(value: Json) -> str | None:
     return value if isinstance(value, str) else None
 
@@ -133,7 +144,7 @@ def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
     if not isinstance(message, dict) or not isinstance(message.get("content"), str | None):
         raise TypeError("a message is no object with a text as content")
     for call in message.get("tool_calls") or ():
-        if not isinstance(call["function"]["name"], str) or not isinstance(call["function"]["arguments"], str):
+        if not all(isinstance(each, str) for each in called(call)):
             raise TypeError("a tool call has no name or no arguments")
     ids = _ids(raw.get("token_ids"))
     return Choice(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from starlette.datastructures import Headers
 
@@ -23,6 +24,14 @@ KEPT_BYTES = 64 << 20
 """And so many bytes of replies, as the upstream sent them."""
 
 
+class Client(Protocol):
+    """The connection over which a request came."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was closed."""
+
+
 @dataclass(slots=True, eq=False)
 class Exchange:
     """One call and everything the client sent to get its reply."""
@@ -36,6 +45,12 @@ class Exchange:
     """The highest retry count seen."""
     supersedes: Call | None = None
     """What an earlier server recorded of it, without its client getting the reply."""
+    call: Call | None = None
+    """The call as it was recorded; None before, and if it does not count."""
+    waiting: list[Client] = field(default_factory=list)
+    """The clients that asked for it."""
+    arrived: bool = False
+    """Whether one of them got the reply."""
     task: asyncio.Task[Reply] | None = None
     """The call in flight or finished; None until it is started."""
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.server.dialects.dialect import Dialect
+from agl_core.server.gateway.passthrough import Passthrough, is_passed_on
 
 _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?P<route>/v1/.+)")
 
@@ -30,19 +31,51 @@ class Answering(Protocol):
 
 
 class ModelCalls:
-    """Answers POST requests to the dialects' routes, alone or below an attempt's path; `app` answers the others."""
+    """Answers POST requests to the dialects' routes, alone or below an attempt's path.
 
-    def __init__(self, app: ASGIApp, gateway: Answering, dialects: Mapping[str, Dialect]) -> None:
-        self._app, self._gateway, self._dialects = app, gateway, dialects
+    `passthrough` answers what is passed on, if anything is, and `app` the rest.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        gateway: Answering,
+        dialects: Mapping[str, Dialect],
+        passthrough: Passthrough | None = None,
+    ) -> None:
+        self._app, self._gateway, self._dialects, self._passthrough = app, gateway, dialects, passthrough
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place = find_place(scope["path"], self._dialects) if scope["method"] == "POST" else None
-        if place is None:
+        if place is not None:
+            scope["path_params"] = place.parameters
+            response = await self._gateway.answer(Request(scope, receive), place.dialect)
+        elif self._passthrough is not None and (passed := find_passed(scope["method"], scope["path"])):
+            scope["path_params"] = passed.parameters
+            response = await self._passthrough.answer(Request(scope, receive), passed.route)
+        else:
             await self._app(scope, receive, send)
             return
-        scope["path_params"] = place.parameters
-        response = await self._gateway.answer(Request(scope, receive), place.dialect)
         await response(scope, receive, send)
+
+
+class PassedPlace(NamedTuple):
+    """Where a request goes that is passed on."""
+
+    route: str
+    parameters: Mapping[str, str]
+
+
+def find_passed(method: str, path: str) -> PassedPlace | None:
+    """The same for requests that are passed on: None if it is not one of them."""
+    found = _PATH.fullmatch(path)
+    if found is None or not is_passed_on(method, found["route"]):
+        return None
+    return PassedPlace(found["route"], _attempt_in(found))
+
+
+def _attempt_in(found: re.Match[str]) -> dict[str, str]:
+    return {} if found["rollout"] is None else {"rollout": found["rollout"], "attempt": found["attempt"]}
 
 
 def find_place(path: str, dialects: Mapping[str, Dialect]) -> Place | None:
@@ -51,5 +84,4 @@ def find_place(path: str, dialects: Mapping[str, Dialect]) -> Place | None:
     dialect = None if found is None else dialects.get(found["route"])
     if found is None or dialect is None:
         return None
-    named = found["rollout"] is not None
-    return Place(dialect, {"rollout": found["rollout"], "attempt": found["attempt"]} if named else {})
+    return Place(dialect, _attempt_in(found))

@@ -16,6 +16,7 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_HEAD_BYTES = 96 << 10
 """Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
 _OWN_LIMIT = "/v1/traces"
+_REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
 _LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_TRAINERS)}
 """Bytes of a body, by its path."""
 
@@ -25,11 +26,12 @@ class RequestLimits:
 
     A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
     of one that says beforehand how large it is. Exports of spans have a limit of their own. A client that hangs up
-    before its body is whole is an ApiError, too.
+    before its body is whole is an ApiError, too. `of_agents` is the largest body of an agent, in bytes, if
+    the configuration sets it.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, of_agents: int | None = None) -> None:
+        self._app, self._of_agents = app, of_agents
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -38,8 +40,11 @@ class RequestLimits:
         if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
             await openai_error(head_too_large())(scope, receive, send)
             return
-        most = _LARGEST.get(scope["path"], MAX_BODY)
-        await self._app(scope, _checked(headers, receive, None if scope["path"].endswith(_OWN_LIMIT) else most), send)
+        path = scope["path"]
+        is_agents = not path.startswith("/agl/")
+        most = _LARGEST.get(path, self._of_agents if is_agents and self._of_agents else MAX_BODY)
+        too_large = _too_large(most, _REMEDY if is_agents and self._of_agents else "")
+        await self._app(scope, _checked(headers, receive, None if path.endswith(_OWN_LIMIT) else most, too_large), send)
 
 
 def head_too_large() -> ApiError:
@@ -52,7 +57,7 @@ def head_too_large() -> ApiError:
     )
 
 
-def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None) -> Receive:
+def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None, too_large: ApiError) -> Receive:
     declared = dict(headers).get(b"content-length", b"")
     announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     arrived, is_whole = 0, False
@@ -60,18 +65,18 @@ def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | N
     async def read() -> Message:
         nonlocal arrived, is_whole
         if most is not None and announced > most:
-            raise _too_large(most)
+            raise too_large
         message = await receive()
         if message["type"] == "http.disconnect" and not is_whole:
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
         is_whole |= not message.get("more_body", False)
         arrived += len(message.get("body", b""))
         if most is not None and arrived > most:
-            raise _too_large(most)
+            raise too_large
         return message
 
     return read
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The request body is larger than {most >> 20} MiB.", code="body_too_large")
+def _too_large(most: int, remedy: str) -> ApiError:
+    return ApiError(413, f"The request body is larger than {most >> 20} MiB.{remedy}", code="body_too_large")

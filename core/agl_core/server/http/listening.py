@@ -42,10 +42,10 @@ class Listening:
         """Let go of the port without having served."""
         self._socket.close()
 
-    async def start(self, app: ASGIApp, refusals: Refusals) -> None:
-        """Answer from now on; ServerError if that fails."""
+    async def start(self, app: ASGIApp, refusals: Refusals, largest: int | None = None) -> None:
+        """Answer from now on; ServerError if that fails. A body of an agent may have `largest` bytes, if given."""
         config = uvicorn.Config(
-            RequestLimits(app),
+            RequestLimits(app, largest),
             http=cast(Any, functools.partial(CorkedHttp, refusals=refusals)),
             lifespan="off",
             proxy_headers=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -23,6 +23,10 @@ _BODY_PATIENCE = 30.0
 """Seconds that it gets for a body, and"""
 _BODY_RATE = 16 << 10
 """as many more as the body has so many bytes."""
+_UNSENT = 0.01
+"""Seconds between two looks at what is not sent yet."""
+CONNECTION = "agl.connection"
+"""In a request's scope: the `CorkedHttp` over which it came."""
 _MOST_AHEAD = 32
 """Requests that a client may send over one connection before it has the reply to the first one."""
 
@@ -69,12 +73,30 @@ class CorkedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._in_head, self._unread, self._body = True, 0, 0
         self._late: asyncio.TimerHandle | None = None
+        self._is_gone, self._broke = False, False
         super().connection_made(CorkedTransport(transport))
         self._expect(_HEAD_PATIENCE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._came()
+        self._is_gone, self._broke = True, exc is not None
         super().connection_lost(exc)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has hung up."""
+        return self._is_gone
+
+    async def has_sent(self) -> bool:
+        """Wait until what was written has left for the client; False if the connection broke before."""
+        cast(CorkedTransport, self.transport).flush()
+        while not self._is_gone and self.transport.get_write_buffer_size():  # noqa: ASYNC110
+            await asyncio.sleep(_UNSENT)
+        return not self._broke
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast(dict[str, Any], self.scope)[CONNECTION] = self
 
     def data_received(self, data: bytes) -> None:
         self._unread += len(data)
@@ -174,21 +196,22 @@ class CorkedTransport(_Transport):
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         if not self._held:
-            self._loop.call_soon(self._send)
+            self._loop.call_soon(self.flush)
         self._held.append(data)
 
     def close(self) -> None:
-        self._send()
+        self.flush()
         self._transport.close()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._send()
+        self.flush()
         self._transport.set_protocol(protocol)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def _send(self) -> None:
+    def flush(self) -> None:
+        """Write what is held."""
         held, self._held = self._held, []
         if held and not self._transport.is_closing():  # The client may have hung up in between.
             self._transport.write(b"".join(held))

@@ -43,6 +43,8 @@ class ActiveAttempt:
     """When the latest call was answered."""
     interrupted: bool = False
     """The server was restarted under it, had no model for it, or could not record: if its agent breaks, that is why."""
+    passed_through: dict[str, int] = field(default_factory=dict)
+    """Requests that were passed on and not recorded, by route."""
     context_overflows: int = 0
     last_failure: str | None = None
     """The error of the last request that failed."""

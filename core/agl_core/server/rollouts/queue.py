@@ -26,7 +26,7 @@ from agl_core.server.rollouts.finished import Finished
 from agl_core.server.rollouts.leases import Leases
 from agl_core.server.rollouts.lifecycle import AttemptState, as_created, is_of, moved
 from agl_core.store.interface import Store
-from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Rollout, RolloutState
 from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatReply, HeartbeatRequest, LeaseReply, LeaseRequest
 
 logger = logging.getLogger(__name__)
@@ -337,13 +337,21 @@ class RolloutQueue:
         if active.committing:
             await asyncio.wait(active.committing)
         ending, error = decided(active, request)
-        record = replace(active.record, ended=time.time(), ending=ending, result=request.result, error=error)
+        record = replace(
+            active.record,
+            ended=time.time(),
+            ending=ending,
+            result=request.result,
+            error=error,
+            passed_through=active.passed_through or None,
+        )
         again = is_tried_again(active, ending, self._budget)
         if again:
             rollout = moved(active.rollout, RolloutState.QUEUED)
         else:
             rollout = moved(active.rollout, RolloutState.DONE, ending=ending, counted=record.attempt)
-        await self._store.put(*reported(active.key, request), record, rollout)
+        undelivered = await self._undelivered(active.key, request)
+        await self._store.put(*reported(active.key, request), *undelivered, record, rollout)
         active.move(AttemptState.SUPERSEDED if again else AttemptState.COUNTED)
         active.record = record
         active.retries.clear()
@@ -358,6 +366,12 @@ class RolloutQueue:
         else:
             self._finish(rollout)
         return CloseReply(counted=not again)
+
+    async def _undelivered(self, key: AttemptKey, request: CloseRequest) -> list[Call]:
+        """The calls whose replies the agent did not read to their end, marked so."""
+        named = set(request.undelivered)
+        calls = await self._store.calls([key]) if named else ()
+        return [replace(call, undelivered=True) for call in calls if call.id in named]
 
     async def _closed_before(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
         """The answer for an attempt that is not in memory: one that ended long ago, or before a restart."""

@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": []}, "stream_options"),
     ({"tools": [3]}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function.name"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),

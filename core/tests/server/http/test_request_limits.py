@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_core.config.models import GatewaySection
 from agl_core.server.http.limits import MAX_HEADER_BYTES, MAX_HEADERS
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey
@@ -31,6 +32,13 @@ WORKERS = {
 
 PATIENCE = 120.0
 """Seconds for any part of a request: large ones take long where others need the machine too."""
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    """Agents may send as much as others."""
+    async with running_stack(gateway=GatewaySection(max_body_mib=MAX_BODY >> 20)) as running:
+        yield running
 
 
 @pytest.fixture
@@ -69,9 +77,10 @@ async def test_bodies_that_are_too_large(stack: Stack, http: httpx.AsyncClient) 
         if url.endswith("traces"):
             continue  # has a limit of its own
         announced = await http.post(url, content=body % (b'"' + b"x" * MAX_BODY + b'"'), headers=headers)
-        assert (announced.status_code, message_of(announced)) == (413, "The request body is larger than 8 MiB."), url
+        assert announced.status_code == 413, url
+        assert message_of(announced).startswith("The request body is larger than 8 MiB."), url
         chunked = await http.post(url, content=in_pieces(), headers=headers)
-        assert (chunked.status_code, message_of(chunked)) == (413, "The request body is larger than 8 MiB."), url
+        assert (chunked.status_code, message_of(chunked)) == (413, message_of(announced)), url
     assert stack.upstream.received == []
     active = stack.server.queue.attempt(key)
     assert active is not None

@@ -5,6 +5,7 @@ one that it would have imported without agl is imported from here. This file may
 agl installed, and must never fail.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -22,29 +23,93 @@ def _import_next() -> None:
 
 
 class _Attaching:
-    """Attaches agl when the first of some modules is about to be imported."""
+    """Attaches agl right after a framework was imported, or else when a request is about to go to the server.
 
-    def __init__(self, triggers, reports) -> None:  # type: ignore[no-untyped-def]
-        self._triggers, self._reports = triggers, reports
-        self._asked = False
+    Until then nothing is imported that the program did not import: programs, and what they import, may look at what is
+    there. Nor is agl attached in the middle of an import of what agl itself needs.
+    """
+
+    def __init__(self, triggers, environment) -> None:  # type: ignore[no-untyped-def]
+        self._triggers, self._reports = triggers, environment["AGL_REPORTS"]
+        self._server = environment.get("AGL_BASE_URL", "").partition("//")[2].partition("/")[0]
+        self._asked, self._attached = False, False
+        self._importing = 0
+        """Frameworks whose import has begun and not ended."""
+        self._due = False
 
     def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
-        if fullname.split(".")[0] in getattr(sys, "stdlib_module_names", ()):
+        if fullname not in _SENDING and fullname.split(".")[0] in getattr(sys, "stdlib_module_names", ()):
             return None  # A process that needs nothing else is not slowed down.
         if not self._asked:
             self._asked = True
             self._triggers = self._triggers | _frameworks()
-        if fullname not in self._triggers:
+        if self._due:
+            self._attach_if_possible()
+            if self._attached and fullname in sys.modules:  # agl itself has imported it
+                # Taken out, for Python would load it again by the spec of a module that it finds there.
+                return ModuleSpec(fullname, _Imported(sys.modules.pop(fullname)))  # type: ignore[arg-type]
+        if self._attached or (fullname not in self._triggers and fullname not in _SENDING):
             return None
-        sys.meta_path.remove(self)
-        self._attach()
-        if fullname in sys.modules:  # agl itself has imported it
-            # Taken out, for Python would load it again by the spec of a module that it finds there.
-            return ModuleSpec(fullname, _Imported(sys.modules.pop(fullname)))  # type: ignore[arg-type]
-        specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
-        return next((spec for spec in specs if spec is not None), None)
+        for finder in list(sys.meta_path):
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                self._hook(spec)
+                return spec
+        return None
+
+    def _hook(self, spec) -> None:  # type: ignore[no-untyped-def]
+        """Act when the module is there. The loader keeps its type."""
+        loader = spec.loader
+        if loader is None or isinstance(loader, type) or not hasattr(loader, "exec_module"):
+            return
+        execute, is_framework = loader.exec_module, spec.name in self._triggers
+
+        def exec_module(module) -> None:  # type: ignore[no-untyped-def]
+            self._importing += is_framework
+            try:
+                execute(module)
+            finally:
+                self._importing -= is_framework
+            self._wait_for_requests(module)
+            if is_framework:
+                self._due = True
+                self._attach_if_possible(module.__name__)
+
+        try:
+            loader.exec_module = exec_module
+        except Exception:
+            return
+
+    def _wait_for_requests(self, module) -> None:  # type: ignore[no-untyped-def]
+        for kind, name in () if self._attached else _SENDING.get(module.__name__, ()):
+            owner = getattr(module, kind, None)
+            if hasattr(owner, name):
+                setattr(owner, name, self._waiting(owner, name))  # type: ignore[no-untyped-call]
+
+    def _waiting(self, owner, name):  # type: ignore[no-untyped-def]
+        send = getattr(owner, name)
+
+        @functools.wraps(send)
+        def waiting(client, *args, **kwargs):  # type: ignore[no-untyped-def]
+            if not self._attached and self._server in _destination(client, args):
+                is_mine = getattr(owner, name) is waiting
+                if is_mine:
+                    setattr(owner, name, send)
+                self._attach()
+                if is_mine:
+                    return getattr(owner, name)(client, *args, **kwargs)
+            return send(client, *args, **kwargs)
+
+        return waiting
+
+    def _attach_if_possible(self, complete="") -> None:  # type: ignore[no-untyped-def]
+        if not self._attached and not self._importing and not _is_importing_what_agl_needs(complete):
+            self._attach()
 
     def _attach(self) -> None:
+        self._attached, self._due = True, False
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         try:
             from agl_core.capture.attach.environment import attach_to_attempt
 
@@ -59,6 +124,36 @@ class _Attaching:
                     spool.write(json.dumps({"problem": problem}) + "\n")
             except OSError:
                 sys.stderr.write(problem + "\n")
+
+
+_SENDING = {
+    "httpx": (("Client", "send"), ("AsyncClient", "send")),
+    "httpx2": (("Client", "send"), ("AsyncClient", "send")),
+    "urllib3.connectionpool": (("HTTPConnectionPool", "urlopen"),),
+    "aiohttp.client": (("ClientSession", "_request"),),
+    "http.client": (("HTTPConnection", "request"),),
+}
+"""What sends the requests of each HTTP library that agl stamps."""
+_NEEDED = frozenset(
+    {"agl_core", "annotated_types", "numpy", "orjson", "pluggy", "pydantic", "pydantic_core"}
+    | {"typing_extensions", "typing_inspection"}
+)
+"""What agl imports when it attaches, beside Python's own modules."""
+
+
+def _is_importing_what_agl_needs(complete: str) -> bool:
+    """`complete` is a module that is there, though its import has not returned yet."""
+    return any(
+        getattr(getattr(module, "__spec__", None), "_initializing", False)
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] in _NEEDED and name != complete
+    )
+
+
+def _destination(client, args) -> str:  # type: ignore[no-untyped-def]
+    """Where a request goes, in any of the forms in which libraries have it."""
+    place = f"{getattr(client, 'host', '')}:{getattr(client, 'port', '')} {getattr(client, '_base_url', '')}"
+    return " ".join([place, *(str(getattr(each, "url", each)) for each in args[:2])])
 
 
 def _frameworks() -> "frozenset[str]":
@@ -88,4 +183,4 @@ try:
     _import_next()
 finally:
     if "AGL_REPORTS" in os.environ and "AGL_TRIGGERS" in os.environ:
-        sys.meta_path.insert(0, _Attaching(frozenset(os.environ["AGL_TRIGGERS"].split(",")), os.environ["AGL_REPORTS"]))
+        sys.meta_path.insert(0, _Attaching(frozenset(os.environ["AGL_TRIGGERS"].split(",")), os.environ))

@@ -1,0 +1,177 @@
+"""Where each HTTP library sends a request, so that what goes to the Lightning Server is stamped.
+
+`requests` sends through urllib3, and `urllib.request` through `http.client`. A request that passes through several of
+them is stamped by the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from agl_core.capture.attach.methods import Patches
+from agl_core.capture.attach.requests import Outgoing, Stamping, goes_to_the_server
+from agl_core.capture.attach.streams import watch_stream, watch_stream_async
+from agl_core.capture.reports import report_problem
+from agl_core.wire.headers import HEADER_ROLLOUT
+
+_Send: TypeAlias = Callable[..., Any]
+_STEP = "_agl_step"
+
+
+def stamp_library(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+    """Patch an HTTP library; doing it again changes nothing."""
+    _INSTALL[library.__name__](library, stamping, patches)
+
+
+def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+    def stamping_send(send: _Send) -> _Send:
+        def stamped_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if not goes_to_the_server(str(request.url)):
+                return send(client, request, *args, **kwargs)
+            with stamping.stamped(_of_httpx(request)):
+                response = send(client, request, *args, **kwargs)
+            return watch_stream(library, response)
+
+        return stamped_send
+
+    def stamping_async_send(send: _Send) -> _Send:
+        async def stamped_async_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if not goes_to_the_server(str(request.url)):
+                return await send(client, request, *args, **kwargs)
+            with stamping.stamped(_of_httpx(request)):
+                response = await send(client, request, *args, **kwargs)
+            return watch_stream_async(library, response)
+
+        return stamped_async_send
+
+    patches.replace(library.Client, "send", stamping_send)
+    patches.replace(library.AsyncClient, "send", stamping_async_send)
+
+
+def _of_httpx(request: Any) -> Outgoing:
+    def body() -> bytes | None:
+        try:
+            return bytes(request.content)
+        except RuntimeError:  # It is a stream, which can be read only once.
+            return None
+
+    return Outgoing(request.method, request.headers, body)
+
+
+def _urllib3(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+    def stamping_urlopen(urlopen: _Send) -> _Send:
+        def stamped_urlopen(
+            pool: Any, method: str, url: str, body: Any = None, headers: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            given = pool.headers if headers is None else headers
+            found = _ours(_absolute(url, pool.scheme, pool.host, pool.port), given)
+            if found is None:
+                return urlopen(pool, method, url, body, headers, *args, **kwargs)
+            with stamping.stamped(Outgoing(method, found)):
+                return urlopen(pool, method, url, body, found, *args, **kwargs)
+
+        return stamped_urlopen
+
+    patches.replace(library.HTTPConnectionPool, "urlopen", stamping_urlopen)
+
+
+def _aiohttp(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+    def stamping_request(request: _Send) -> _Send:
+        async def stamped_request(session: Any, method: str, url: Any, **options: Any) -> Any:
+            given = [*session.headers.items(), *_pairs(options.get("headers"))]
+            found = _ours(_aiohttp_url(session, url), given)
+            if found is None:
+                return await request(session, method, url, **options)
+            with stamping.stamped(Outgoing(method, found)):
+                return await request(session, method, url, **{**options, "headers": found})
+
+        return stamped_request
+
+    patches.replace(library.ClientSession, "_request", stamping_request)
+
+
+def _aiohttp_url(session: Any, url: Any) -> str:
+    base = getattr(session, "_base_url", None)
+    text = str(url)
+    return text if base is None or "://" in text else str(base.join(type(base)(text)))
+
+
+def _http_client(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
+    """The call lasts until `getresponse` has the head of the reply."""
+
+    def stamping_request(request: _Send) -> _Send:
+        def stamped_request(
+            connection: Any, method: str, url: str, body: Any = None, headers: Any = (), **options: Any
+        ) -> Any:
+            scheme = "https" if isinstance(connection, library.HTTPSConnection) else "http"
+            found = _ours(_absolute(url, scheme, connection.host, connection.port), headers)
+            if found is None:
+                return request(connection, method, url, body, dict(headers), **options)
+            step = stamping.stamp(Outgoing(method, found))
+            setattr(connection, _STEP, step)
+            try:
+                return request(connection, method, url, body, found, **options)
+            except BaseException:
+                _end(connection)
+                raise
+
+        return stamped_request
+
+    def ending(getresponse: _Send) -> _Send:
+        def ended_by_response(connection: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return getresponse(connection, *args, **kwargs)
+            finally:
+                _end(connection)
+
+        return ended_by_response
+
+    patches.replace(library.HTTPConnection, "request", stamping_request)
+    patches.replace(library.HTTPConnection, "getresponse", ending)
+
+
+def _end(connection: Any) -> None:
+    step = connection.__dict__.pop(_STEP, None)
+    if step is not None:
+        step.end_call()
+
+
+def _absolute(url: str, scheme: str, host: str, port: int | None) -> str:
+    """The whole URL of a request; a proxy is sent whole ones."""
+    if not url.startswith("/"):
+        return url
+    name = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{scheme}://{name}{'' if port is None else f':{port}'}{url}"
+
+
+def _ours(url: str, headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> dict[str, str] | None:
+    """The headers of a request to the server, by names in lower case; None if it is none, or is stamped already."""
+    try:
+        if not goes_to_the_server(url):
+            return None
+        found = {_text(name).lower(): _text(value) for name, value in _pairs(headers)}
+    except Exception as error:
+        report_problem("Reading a request", error)
+        return None
+    return None if HEADER_ROLLOUT in found else found
+
+
+def _pairs(headers: Any) -> Iterable[tuple[Any, Any]]:
+    return headers.items() if hasattr(headers, "items") else headers or ()
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+
+
+_INSTALL: Mapping[str, Callable[[ModuleType, Stamping, Patches], None]] = {
+    "httpx": _httpx,  # openai 1.x, 2.x and anthropic use it, openai 3.x the next one
+    "httpx2": _httpx,
+    "urllib3.connectionpool": _urllib3,
+    "aiohttp.client": _aiohttp,
+    "http.client": _http_client,
+}
+HTTP_LIBRARIES = tuple(_INSTALL)
+"""The modules that send requests."""

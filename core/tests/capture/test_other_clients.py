@@ -1,0 +1,186 @@
+"""Agents whose HTTP client is not httpx: their calls are stamped, so that tools without ids find their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import openai
+import pytest
+import requests
+import urllib3
+
+import agl_core
+from agl_core.testing.scripts import Say
+from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.wire.headers import HEADER_ROLLOUT
+
+BODY = json.dumps({"model": "default", "messages": [{"role": "user", "content": "hello"}]}).encode()
+HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer a-key-of-no-attempt"}
+
+
+def by_requests(url: str) -> Any:
+    return requests.post(url, data=BODY, headers=HEADERS, timeout=20).json()
+
+
+def by_a_requests_session(url: str) -> Any:
+    with requests.Session() as session:
+        session.headers["x-api-key"] = "none"
+        return session.post(url, json=json.loads(BODY), timeout=20).json()
+
+
+def by_urllib3(url: str) -> Any:
+    with urllib3.PoolManager(headers=HEADERS) as pool:
+        return pool.request("POST", url, body=BODY).json()
+
+
+def by_urllib(url: str) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(url, BODY, HEADERS), timeout=20) as reply:
+        return json.load(reply)
+
+
+def by_http_client(url: str) -> Any:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=20)
+    try:
+        connection.request("POST", place.path, BODY, HEADERS)
+        return json.load(connection.getresponse())
+    finally:
+        connection.close()
+
+
+async def by_aiohttp(url: str) -> Any:
+    async with aiohttp.ClientSession(headers=HEADERS) as session, session.post(url, data=BODY) as reply:
+        return await reply.json()
+
+
+async def by_aiohttp_with_a_base(url: str) -> Any:
+    place = urlsplit(url)
+    async with aiohttp.ClientSession(f"{place.scheme}://{place.netloc}") as session:
+        reply = await session.post(place.path, json=json.loads(BODY), headers=[*HEADERS.items()])
+        return await reply.json()
+
+
+SYNC: list[Callable[[str], Any]] = [by_requests, by_a_requests_session, by_urllib3, by_urllib, by_http_client]
+ASYNC: list[Callable[[str], Awaitable[Any]]] = [by_aiohttp, by_aiohttp_with_a_base]
+
+
+@pytest.fixture(autouse=True)
+def attached() -> Iterator[None]:
+    attachment = agl_core.attach([])
+    yield
+    attachment.detach()
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with running_stack() as running:
+        yield running
+
+
+@agl_core.tool
+def look_up(what: str) -> str:
+    return what
+
+
+def joined(episode: Any) -> list[list[str]]:
+    return [[result.arguments["what"] for result in each.tool_results] for each in episode.transitions]
+
+
+@pytest.mark.parametrize("ask", [*SYNC, *ASYNC], ids=lambda ask: ask.__name__)
+async def test_calls_of_other_clients_are_stamped_and_tools_join_them(stack: Stack, ask: Any) -> None:
+    attempt = await stack.attempt()
+    url = f"{stack.url()}/chat/completions"
+
+    def agent() -> None:
+        with openai.OpenAI(base_url=stack.url(), api_key="k") as client, agl_core.agent("solver"):
+            client.chat.completions.create(model="default", messages=json.loads(BODY)["messages"])
+            look_up("first")
+            assert ask(url)["choices"][0]["message"]["role"] == "assistant"
+            look_up("second")
+            ask(url)
+            look_up("third")
+
+    async def async_agent() -> None:
+        with agl_core.agent("solver"):
+            await openai_call(stack)
+            look_up("first")
+            assert (await ask(url))["choices"][0]["message"]["role"] == "assistant"
+            look_up("second")
+            await ask(url)
+            look_up("third")
+
+    with attempt.running():
+        await (async_agent() if asyncio.iscoroutinefunction(ask) else asyncio.to_thread(agent))
+    calls = await attempt.calls()
+    assert [call.agent for call in calls] == ["solver"] * 3
+    assert all(call.stamped for call in calls)
+    episode = await attempt.close()
+    assert joined(episode) == [["first"], ["second"], ["third"]]
+    assert (episode.unjoined, episode.unattributed) == ((), 0)
+
+
+@pytest.mark.parametrize("ask", [*SYNC, *ASYNC], ids=lambda ask: ask.__name__)
+async def test_no_other_host_is_told_anything(stack: Stack, ask: Any) -> None:
+    attempt = await stack.attempt()
+    stack.upstream.script(Say("directly"))
+    with attempt.running(), agl_core.agent("solver"):
+        url = f"{stack.upstream.url}/chat/completions"
+        await (ask(url) if asyncio.iscoroutinefunction(ask) else asyncio.to_thread(ask, url))
+    (received,) = stack.upstream.received
+    assert not [name for name in received.headers if name.lower().startswith("x-agl")]
+    assert stack.key(attempt.key) not in str(dict(received.headers))
+
+
+async def test_after_a_call_of_an_unknown_client_no_tool_is_joined(stack: Stack) -> None:
+    attempt = await stack.attempt()
+    with attempt.running(), agl_core.agent("solver"):
+        await openai_call(stack)
+        look_up("first")
+        await openai_call(stack)
+        await by_a_raw_socket(stack, attempt)
+        look_up("whose?")
+        await openai_call(stack)
+        look_up("last")
+    assert [call.stamped for call in await attempt.calls()] == [True, True, False, True]
+    episode = await attempt.close()
+    assert joined(episode) == [["first"], [], [], ["last"]]
+    assert [result.arguments["what"] for result in episode.unjoined] == ["whose?"]
+    assert episode.unattributed == 1
+
+
+async def test_a_request_through_two_libraries_is_stamped_once(stack: Stack) -> None:
+    """requests sends through urllib3; its retries send again."""
+    attempt = await stack.attempt()
+    with attempt.running():
+        session = requests.Session()
+        session.mount("http://", requests.adapters.HTTPAdapter(max_retries=3))
+        await asyncio.to_thread(session.post, f"{stack.url()}/chat/completions", data=BODY, headers=HEADERS)
+        session.close()
+    (call,) = await attempt.calls()
+    assert call.stamped
+
+
+async def openai_call(stack: Stack) -> openai.types.chat.ChatCompletion:
+    messages = json.loads(BODY)["messages"]
+    return await stack.client().chat.completions.create(model="default", messages=messages)
+
+
+async def by_a_raw_socket(stack: Stack, attempt: RunningAttempt) -> None:
+    place = urlsplit(stack.server.base_url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stack.key(attempt.key)}\r\n"
+        f"Connection: close\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    )
+    writer.write(head.encode() + BODY)
+    reply = await reader.read()
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 200"), reply
+    assert HEADER_ROLLOUT.encode() not in reply
