@@ -245,7 +245,7 @@ def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, fo
     _say(f"{ending}: {len(calls)} LLM calls{by}, {len(recording.tool_results)} tool results")
     undelivered = sum(call.undelivered for call in calls)
     if undelivered:
-        _say(f"{undelivered} replies were undelivered: nobody waited for them, and they do not count")
+        _say(f"{undelivered} replies were undelivered: no client waited for them, and they do not count")
     for route, count in (attempt.passed_through or {}).items():
         _say(f"passed through and not recorded: {count} {route}")
     if attempt.error:

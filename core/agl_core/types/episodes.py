@@ -82,7 +82,7 @@ class Episode:
     unjoined: tuple[ToolResult, ...] = ()
     """Tool results that belong to no recorded call; counted and shown."""
     undelivered: tuple[Transition, ...] = ()
-    """Those with undelivered replies: neither credited nor trained on. Each has the turn of the next one that counts."""
+    """Those with undelivered replies: not credited, not trained on. Each has the turn of the next one that counts."""
     passed_through: Mapping[str, Json] | None = None
     """Requests that were passed on and not recorded, by route; None if there were none."""
     unattributed: int = 0

@@ -113,6 +113,21 @@ def test_pandas_and_load_dataset_open_what_is_theirs(trained: Any) -> None:
     assert frame["prompt_ids"][0].tolist() == loaded["train"][0]["prompt_ids"]
 
 
+def test_a_call_with_an_undelivered_reply_is_no_transition_to_train_on(trained: Any) -> None:
+    call = next(each for each in trained.trained(2, "m0") if isinstance(each, Call))
+    trained.put(replace(call, undelivered=True))
+
+    for to in ("parquet", "hf", "jsonl"):
+        exported(trained, to=to, out=to)
+
+    tables = [read_parquet(trained.folder / "parquet"), read_datasets(trained.folder / "hf")]
+    rows = [*(table["transitions"] for table in tables), lines(trained.folder / "jsonl" / "transitions.jsonl")]
+    assert [(len(each), call.id in {row["call"] for row in each}) for each in rows] == [(11, False)] * 3
+    episodes = list(agl_core.load_episodes(trained.folder / "jsonl" / "episodes.jsonl"))
+    assert sum(len(each.transitions) for each in episodes) == 11
+    assert [t.key.call for each in episodes for t in each.undelivered] == [call.id]
+
+
 def test_csv_has_lists_as_json(trained: Any) -> None:
     exported(trained, to="csv")
 

@@ -150,7 +150,7 @@ def test_what_agents_said_reaches_no_terminal_as_a_command(run: Any, command: tu
     assert "[/x] [bold]" in result.output
 
 
-def test_show_names_replies_that_nobody_got_and_calls_of_unknown_clients(run: Any) -> None:
+def test_show_names_undelivered_replies_and_calls_of_unknown_clients(run: Any) -> None:
     rollout, attempt, first, second, *_ = run.trained(6, "m0")
     run.put(
         rollout,

@@ -224,6 +224,15 @@ def test_the_enclosing_span_decides_which_of_equal_tool_calls(make: Any) -> None
     assert of(make, calls, looked(make, "1", None, parent_span="step-1")) == ([(1, "1", "c1")], [])
 
 
+def test_after_a_call_of_an_unknown_agent_only_tool_and_arguments_decide(make: Any) -> None:
+    calls = [*looking(make, "north", "south"), make.call(2, agent=None, parent_span=None, stamped=False)]
+    assert of(make, calls, looked(make, "1", "north", parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert of(make, calls, looked(make, "1", None, parent_span="step-0")) == ([(0, "1", "c0")], [])
+    assert of(make, calls, looked(make, "1", None, parent_span="step-1")) == ([], ["1"])
+    assert of(make, calls, looked(make, "1", "south", parent_span="step-1")) == ([(1, "1", "c1")], [])
+    assert of(make, calls, looked(make, "1", "west", parent_span="step-1")) == ([], ["1"])
+
+
 def test_a_tool_call_that_a_report_answers_by_its_id_is_not_open(make: Any) -> None:
     calls = looking(make, "north", "north")
     by_id = told(make, "9", "c0", "langchain")

@@ -39,7 +39,7 @@ PASSED_ON = frozenset(
         "/v1/rerank",
     }
 )
-"""Routes of POST requests. No other is passed on: agents could use the key for files, or for model calls that are not recorded."""
+"""Routes of POST requests. No other is passed on: the key would let agents reach files, and make other model calls."""
 _MODEL = "/v1/models/"
 _REQUEST_HEADERS = ("accept", "content-type")
 _REPLY_HEADERS = ("content-type", "content-encoding", "content-disposition", "retry-after", "x-request-id")
@@ -64,7 +64,7 @@ def is_passed_on(method: str, route: str) -> bool:
 
 
 class Passthrough:
-    """Answers requests that `is_passed_on` accepts, by way of the server that `settings` name or else the model server."""
+    """Passes requests that `is_passed_on` accepts to the server that `settings` name, or else to the model server."""
 
     def __init__(
         self,

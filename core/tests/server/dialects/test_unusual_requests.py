@@ -35,7 +35,7 @@ REPLY = {
 USES_CUSTOM = Raw(json.dumps(REPLY).encode())
 
 
-async def test_a_summary_of_reasoning_that_nobody_makes_is_not_missed(stack: Stack) -> None:
+async def test_a_summary_of_reasoning_is_not_required(stack: Stack) -> None:
     key = await stack.lease()
     response = await stack.client(key).responses.create(
         **ASKED, reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content"], store=False

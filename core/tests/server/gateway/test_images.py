@@ -30,25 +30,23 @@ def image(seed: int = 0, size: int = MEGABYTE) -> str:
 async def chat(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
     """The image stands beside the newest words, as in agents that show the present screen."""
     shown: Any = [{"type": "text", "text": texts[-1]}, {"type": "image_url", "image_url": {"url": data}}]
-    earlier: Any = [{"role": "user", "content": text} for text in texts[:-1]]
-    await client.chat.completions.create(model="default", messages=[*earlier, {"role": "user", "content": shown}])
+    before: Any = [{"role": "user", "content": text} for text in texts[:-1]]
+    await client.chat.completions.create(model="default", messages=[*before, {"role": "user", "content": shown}])
 
 
 async def responses(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
     shown: Any = [{"type": "input_text", "text": texts[-1]}, {"type": "input_image", "image_url": data}]
-    earlier: Any = [{"role": "user", "content": text} for text in texts[:-1]]
-    await client.responses.create(model="default", input=[*earlier, {"role": "user", "content": shown}])
+    before: Any = [{"role": "user", "content": text} for text in texts[:-1]]
+    await client.responses.create(model="default", input=[*before, {"role": "user", "content": shown}])
 
 
 async def messages(client: openai.AsyncOpenAI, texts: list[str], data: str) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}
     shown: Any = [{"type": "text", "text": texts[-1]}, {"type": "image", "source": source}]
-    earlier: Any = [{"role": "user", "content": text} for text in texts[:-1]]
+    before: Any = [{"role": "user", "content": text} for text in texts[:-1]]
     base = str(client.base_url).rstrip("/").removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=base, api_key=client.api_key, max_retries=0) as own:
-        await own.messages.create(
-            model="default", max_tokens=9, messages=[*earlier, {"role": "user", "content": shown}]
-        )
+        await own.messages.create(model="default", max_tokens=9, messages=[*before, {"role": "user", "content": shown}])
 
 
 @pytest.mark.parametrize("ask", [chat, responses, messages], ids=lambda ask: ask.__name__)

@@ -132,7 +132,7 @@ async def test_errors_of_the_other_server_are_passed_on(stack: Stack) -> None:
     assert raised.value.code == "model_not_found"
 
 
-async def test_what_nobody_serves_names_the_setting(stack: Stack) -> None:
+async def test_a_route_that_no_server_has_names_the_setting(stack: Stack) -> None:
     """The other server has no moderations; a model server without embeddings is asked where no other is set."""
     with pytest.raises(openai.NotFoundError, match=r"POST /v1/moderations.*\[gateway\.passthrough\] url"):
         await stack.client(await stack.lease()).moderations.create(input="x")
