@@ -74,7 +74,7 @@ class MemoryStore:
         if after is not None:
             recorded = recorded[list(self._rollouts).index(after) + 1 :] if after in self._rollouts else []
         found = [each for each in recorded if all(value in (None, getattr(each, name)) for name, value in wanted)]
-        return found[-newest if newest else len(found) :][:limit]
+        return found[0 if newest is None else max(len(found) - newest, 0) :][:limit]
 
     async def rollout(self, prefix: str) -> Rollout:
         if prefix not in self._rollouts:

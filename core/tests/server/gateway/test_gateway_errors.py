@@ -123,7 +123,7 @@ async def test_a_call_must_belong_to_a_rollout(stack: Stack) -> None:
 async def test_unknown_routes_say_what_there_is(stack: Stack) -> None:
     key = await stack.lease()
     with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-        await stack.client(key).embeddings.create(model="default", input="x")
+        await stack.client(key).files.list()
     response = await post(stack, f"{stack.url()}/models", b"")
     assert response.status_code == 405
     assert "does not serve POST" in error_of(response)["message"]
