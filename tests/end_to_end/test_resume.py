@@ -20,7 +20,9 @@ VOLATILE = ("seconds", "restart", "memory", "peak")
 
 def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without what time and place decide."""
-    return [{k: v for k, v in line.items() if not any(word in k for word in VOLATILE)} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k != "time" and not any(word in k for word in VOLATILE)} for line in lines
+    ]
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
