@@ -121,7 +121,7 @@ class Line:
             for key, reason in self._update(way, batch).items():
                 assert key not in found
                 found[key] = reason or ""
-        expected = {t.key for group in groups for e in group for t in e.transitions}
+        expected = {t.key for group in groups for e in group for t in (*e.transitions, *e.undelivered)}
         assert found.keys() == expected, "a transition was lost, or came from nowhere"
         counted = Counter(e.dropped or DropReason.NO_TRANSITION for g in groups for e in g if e.dropped)
         assert all(prepared.episodes_dropped.get(reason, 0) >= count for reason, count in counted.items())

@@ -109,6 +109,8 @@ CALL: Mapping[str, Faults] = {
     "prefilled": ((-1, TRAINED), (HUGE, REFUSED)),
     "reused": ((-1, TRAINED),),
     "late": ((True, GONE),),
+    "undelivered": ((True, DropReason.UNDELIVERED),),
+    "stamped": ((False, TRAINED),),
     "retry_of": harmless,
     "pruned": ((True, REFUSED),),
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
@@ -187,6 +189,7 @@ ATTEMPT: Mapping[str, Faults] = {
     "ending": tuple((each, TRAINED) for each in (None, *Ending)),
     "result": tuple((each, TRAINED) for each in (None, NAN, INF, "", {"a": []}, HUGE)),
     "error": harmless,
+    "passed_through": ((None, TRAINED), ({}, TRAINED), ({"embeddings": -1}, TRAINED), ({"": "many"}, TRAINED)),
 }
 ROLLOUT: Mapping[str, Faults] = {
     "id": (("nobody", NOT_RUN), ("nul\0", REFUSED)),

@@ -52,7 +52,7 @@ def test_one_that_never_calls_the_model(benches: tuple[Bench, Bench]) -> None:
     error, lines = refused(benches[0], "async def solve(task):\n    return 1.0\n")
     assert isinstance(error, TrainingError)
     assert "all rollouts ended as no_call" in str(error)
-    assert "OPENAI_BASE_URL" in next(line for line in lines if "step 0, evaluation: 2 of 2" in line)
+    assert "OPENAI_BASE_URL" in next(line for line in lines if "step 0, evaluation" in line and "2 of 2" in line)
 
 
 @pytest.mark.parametrize(

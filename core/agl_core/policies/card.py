@@ -90,7 +90,8 @@ def _facts(version: Version, loaded: PolicyConfig) -> Iterator[tuple[str, str]]:
     yield "agent", agent if isinstance(agent, str) else " ".join(agent)
     if lora := policy["model"].get("lora"):
         yield "LoRA", f"rank {lora['rank']}, alpha {lora['alpha']:g}"
-    yield "learning rate", f"{policy['optimizer']['learning_rate']:g}"
+    rate = policy["optimizer"]["learning_rate"]
+    yield "learning rate", "as suits the model's size" if rate is None else f"{rate:g}"
     yield "seed", str(config["seed"])
     yield "agl", installed("agl-core")
 
