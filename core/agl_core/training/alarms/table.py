@@ -160,7 +160,7 @@ ALARMS: Mapping[AlarmName, Kind] = {
     AlarmName.GRADIENT_SPIKE: Kind(
         "One batch pulls the weights much harder than others; clipping hides its size, not its direction.",
         "Look at the rollouts of this step. If spikes come again, lower the learning rate or the gradient's limit.",
-        Spiked(Measure("the gradient norm is {}", "update/grad_norm"), 10.0, least=5.0),
+        Spiked(Measure("the gradient norm is {}", "update/grad_norm"), 10.0, least=10.0),
     ),
     AlarmName.LOGPROB_GAP: Kind(
         "The server that samples and the trainer disagree about the same tokens, so that ratios are wrong.",
