@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
 
-from agl_core.analysis.plots import Curves, draw
+from agl_core.analysis.curves.plots import Curves, draw
 
 Result: TypeAlias = dict[str, Any]
 """What is kept of a run: its summary's figures, the cores it had, and the digest of what it trained."""

@@ -5,31 +5,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import operator
-import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Annotated, Any, TypedDict
 
-import openai
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import before_model
-from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command, Send
 from langgraph_supervisor import create_supervisor
 from pydantic import BaseModel
 
-from agl_core.capture import ActiveAttempt, current_identity, identify, running
-from agl_core.testing.scripts import CallTools, Fail, Received, Say, Step
-from agl_langchain import AglCallback
+from agl_core.capture import current_identity, running
+from agl_core.testing.scripts import CallTools, Say
+
+from .identity_cases import QUESTION, overlapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
-
-QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 class Draft(TypedDict):
@@ -249,17 +244,6 @@ def test_a_name_that_is_not_ascii(config: Any, server: Any, attempt: Any) -> Non
     assert server.agents() == ["%C3%9Cbersetzer"]
 
 
-def overlapping(server: Any, parties: int) -> None:
-    """No request is answered before `parties` of them have arrived."""
-    barrier, reply = threading.Barrier(parties), server.answer
-
-    def script(received: Received) -> Step:
-        barrier.wait(20)
-        return reply(received)
-
-    server.answer = script
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_parallel_nodes_and_send(asynchronous: bool, config: Any, server: Any, attempt: Any) -> None:
     llm = ChatOpenAI(model="m")
@@ -318,204 +302,3 @@ def test_an_agent_called_inside_a_tool(config: Any, server: Any, attempt: Any) -
     with running(attempt()):
         boss.invoke(QUESTION, config)
     assert server.agents() == ["boss", "expert", "boss"]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_concurrent_rollouts_share_one_client(
-    asynchronous: bool, streaming: bool, config: Any, server: Any, attempt: Any
-) -> None:
-    llm = ChatOpenAI(model="m", streaming=streaming)
-    agent = create_agent(llm, name="shared")
-    names = [f"r{number}" for number in range(8)]
-    overlapping(server, len(names))
-
-    async def one(name: str) -> None:
-        with running(attempt(name)):
-            task = asyncio.ensure_future(agent.ainvoke({"messages": [("user", name)]}, config))
-        await task
-
-    def one_sync(name: str) -> None:
-        with running(attempt(name)):
-            agent.invoke({"messages": [("user", name)]}, config)
-
-    async def together() -> None:
-        await asyncio.gather(*map(one, names))
-
-    if asynchronous:
-        asyncio.run(together())
-    else:
-        threads = [threading.Thread(target=one_sync, args=(name,)) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert {(request.said, request.rollout, request.agent) for request in server.received} == {
-        (name, f"{name}/0", "shared") for name in names
-    }
-    assert len(server.received) == len(names)
-
-
-def test_batch_in_each_of_several_rollouts(config: Any, server: Any, attempt: Any) -> None:
-    agent = create_agent(ChatOpenAI(model="m"), name="shared")
-    overlapping(server, 6)
-
-    def one(name: str) -> None:
-        with running(attempt(name)):
-            agent.batch([{"messages": [("user", name)]}] * 3, config)
-
-    threads = [threading.Thread(target=one, args=(name,)) for name in ("r1", "r2")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert Counter((request.said, request.rollout) for request in server.received) == {
-        ("r1", "r1/0"): 3,
-        ("r2", "r2/0"): 3,
-    }
-
-
-def test_a_bare_thread_inside_a_node_belongs_to_the_rollout_and_the_node(
-    config: Any, server: Any, attempt: Any
-) -> None:
-    llm = ChatOpenAI(model="m")
-
-    def think(state: MessagesState) -> Any:
-        thread = threading.Thread(target=lambda: llm.invoke("in a thread"))
-        thread.start()
-        thread.join()
-        return {"messages": []}
-
-    graph = StateGraph(MessagesState).add_node("think", think).add_edge(START, "think").compile()
-    with running(attempt("r3")):
-        graph.invoke(QUESTION, config)
-    assert [(request.rollout, request.agent) for request in server.received] == [("r3/0", "think")]
-
-
-def test_the_openai_client_called_in_a_node(config: Any, server: Any, attempt: Any) -> None:
-    client = openai.OpenAI()
-
-    def raw(state: MessagesState) -> Any:
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "raw"}])
-        return {"messages": []}
-
-    graph = StateGraph(MessagesState).add_node("raw", raw).add_edge(START, "raw").compile()
-    with running(attempt()):
-        graph.invoke(QUESTION, config)
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "outside"}])
-    assert [(request.said, request.agent) for request in server.received] == [("raw", "raw"), ("outside", None)]
-
-
-def test_identity_does_not_leak_from_one_call_to_the_next(config: Any, server: Any, attempt: Any) -> None:
-    async def both() -> None:
-        await create_agent(ChatOpenAI(model="m"), name="first").ainvoke(QUESTION, config)
-        await ChatOpenAI(model="m").ainvoke("alone", config)
-        create_agent(ChatOpenAI(model="m"), name="second").invoke(QUESTION, config)
-        await openai.AsyncOpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "raw"}])
-
-    with running(attempt()):
-        asyncio.run(both())
-    assert server.agents() == ["first", None, "second", None]
-
-
-def test_a_failed_call_leaves_no_identity(config: Any, server: Any, attempt: Any) -> None:
-    def fail(received: Received) -> Step:
-        raise RuntimeError("no model")
-
-    server.answer = fail
-    with running(attempt()), pytest.raises(openai.InternalServerError):
-        create_agent(ChatOpenAI(model="m", max_retries=0), name="unlucky").invoke(QUESTION, config)
-    assert current_identity() is None
-
-
-def test_a_stream_that_is_left_early_leaves_no_identity(config: Any, server: Any, attempt: Any) -> None:
-    async def leave() -> None:
-        chunks = create_agent(ChatOpenAI(model="m"), name="cut").astream(QUESTION, config, stream_mode="messages")
-        async for _ in chunks:
-            break
-        await chunks.aclose()
-        assert current_identity() is None
-
-    with running(attempt()):
-        for _ in ChatOpenAI(model="m").stream("hello", config):
-            break
-        assert current_identity() is None
-        asyncio.run(leave())
-    assert server.agents() == [None, "cut"]
-
-
-def test_a_name_given_around_a_chain_without_names(config: Any, server: Any, attempt: Any) -> None:
-    chain = ChatPromptTemplate.from_template("{q}") | ChatOpenAI(model="m")
-    with running(attempt()), identify("critic"):
-        chain.invoke({"q": "why"}, config)
-    assert server.agents() == ["critic"]
-
-
-def test_requests_to_another_host_are_not_stamped(config: Any, server: Any, other_host: Any, attempt: Any) -> None:
-    with running(attempt()):
-        create_agent(ChatOpenAI(model="m", base_url=other_host.url), name="judge").invoke(QUESTION, config)
-        create_agent(ChatOpenAI(model="m"), name="solver").invoke(QUESTION, config)
-    assert [name for name in other_host.received[0].headers if name.lower().startswith("x-agl")] == []
-    assert server.agents() == ["solver"]
-
-
-def test_outside_a_rollout_nothing_is_stamped(config: Any, server: Any) -> None:
-    create_agent(ChatOpenAI(model="m"), name="solver").invoke(QUESTION, config)
-    assert [name for name in server.received[0].headers if name.lower().startswith("x-agl")] == []
-
-
-def test_retries_of_the_client_carry_one_marker(config: Any, server: Any, attempt: Any) -> None:
-    server.script(Fail(500))
-    agent = create_agent(ChatOpenAI(model="m", max_retries=2), name="solver")
-    with running(attempt()):
-        agent.invoke(QUESTION, config)
-        agent.invoke(QUESTION, config)
-    first, retry, second = [request.headers["x-agl-retry"] for request in server.received]
-    assert first == retry != second
-
-
-def test_text_completions(config: Any, server: Any, attempt: Any) -> None:
-    llm = OpenAI(model="m")
-    graph = StateGraph(MessagesState)
-    graph.add_node("complete", lambda state: {"messages": [llm.invoke("once upon")]})
-    graph.add_edge(START, "complete")
-    with running(attempt()):
-        graph.compile().invoke(QUESTION, config)
-    assert server.agents() == ["complete"]
-
-
-def test_concurrent_attempts_record_their_own_tool_results(
-    config: Any, server: Any, attempt: Callable[..., ActiveAttempt]
-) -> None:
-    @tool
-    def echo(text: str) -> str:
-        """Say it again."""
-        return text
-
-    agent = create_agent(ChatOpenAI(model="m"), [echo], name="parrot")
-    server.answer = lambda received: (
-        CallTools([("echo", {"text": received.said}, "call_1")]) if not received.turns else Say("ok")
-    )
-    overlapping(server, 4)
-    attempts = {name: attempt(name) for name in ("r1", "r2", "r3", "r4")}
-
-    async def one(name: str) -> None:
-        with running(attempts[name]):
-            await agent.ainvoke({"messages": [("user", name)]}, config)
-
-    async def together() -> None:
-        await asyncio.gather(*(asyncio.create_task(one(name)) for name in attempts))
-
-    asyncio.run(together())
-    assert {name: [o.result for o in a.recording.tool_results] for name, a in attempts.items()} == {
-        name: [name] for name in attempts
-    }
-
-
-def test_the_callback_is_shared_by_concurrent_threads(seen_by_agl: None, server: Any, attempt: Any) -> None:
-    callback = AglCallback()
-    agent = create_agent(ChatOpenAI(model="m"), name="shared").with_config({"callbacks": [callback]})
-    with running(attempt()):
-        agent.batch([QUESTION] * 20, {"max_concurrency": 10})
-    assert server.agents() == ["shared"] * 20
-    assert callback.transitions() == []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agl_core.analysis.rollouts import RolloutEntry, RolloutList, entries_of, healths_of
-from agl_core.analysis.words import message_text
+from agl_core.analysis.text.words import message_text
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
 from agl_core.types import Call, Ending, Mode, Rollout, ToolResult, ToolStatus, TrainingRecord, Verdict

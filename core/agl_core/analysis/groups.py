@@ -16,7 +16,7 @@ from agl_core.analysis.rollouts import (
     entries_of,
     group_credit,
 )
-from agl_core.analysis.words import message_text
+from agl_core.analysis.text.words import message_text
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
 from agl_core.types import Mode, RolloutState, Task, TrainingRecord

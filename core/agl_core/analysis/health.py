@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from agl_core.analysis.metrics import MetricsLine, read_metrics
+from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
 from agl_core.client import LightningClient, ServerAddress
 from agl_core.store.interface import Store
 from agl_core.training.metrics import METRICS_FILE

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from agl_core.analysis.metrics import read_metrics
+from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import load_store
 from agl_core.errors import ConfigError, StoreError

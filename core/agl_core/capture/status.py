@@ -323,7 +323,7 @@ RULES = (
 
 
 UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
-"""Rules that found nothing: whoever knows more of the tool call decides."""
+"""Rules that found nothing: a source that knows more of the tool call overrides them."""
 
 
 def decide(seen: Seen) -> Decided:

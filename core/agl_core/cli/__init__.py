@@ -8,24 +8,24 @@ from typing import Annotated
 
 import typer
 
-from agl_core.analysis.words import harmless
+from agl_core.analysis.text.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
-from agl_core.cli.export import export
-from agl_core.cli.import_ import import_
 from agl_core.cli.init import init
-from agl_core.cli.plot import plot
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.policy import policy
-from agl_core.cli.reward import reward
-from agl_core.cli.rollouts import rollouts
+from agl_core.cli.recorded.export import export
+from agl_core.cli.recorded.import_ import import_
+from agl_core.cli.recorded.plot import plot
+from agl_core.cli.recorded.reward import reward
+from agl_core.cli.recorded.rollouts import rollouts
+from agl_core.cli.recorded.runs import runs
+from agl_core.cli.recorded.show import show
+from agl_core.cli.recorded.view import view
 from agl_core.cli.run import run
-from agl_core.cli.runs import runs
 from agl_core.cli.serve import serve
 from agl_core.cli.shared.text import HarmlessFormatter
-from agl_core.cli.show import show
 from agl_core.cli.train import train
-from agl_core.cli.view import view
 from agl_core.cli.worker import work
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.words import harmless
+from agl_core.analysis.text.words import harmless
 from agl_core.cli.shared.options import AsJson, KeyVariable, Model
 from agl_core.cli.shared.text import print_json
 from agl_core.errors import AglError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agl_core.analysis.words import score
+from agl_core.analysis.text.words import score
 from agl_core.cli.shared.options import AsJson, Seed, ServerUrl, Set
 from agl_core.cli.shared.text import print_json
 from agl_core.cli.train import reached
@@ -18,7 +18,7 @@ from agl_core.errors import ConfigError
 from agl_core.types import Mode
 
 if TYPE_CHECKING:
-    from agl_core.analysis.repeated import Comparison, Estimate, Passes
+    from agl_core.analysis.comparisons.repeated import Comparison, Estimate, Passes
     from agl_core.cli.shared.screen import Screen
     from agl_core.training.evaluate import Evaluated, TaskScore
 
@@ -59,7 +59,7 @@ def evaluate(
     They are also a line of the run's metrics.jsonl. With --server, a server elsewhere and its workers run the
     rollouts, as with `agl train --server`.
     """
-    from agl_core.analysis.repeated import compare, passes
+    from agl_core.analysis.comparisons.repeated import compare, passes
     from agl_core.cli.shared.screen import ConsoleObserver, Screen
     from agl_core.config import CONFIG_FILE, check, load
     from agl_core.server.http.event_loop import run

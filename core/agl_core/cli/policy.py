@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.words import score, size
+from agl_core.analysis.text.words import score, size
 from agl_core.cli.shared.options import AsJson, Set
 from agl_core.cli.shared.text import print_json
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.words import score
+from agl_core.analysis.text.words import score
 from agl_core.cli.shared.options import Seed, ServerUrl, Set
 from agl_core.errors import ConfigError
 

@@ -8,8 +8,8 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, Literal
 
-from agl_core.analysis.metrics import read_metrics
-from agl_core.analysis.words import one_line
+from agl_core.analysis.curves.metrics import read_metrics
+from agl_core.analysis.text.words import one_line
 from agl_core.config.load import PolicyConfig
 from agl_core.config.sections import HUB_NAME
 from agl_core.engines.hub import downloaded

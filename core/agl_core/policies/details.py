@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_core.analysis.metrics import MetricsLine, read_metrics
+from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
 from agl_core.analysis.runs import RunStatus, list_runs, policy_names, read_entry
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError

@@ -46,8 +46,8 @@ _LONGEST = 600.0
 class PolicyServer:
     """Serves the policies of a shelf over HTTP, on the event loop that starts it.
 
-    Without `key`, whoever reaches the port is answered. So it must then be of this machine alone (`check_key`), and
-    requests that come by another name are refused, as those of a web page may.
+    Without `key`, every request that reaches the port is answered. The port must then be of this machine alone
+    (`check_key`), and requests for another host name are refused: a web page could send them.
     """
 
     def __init__(self, shelf: Shelf, upstream: Upstream, listening: Listening, key: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from markupsafe import Markup, escape
 
-from agl_core.analysis.words import ROUNDING, harmless, number
+from agl_core.analysis.text.words import ROUNDING, harmless, number
 
 Points: TypeAlias = Sequence[tuple[int, float]]
 """Values, each with its step."""

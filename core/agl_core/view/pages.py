@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from agl_core.analysis.curves.metrics import read_metrics, series
 from agl_core.analysis.filters import Query
 from agl_core.analysis.groups import GroupReport, find_groups, read_group
-from agl_core.analysis.metrics import read_metrics, series
 from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
 from agl_core.analysis.runs import RunEntry, open_store, read_entry
 from agl_core.analysis.spans import span_tree
-from agl_core.analysis.tokens import token_texts
+from agl_core.analysis.text.tokens import token_texts
 from agl_core.errors import AglError
 from agl_core.store.files import log_of
 from agl_core.training.metrics import METRICS_FILE

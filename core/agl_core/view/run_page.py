@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.analysis.groups import StepRewards
-from agl_core.analysis.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.errors import AglError, ConfigError
 from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked
 from agl_core.view.pages import Pages, read_query, run_line

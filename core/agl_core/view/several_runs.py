@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.comparison import compare, evaluated
-from agl_core.analysis.metrics import MetricsLine, held_out, keys_below, read_metrics, series
+from agl_core.analysis.comparisons.comparison import compare, evaluated
+from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.analysis.runs import open_store
 from agl_core.types import Mode
 from agl_core.view.charts import Chart, Points, line_chart

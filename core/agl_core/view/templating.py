@@ -11,8 +11,8 @@ from urllib.parse import quote, urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from agl_core.analysis.plain import plain
-from agl_core.analysis.words import harmless, message_text, number, one_line, said_by, score, size, status_text
+from agl_core.analysis.text.plain import plain
+from agl_core.analysis.text.words import harmless, message_text, number, one_line, said_by, score, size, status_text
 from agl_core.view.charts import sparkline
 
 

@@ -6,10 +6,10 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.metrics import read_metrics
+from agl_core.analysis.curves.metrics import read_metrics
+from agl_core.analysis.curves.timeline import Timeline, read_timeline
 from agl_core.analysis.runs import open_store
-from agl_core.analysis.timeline import Timeline, read_timeline
-from agl_core.analysis.words import number
+from agl_core.analysis.text.words import number
 from agl_core.view.charts import tag, text
 from agl_core.view.pages import Pages, read_query
 from agl_core.view.templating import page_address

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.metrics import read_metrics
-from agl_core.analysis.trial import Trial, try_rewards
+from agl_core.analysis.curves.metrics import read_metrics
+from agl_core.analysis.trials.trial import Trial, try_rewards
 from agl_core.config import CONFIG_FILE, ScoredConfig, check
 from agl_core.config.load import load_for_scoring
 from agl_core.errors import AglError

@@ -29,7 +29,7 @@ from .saved_runs import add_checkpoint, make_run
 
 @dataclass
 class Loading:
-    """What an engine was told to load, and what it still has; a scripted model server answers in its place."""
+    """What an engine loaded, and what it still has; a scripted model server answers in its place."""
 
     loaded: dict[str, PolicySpec] = field(default_factory=dict)
     fails: bool = False

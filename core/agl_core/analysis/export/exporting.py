@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.analysis.export.conversations import preference_rows, sft_rows
 from agl_core.analysis.export.files import CsvFile, DatasetFolder, JsonlFile, ParquetFile, TableFile, appearing
 from agl_core.analysis.export.formats import Format
 from agl_core.analysis.export.selecting import Exported, LeftOut, Selected, Selection
 from agl_core.analysis.export.tables import TABLES, Row, episode_of, metrics_rows, rows_of
-from agl_core.analysis.metrics import read_metrics
-from agl_core.analysis.plain import plain
 from agl_core.analysis.rollouts import reward_weights
 from agl_core.analysis.runs import open_store
+from agl_core.analysis.text.plain import plain
 from agl_core.errors import ConfigError
 from agl_core.store.files import is_written
 from agl_core.store.interface import Store

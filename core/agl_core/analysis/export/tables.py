@@ -7,8 +7,8 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
+from agl_core.analysis.curves.metrics import MetricsLine
 from agl_core.analysis.export.selecting import Exported, Selection
-from agl_core.analysis.metrics import MetricsLine
 from agl_core.types import Episode, Reward, TrainingRecord, Transition
 from agl_core.types.forms import to_json
 

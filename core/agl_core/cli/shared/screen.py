@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from agl_core.analysis.words import harmless
+from agl_core.analysis.text.words import harmless
 from agl_core.training.report import Phase, Silent, numbered
 
 _UNLIMITED = 1 << 16

@@ -1,6 +1,6 @@
 """Traces that frameworks exported in a run with failing tools: the right agents, the right tool results.
 
-Each file of `recorded` has what the model said and was sent, and the export, without the attributes that nobody reads.
+Each file of `recorded` has what the model said and was sent, and the export, without attributes that agl never reads.
 """
 
 from __future__ import annotations

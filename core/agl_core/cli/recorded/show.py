@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.words import message_text, number, one_line, said_by, status_text
+from agl_core.analysis.text.words import message_text, number, one_line, said_by, status_text
 from agl_core.cli.shared.options import AsJson, RunOption
 from agl_core.cli.shared.text import print_json
 from agl_core.types import Reward, TrainingRecord

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.words import number, one_line, said_by, status_text
+from agl_core.analysis.text.words import number, one_line, said_by, status_text
 from agl_core.cli.shared.options import AsJson, Set
 from agl_core.cli.shared.text import print_json
 from agl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from agl_core.analysis.trial import Change, RewardChange, RolloutChange, Trial, Value
+    from agl_core.analysis.trials.trial import Change, RewardChange, RolloutChange, Trial, Value
     from agl_core.cli.shared.screen import Screen
 
 ConfigFile = Annotated[
@@ -61,7 +61,7 @@ def try_(
 
     For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
     """
-    from agl_core.analysis.trial import try_rewards
+    from agl_core.analysis.trials.trial import try_rewards
     from agl_core.cli.shared.screen import Screen
     from agl_core.config import check
     from agl_core.config.load import load_for_scoring

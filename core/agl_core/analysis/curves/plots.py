@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
 
-from agl_core.analysis.metrics import held_out, read_metrics, series
+from agl_core.analysis.curves.metrics import held_out, read_metrics, series
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from agl_core.analysis.choosing import chosen_episodes, chosen_rollouts, run_of
 from agl_core.analysis.rollouts import reward_weights, terminal_reward
 from agl_core.analysis.runs import find_run, open_store
+from agl_core.analysis.trials.choosing import chosen_episodes, chosen_rollouts, run_of
 from agl_core.config import ScoredConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning import PolicyCredit, make_batches, score_all, score_groups

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.words import number, one_line
+from agl_core.analysis.text.words import number, one_line
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
 from agl_core.types import Ending, Mode, ToolStatus, Verdict
@@ -58,9 +58,9 @@ def rollouts(
     from rich.table import Table
 
     from agl_core.analysis.filters import Query, list_rollouts
-    from agl_core.analysis.plain import plain
     from agl_core.analysis.rollouts import healths_of
     from agl_core.analysis.runs import find_run, open_store
+    from agl_core.analysis.text.plain import plain
     from agl_core.cli.shared.screen import Screen
 
     query = Query(

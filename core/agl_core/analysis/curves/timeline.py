@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from agl_core.analysis.metrics import MetricsLine
+from agl_core.analysis.curves.metrics import MetricsLine
 from agl_core.store.interface import Store
 from agl_core.training.collect import counted_attempts
 from agl_core.types import Mode

@@ -17,7 +17,7 @@ def plot(run: Runs, out: Out = Path("curves.svg")) -> None:
     Runs that differ in nothing but seed and name are one line, the mean, with a band from the worst seed to the best.
     It needs matplotlib: pip install 'agl-core[plot]'.
     """
-    from agl_core.analysis.plots import draw, read_curves, seeds_of
+    from agl_core.analysis.curves.plots import draw, read_curves, seeds_of
     from agl_core.analysis.runs import find_run
     from agl_core.cli.shared.screen import Screen
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agl_core.analysis.words import score, size
+from agl_core.analysis.text.words import score, size
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agl_core.analysis.export.formats import Format
-from agl_core.cli.rollouts import ModeOption
+from agl_core.cli.recorded.rollouts import ModeOption
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
 from agl_core.errors import ConfigError, nearest

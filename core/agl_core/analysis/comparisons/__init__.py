@@ -1,0 +1,1 @@
+"""Evaluations compared: two checkpoints on the same tasks, and repeated evaluations."""

@@ -1,0 +1,1 @@
+"""Other rewards or credit, tried on recorded rollouts."""

@@ -1,0 +1,1 @@
+"""The commands that read recorded runs, and bring data in and out."""
