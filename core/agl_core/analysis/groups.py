@@ -6,17 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from agl_core.analysis.comparisons.side_by_side import Row, Side, align, sides_of
 from agl_core.analysis.filters import Query, matching
-from agl_core.analysis.rollouts import (
-    AttemptReport,
-    GroupCredit,
-    RolloutEntry,
-    Turn,
-    attempt_reports,
-    entries_of,
-    group_credit,
-)
-from agl_core.analysis.text.words import message_text
+from agl_core.analysis.rollouts import GroupCredit, RolloutEntry, entries_of, group_credit
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
 from agl_core.types import Mode, RolloutState, Task, TrainingRecord
@@ -87,34 +79,6 @@ class StepRewards:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One member's turn."""
-
-    turn: Turn
-    shared: str
-    """The beginning of its response that all members with the same history have."""
-    own: str
-    """The rest, where they part."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One turn of all members; None where a member has none."""
-
-    cells: Sequence[Cell | None]
-    parts: bool
-    """Whether members with the same history went different ways here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One member of a group, with the attempt that counts."""
-
-    entry: RolloutEntry
-    attempt: AttemptReport | None
-
-
-@dataclass(frozen=True, slots=True)
 class GroupReport:
     """One group side by side, the best first."""
 
@@ -178,16 +142,9 @@ async def read_group(store: Store, prefix: str) -> GroupReport:
     found = await store.rollouts(run=one.run, group=one.group, mode=one.mode)
     entries = await entries_of(store, [r for r in found if r.restart == one.restart])
     entries.sort(key=lambda e: (-math.inf if e.reward is None else e.reward, -e.rollout.member), reverse=True)
-    counted = [
-        (entry.rollout, attempt)
-        for entry in entries
-        for attempt in await store.attempts(entry.rollout.id)
-        if attempt.attempt == entry.rollout.counted_attempt
-    ]
-    reports = {report.attempt.rollout: report for report in await attempt_reports(store, counted)}
-    sides = [Side(entry, reports.get(entry.rollout.id)) for entry in entries]
+    sides = await sides_of(store, entries)
     credit = await group_credit(store, one)
-    return GroupReport(one.group, one.task, one.mode, one.step, sides, _aligned(sides), credit)
+    return GroupReport(one.group, one.task, one.mode, one.step, sides, align(sides), credit)
 
 
 def _group(members: Sequence[Member]) -> Group:
@@ -217,36 +174,3 @@ def _advantage(records: Sequence[TrainingRecord]) -> float | None:
     last = max((record.step for record in used), default=0)
     values = [record.advantage for record in used if record.step == last and record.advantage is not None]
     return math.fsum(values) / len(values) if values else None
-
-
-def _aligned(sides: Sequence[Side]) -> list[Row]:
-    """The turns of all members, each against those that had said the same until then."""
-    turns = [[] if side.attempt is None else side.attempt.turns for side in sides]
-    texts = [[message_text(turn.transition.response) for turn in each] for each in turns]
-    rows = []
-    for number in range(max(map(len, turns), default=0)):
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for said in texts:
-            if number < len(said):
-                alike.setdefault(tuple(said[:number]), []).append(said[number])
-        shared = {history: _common(said) for history, said in alike.items()}
-        cells: list[Cell | None] = []
-        for of_member, said in zip(turns, texts, strict=True):
-            if number < len(said):
-                length = shared[tuple(said[:number])]
-                cells.append(Cell(of_member[number], said[number][:length], said[number][length:]))
-            else:
-                cells.append(None)
-        rows.append(Row(cells, any(len(set(said)) > 1 for said in alike.values())))
-    return rows
-
-
-def _common(texts: Sequence[str]) -> int:
-    """The length of the common beginning, without a word that is cut off."""
-    first, last = min(texts), max(texts)
-    length = next(
-        (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
-    )
-    while length and first != last and f"{first} "[length - 1].isalnum() and f"{last} "[length].isalnum():
-        length -= 1
-    return length

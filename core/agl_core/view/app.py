@@ -19,7 +19,7 @@ from agl_core.view.health_page import health_page
 from agl_core.view.pages import BadQueryError, Pages
 from agl_core.view.run_page import run_page
 from agl_core.view.security import Guard
-from agl_core.view.several_runs import compare_page, overlay_page
+from agl_core.view.several_runs import compare_page, overlay_page, task_page
 from agl_core.view.timeline_page import timeline_page
 from agl_core.view.try_page import try_page
 
@@ -53,6 +53,7 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
             Route("/changed", pages.changed),
             Route("/overlay", page_of(overlay_page)),
             Route("/compare", page_of(compare_page)),
+            Route("/compare/task", page_of(task_page)),
             Route(run_path, page_of(run_page)),
             Route(f"{run_path}/changed", pages.changed),
             Route(f"{run_path}/health", health),

@@ -107,7 +107,7 @@ class Pages:
         )
 
     async def group(self, request: Request) -> Response:
-        _, folder = self.found(request)
+        name, folder = self.found(request)
         async with open_store(folder) as store:
             report = await read_group(store, request.path_params["id"])
         rewards = [side.entry.reward for side in report.sides if side.entry.reward is not None]
@@ -115,6 +115,10 @@ class Pages:
             request,
             "group.html",
             group=report,
+            columns=[
+                (side, f"m{side.entry.rollout.member}", page_address("runs", name, "rollouts", side.entry.rollout.id))
+                for side in report.sides
+            ],
             low=min(rewards, default=0.0),
             high=max(rewards, default=0.0),
             most=_most_of_group(report),

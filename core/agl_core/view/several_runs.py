@@ -1,4 +1,4 @@
-"""Pages about several runs: their curves on one chart, and two evaluations on the same tasks."""
+"""Pages about several runs: their curves on one chart, two evaluations on the same tasks, and one task of both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agl_core.analysis.comparisons.comparison import compare, evaluated
+from agl_core.analysis.comparisons.side_by_side import align, read_side
 from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.analysis.runs import open_store
 from agl_core.types import Mode
@@ -87,6 +88,31 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         evaluations=[(name, step) for name, steps in every.items() for step in steps],
         found=compare(*found),
         counts=[len(each) for each in found],
+    )
+
+
+async def task_page(pages: Pages, request: Request) -> Response:
+    """Two rollouts of one task side by side, each `RUN@ROLLOUT`, as those of two evaluations."""
+    columns = []
+    for key in "ab":
+        name, _, rollout = request.query_params.get(key, "").rpartition("@")
+        if not rollout:
+            raise BadQueryError(f"{key} in the address must be RUN@ROLLOUT.")
+        async with open_store(pages.folders.find(name)) as store:
+            side = await read_side(store, rollout)
+        entry = side.entry.rollout
+        columns.append((side, f"{name}, step {entry.step}", page_address("runs", name, "rollouts", entry.id)))
+    first, second = (side.entry for side, _, _ in columns)
+    rewards = [entry.reward for entry in (first, second) if entry.reward is not None]
+    return pages.render(
+        request,
+        "compare_task.html",
+        task=first.rollout.task,
+        same=first.rollout.task.input == second.rollout.task.input,
+        columns=columns,
+        rows=align([side for side, _, _ in columns]),
+        low=min([0.0, *rewards]),
+        high=max([1.0, *rewards]),
     )
 
 

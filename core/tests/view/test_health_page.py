@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .test_pages import said
-from .viewed_runs import HOSTILE, Folder
+from .viewed_runs import HOSTILE, Folder, said
 
 NUMBERS = {"kind": "train", "restart": 0, "reward/mean": 0.5, "health/healthy": 6.0, "health/unhealthy": 2.0}
 ALARM = {"name": "truncated", "why": "It has no end.", "remedy": "Raise the limit.", "details": ""}

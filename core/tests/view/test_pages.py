@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Call, Ending, Mode, Rollout, Task, ToolResult, TrainingRecord
+from agl_core.types import Call, Ending, ToolResult
 
-from .viewed_runs import HERE, HOSTILE, Folder, rollout
+from .viewed_runs import HERE, HOSTILE, Folder, Parsed, rollout, said
 
 STEP = "/runs/calc/rollouts?step=1&mode=train"
-
-
-class Parsed(HTMLParser):
-    """The tags of a page with their attributes, and its text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self.text += " " if tag not in ("span", "mark") else ""
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    @property
-    def links(self) -> list[str]:
-        return [str(found["href"]) for tag, found in self.tags if tag == "a"]
-
-
-def said(page: str) -> str:
-    """The text of a page, with single spaces."""
-    return re.sub(r"\s+", " ", Parsed(page).text)
 
 
 def test_runs_have_state_progress_and_evaluations(runs: Folder) -> None:
@@ -317,74 +289,6 @@ def test_pages_of_a_run_follow_it_while_another_process_writes_it(runs: Folder) 
     assert not any("data-changed" in page for page in finished)
 
 
-def test_runs_are_overlaid(runs: Folder) -> None:
-    runs.trained()
-    runs.trained("other")
-    assert {found.get("value") for tag, found in Parsed(runs.page("/")).tags if found.get("name") == "run"} == {
-        "calc",
-        "other",
-    }
-
-    page = Parsed(runs.page("/overlay?run=calc&run=other"))
-
-    charts = [found["aria-label"] for tag, found in page.tags if tag == "svg"]
-    assert "Training reward. calc from 1.5 to 1.5; other from 1.5 to 1.5" in charts
-    assert "Reward, eval, greedy. calc from 0.25 to 0.75; other from 0.25 to 0.75" in charts
-    assert "two to 4 runs" in runs.page("/overlay", 400)
-    assert "There is no run" in runs.page("/overlay?run=nope", 404)
-
-
-def test_two_evaluations_are_compared_task_by_task(runs: Folder) -> None:
-    rewards = {0: (0.0, 1.0, 1.0), 2: (1.0, 0.0, 1.0)}
-    records = [
-        replace(record, mode=Mode.EVAL_GREEDY, step=step, task=Task(f"t{at}", {"question": f"number {at}"}))
-        if isinstance(record, Rollout)
-        else record
-        for step, given in rewards.items()
-        for at, reward in enumerate(given)
-        for record in rollout(f"s{step}-g{at}-m0", answer="1", reward=reward)
-        if not isinstance(record, TrainingRecord)
-    ]
-    metrics = [{"step": at, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.5} for at in rewards]
-    runs.make("calc", *records, metrics=metrics)
-
-    page = said(runs.page("/compare?run=calc"))
-
-    assert "Solved now, or better 1 a higher reward than before task before after number 0 0 2" in page
-    assert "Lost, or worse 1 a lower reward than before task before after number 1 2 0" in page
-    assert "The same 1" in page
-    assert "mean over the 3 tasks of both1.333 → 1.333" in page
-    assert page == said(runs.page("/compare?a=calc@0&b=calc@2&mode=eval-greedy"))
-    assert "no task in common" in runs.page("/compare?a=calc@0&b=calc@1")
-    assert "a=x" in runs.page("/compare?a=calc@x&b=calc@1", 400)
-
-
-def test_where_the_time_of_a_step_went(runs: Folder) -> None:
-    metrics = [{"step": 1, "kind": "train", "restart": 0, "time": 5.0, "seconds/step": 5.0, "seconds/rollouts": 1.5}]
-    runs.make("calc", *rollout("s1-g0-m0", answer="42", reward=1.0, advantage=0.7), metrics=metrics)
-
-    page = said(runs.page("/runs/calc/timeline"))
-
-    assert "the trainer waited for rollouts1.5 s" in page
-    assert "the engine answered none of their calls4 s" in page
-    assert "s1-g0-m0: finished after 1 s" in page
-    assert "No attempt of this step has ended yet" in runs.page("/runs/calc/timeline?step=7")
-
-
-def test_other_rewards_are_tried_and_nothing_is_written(runs: Folder) -> None:
-    folder = runs.trained()
-    before = {file: file.read_bytes() for file in folder.iterdir()}
-
-    assert "Change something" in runs.page("/runs/calc/try")
-    page = said(runs.page("/runs/calc/try?weight.right=0.5&step=1&settings=rewards.right.field%3Danswer"))
-    wrong = runs.page("/runs/calc/try?settings=rewards.right.nope%3D1")
-
-    assert "rollouts that change3 of 4" in page
-    assert "2 → 0.5" in page
-    assert "nope" in wrong
-    assert {file: file.read_bytes() for file in folder.iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("asked", "number"),
     [
@@ -420,3 +324,25 @@ def test_spans_are_a_tree(runs: Folder) -> None:
     assert tree in page
     runs.trained("other")
     assert "who called what" not in runs.page("/runs/other/rollouts/s1-g0-m0")
+
+
+def test_undelivered_replies_stand_before_the_turn_that_counts(runs: Folder) -> None:
+    records = [
+        replace(record, undelivered=record.sequence == 0) if isinstance(record, Call) else record
+        for record in rollout("s1-g0-m0", answer="42", reward=1.0)
+    ]
+    runs.make("calc", *records)
+
+    page = said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+
+    assert page.count("A reply that solver did not get, and that does not count: look(") == 1
+    assert page.index("did not get") < page.index("turn 0,")
+    records = [
+        replace(record, undelivered=True) if isinstance(record, Call) else record
+        for record in rollout("s1-g0-m0", answer="42")
+    ]
+    runs.make("other", *records)
+    page = said(runs.page("/runs/other/rollouts/s1-g0-m0"))
+    assert page.count("did not get") == 2
+    assert "It is 42" in page
+    assert "It made no call" not in page

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,32 @@ CONFIG: dict[str, Any] = {
     "train": {"steps": 4},
     "rewards": {"right": {"rule": "numeric_match", "weight": 2.0}},
 }
+
+
+class Parsed(HTMLParser):
+    """The tags of a page with their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.text += " " if tag not in ("span", "mark") else ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    @property
+    def links(self) -> list[str]:
+        return [str(found["href"]) for tag, found in self.tags if tag == "a"]
+
+
+def said(page: str) -> str:
+    """The text of a page, with single spaces."""
+    return re.sub(r"\s+", " ", Parsed(page).text)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""Pages about several runs, and about other rewards and times of one: over HTTP, as a browser asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agl_core.types import Mode, Rollout, Task, TrainingRecord
+
+from .viewed_runs import Folder, Parsed, rollout, said
+
+
+def test_runs_are_overlaid(runs: Folder) -> None:
+    runs.trained()
+    runs.trained("other")
+    assert {found.get("value") for tag, found in Parsed(runs.page("/")).tags if found.get("name") == "run"} == {
+        "calc",
+        "other",
+    }
+
+    page = Parsed(runs.page("/overlay?run=calc&run=other"))
+
+    charts = [found["aria-label"] for tag, found in page.tags if tag == "svg"]
+    assert "Training reward. calc from 1.5 to 1.5; other from 1.5 to 1.5" in charts
+    assert "Reward, eval, greedy. calc from 0.25 to 0.75; other from 0.25 to 0.75" in charts
+    assert "two to 4 runs" in runs.page("/overlay", 400)
+    assert "There is no run" in runs.page("/overlay?run=nope", 404)
+
+
+def test_two_evaluations_are_compared_task_by_task(runs: Folder) -> None:
+    rewards = {0: (0.0, 1.0, 1.0), 2: (1.0, 0.0, 1.0)}
+    records = [
+        replace(record, mode=Mode.EVAL_GREEDY, step=step, task=Task(f"t{at}", {"question": f"number {at}"}))
+        if isinstance(record, Rollout)
+        else record
+        for step, given in rewards.items()
+        for at, reward in enumerate(given)
+        for record in rollout(f"s{step}-g{at}-m0", answer="1", reward=reward)
+        if not isinstance(record, TrainingRecord)
+    ]
+    metrics = [{"step": at, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.5} for at in rewards]
+    runs.make("calc", *records, metrics=metrics)
+
+    page = said(runs.page("/compare?run=calc"))
+
+    assert "Solved now, or better 1 a higher reward than before task before after number 0 0 2 side by side" in page
+    assert "Lost, or worse 1 a lower reward than before task before after number 1 2 0 side by side" in page
+    assert "The same 1" in page
+    assert "mean over the 3 tasks of both1.333 → 1.333" in page
+    assert page == said(runs.page("/compare?a=calc@0&b=calc@2&mode=eval-greedy"))
+    assert "no task in common" in runs.page("/compare?a=calc@0&b=calc@1")
+    assert "a=x" in runs.page("/compare?a=calc@x&b=calc@1", 400)
+
+
+def test_where_the_time_of_a_step_went(runs: Folder) -> None:
+    metrics = [{"step": 1, "kind": "train", "restart": 0, "time": 5.0, "seconds/step": 5.0, "seconds/rollouts": 1.5}]
+    runs.make("calc", *rollout("s1-g0-m0", answer="42", reward=1.0, advantage=0.7), metrics=metrics)
+
+    page = said(runs.page("/runs/calc/timeline"))
+
+    assert "the trainer waited for rollouts1.5 s" in page
+    assert "the engine answered none of their calls4 s" in page
+    assert "s1-g0-m0: finished after 1 s" in page
+    assert "No attempt of this step has ended yet" in runs.page("/runs/calc/timeline?step=7")
+
+
+def test_other_rewards_are_tried_and_nothing_is_written(runs: Folder) -> None:
+    folder = runs.trained()
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+
+    assert "Change something" in runs.page("/runs/calc/try")
+    page = said(runs.page("/runs/calc/try?weight.right=0.5&step=1&settings=rewards.right.field%3Danswer"))
+    wrong = runs.page("/runs/calc/try?settings=rewards.right.nope%3D1")
+
+    assert "rollouts that change3 of 4" in page
+    assert "2 → 0.5" in page
+    assert "nope" in wrong
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_one_task_of_two_runs_is_side_by_side(runs: Folder) -> None:
+    runs.trained("calc@home")
+    runs.trained()
+    address = "/compare/task?a=calc%40home%40s1-g0-m1&b=calc%40s1-g0-m0"
+
+    page = said(runs.page(address))
+
+    assert "One task, before and after" in page
+    assert "calc@home, step 1 0 calc, step 1 2 turn 0" in page
+    assert "It is 41" in page
+    assert "It is 42" in page
+    assert "different tasks" not in page
+    runs.make("sum", *rollout("s1-g0-m0", answer="2", question="1 + 1"))
+    assert "different tasks" in runs.page("/compare/task?a=calc@s1-g0-m1&b=sum@s1-g0-m0")
+    assert "b in the address must be RUN@ROLLOUT" in runs.page("/compare/task?a=calc@s1-g0-m1", 400)
+    assert "nope" in runs.page("/compare/task?a=calc@s1-g0-m1&b=calc@nope", 404)
+    assert "There is no run" in runs.page("/compare/task?a=nope@s1-g0-m1&b=calc@x", 404)
