@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,17 +131,23 @@ async def _serve(
 ) -> None:
     from agl_core.cli.serve import until_signalled
     from agl_core.policies.serving import serving
+    from agl_core.protocols import Upstream
+    from agl_core.view.serving import shown_beside
 
     console.print("starting the engine")
-    async with serving(
-        names, host=host, port=port, key=key, say=console.print, engine=engine, overrides=overrides
-    ) as served:
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(
+            serving(names, host=host, port=port, key=key, say=console.print, engine=engine, overrides=overrides)
+        )
         url = served.server.base_url
-        first = next(iter(served.shelf.names))
+        first, of_first = next(iter(served.shelf.names.items()))
+        pages = await stack.enter_async_context(shown_beside(of_first.version.run, "127.0.0.1", 0, None))
         console.print(f"serving at {url}/v1 (Anthropic's clients: {url})")
         bearer = "" if key is None else " -H 'Authorization: Bearer '$AGL_POLICY_KEY"
         body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         console.print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{bearer} -d '{body}'")
+        pages.serves(Upstream((f"{url}/v1",), {name: name for name in served.shelf.names}, key or ""))
+        console.print(f"view, and talk to it: {pages.address}")
         following = asyncio.ensure_future(served.follow())
         stopping = asyncio.ensure_future(until_signalled())
         try:

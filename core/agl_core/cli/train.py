@@ -84,11 +84,11 @@ def train(
     run_dir = run_dir_of(loaded, remote) if resume is None else file.parent
     console = Screen()
     console.print(f"run folder: {run_dir}")
-    observer = ConsoleObserver(console, loaded.config.train.steps)
     operator_key = None if remote else os.environ.get(OPERATOR_KEY)
 
     async def trained() -> Summary:
-        async with shown(run_dir, loaded.config.server, operator_key, console):
+        async with shown(run_dir, loaded.config.server, operator_key, console) as pages:
+            observer = ConsoleObserver(console, loaded.config.train.steps, pages.serves)
             return await run_training(
                 loaded, run_dir, observer, resume=resume is not None, checkpoint=checkpoint, remote=remote
             )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import orjson
 
 from agl_core import private
+from agl_core.protocols import Upstream
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
 
 
@@ -32,6 +33,9 @@ class Observer(Protocol):
     def say(self, text: str) -> None:
         """Print one line that stays on the screen."""
 
+    def serving(self, upstream: Upstream) -> None:
+        """The engine serves the policies here from now on."""
+
 
 class _SilentPhase:
     def advance(self, share: float, note: str = "") -> None:
@@ -47,6 +51,9 @@ class Silent:
 
     def say(self, text: str) -> None:
         """Print nothing."""
+
+    def serving(self, upstream: Upstream) -> None:
+        """Do nothing."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:

@@ -88,6 +88,7 @@ async def open_session(
         stack.push_async_callback(engine.stop)
         upstream = await engine.start()
         check_reachable(upstream, server.base_url)
+        observer.serving(upstream)
         if weights is not None:
             await engine.load(weights)
         versions = dict(await engine.versions())

@@ -16,20 +16,23 @@ from starlette.staticfiles import StaticFiles
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
 from agl_core.view.folders import RunFolders
 from agl_core.view.health_page import health_page
-from agl_core.view.pages import BadQueryError, Pages
+from agl_core.view.pages import BadQueryError, Pages, Served
 from agl_core.view.run_page import run_page
-from agl_core.view.security import Guard
+from agl_core.view.security import TALK, Guard
 from agl_core.view.several_runs import compare_page, overlay_page, task_page
+from agl_core.view.talk_page import talk_page
 from agl_core.view.timeline_page import timeline_page
 from agl_core.view.try_page import try_page
 
 
-def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None) -> Starlette:
+def make_app(
+    paths: Sequence[Path], token: str, operator_key: str | None = None, served: Served = lambda: None
+) -> Starlette:
     """The pages about the runs at `paths`, each a run or a folder of runs, for browsers that have shown `token`.
 
     Browsers on other machines need the operator's key; without one they see nothing.
     """
-    pages = Pages(RunFolders(paths))
+    pages = Pages(RunFolders(paths), served)
 
     def page_of(made: Callable[[Pages, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def page(request: Request) -> Response:
@@ -63,6 +66,7 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
             Route(f"{run_path}/call", pages.call),
             Route(f"{run_path}/timeline", page_of(timeline_page)),
             Route(f"{run_path}/try", page_of(try_page)),
+            Route(f"{run_path}{TALK}", page_of(talk_page), methods=["GET", "POST"]),
             Mount("/static", StaticFiles(packages=[("agl_core.view", "static")])),
         ],
         middleware=[Middleware(Guard, token=token, operator_key=operator_key)],

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -19,6 +19,7 @@ from agl_core.analysis.runs import RunEntry, open_store, read_entry
 from agl_core.analysis.spans import span_tree
 from agl_core.analysis.text.tokens import token_texts
 from agl_core.errors import AglError
+from agl_core.protocols import Upstream
 from agl_core.store.files import log_of
 from agl_core.training.metrics import METRICS_FILE
 from agl_core.types import Ending, Mode, ToolStatus, Verdict
@@ -34,6 +35,10 @@ _MOST_ROLLOUTS, _MOST_OF_A_STEP = 400, 1000
 """A page of rollouts looks at so many, the newest."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 """Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
+
+
+Served: TypeAlias = Callable[[], Upstream | None]
+"""What answers for the policies now, if anything does: then one can talk with them."""
 
 
 class BadQueryError(AglError, ValueError):
@@ -63,14 +68,14 @@ class Said:
 class Pages:
     """The handlers of the routes."""
 
-    def __init__(self, folders: RunFolders) -> None:
-        self.folders = folders
+    def __init__(self, folders: RunFolders, served: Served) -> None:
+        self.folders, self.served = folders, served
         self._environment = make_environment()
         self.rewards = RewardsOfSteps()
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-        """A page; `run` and `changed` are of all pages."""
-        page = {"run": request.path_params.get("run"), "changed": None, **values}
+        """A page; `run`, `changed` and `talks` are of all pages."""
+        page = {"run": request.path_params.get("run"), "changed": None, "talks": self.served() is not None, **values}
         return HTMLResponse(self._environment.get_template(template).render(page), status)
 
     async def runs(self, request: Request) -> Response:

@@ -11,7 +11,10 @@ import orjson
 import pytest
 from axe_core_python.base import AXE_FILE_PATH
 
+from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.scripts import Say
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.view.serving import shown_beside
 
 from .browser import CHROMIUM, MISSING, Page, opened
@@ -48,10 +51,13 @@ class Running:
     async def _write(self) -> None:
         async with (
             SqliteStore(self.folder / "store.sqlite") as store,
-            shown_beside(self.folder, "127.0.0.1", 0, None) as address,
+            shown_beside(self.folder, "127.0.0.1", 0, None) as pages,
+            ScriptedUpstream() as policy,
         ):
+            policy.answer = lambda received: Say(f"You said: {received.said}")
+            pages.serves(Upstream((policy.url,), {"default": "served"}, "key"))
             await store.put(*rollout("s2-g0-m0", answer="9", reward=1.0, advantage=0.1))
-            base, _, query = address.partition("/runs/")
+            base, _, query = pages.address.partition("/runs/")
             self._address = base, query.partition("?")[2]
             self._ready.set()
             await asyncio.to_thread(self._ended.wait)
@@ -115,6 +121,8 @@ PAGES = {
     "try": "/runs/calc/try?weight.right=0.5",
     "overlay": "/overlay?run=calc",
     "compare": "/compare?run=calc",
+    "compare task": "/compare/task?a=calc@s1-g0-m0&b=calc@s1-g0-m1",
+    "talk": "/runs/calc/talk",
     "error": "/runs/nope",
 }
 
@@ -160,3 +168,15 @@ def test_runs_are_chosen_and_overlaid_without_typing(running: Running, page: Pag
     page.run("document.querySelector('form button').click()")
     page.until("location.pathname === '/overlay' && document.querySelector('svg.chart')")
     assert page.run("location.search") == "?run=calc"
+
+
+def test_the_policy_is_talked_with_by_typing(running: Running, page: Page) -> None:
+    page.open(running.page("/runs/calc"))
+    page.until("document.querySelector('a[href$=\"/talk\"]')")
+    page.run("document.querySelector('a[href$=\"/talk\"]').click()")
+    page.until("document.activeElement && document.activeElement.name === 'said'")
+    for said in ("<b>first</b>", "second"):
+        page.run(f"document.querySelector('[name=said]').value = {said!r}")
+        page.run("document.querySelector('form button').click()")
+        page.until(f"document.body && document.body.innerText.includes({'You said: ' + said!r})")
+    assert page.run("document.querySelectorAll('.message').length") == 4

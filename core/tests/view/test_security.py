@@ -72,7 +72,7 @@ def test_browsers_load_nothing_from_elsewhere(runs: Folder, address: str) -> Non
     assert policy.startswith("default-src 'self';")
     assert "unsafe" not in policy
     assert headers["x-content-type-options"] == "nosniff"
-    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["referrer-policy"] == "same-origin"
 
 
 @pytest.mark.parametrize("name", ["style.css", "view.js", "icon.svg"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from agl_core.analysis.text.words import harmless
+from agl_core.protocols import Upstream
 from agl_core.training.report import Phase, Silent, numbered
 
 _UNLIMITED = 1 << 16
@@ -50,8 +51,9 @@ class _Bar:
 class ConsoleObserver:
     """What the run says, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
 
-    def __init__(self, console: Screen, steps: int) -> None:
+    def __init__(self, console: Screen, steps: int, serving: Callable[[Upstream], None] = Silent().serving) -> None:
         self._console, self._steps = console, steps
+        self.serving = serving
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[Phase]:
