@@ -38,7 +38,7 @@ COMMANDS = ("srun", "scontrol", "ray", "agl")
 SOURCE = f"""#!{sys.executable}
 import json, os, pathlib, signal, subprocess, sys, time
 name, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
-keys = sorted(each for each in os.environ if each.startswith("AGL_"))
+keys = sorted(each for each in os.environ if each.startswith(("AGL_", "RAY_AUTH_")))
 with open(os.environ["CALLED"], "a") as called:
     called.write(json.dumps([name, arguments, keys, os.getpid()]) + "\\n")
 if name == "srun":
@@ -80,7 +80,12 @@ if name in ("agl", "ray"):
     while True:
         time.sleep(0.1)
 """
-FAKE_RAY = f"def init(**_): pass\ndef nodes(): return [{{'Alive': True}}] * {NODES}\ndef shutdown(): pass\n"
+FAKE_RAY = f"""
+import os
+def init(**_): assert os.environ["RAY_AUTH_TOKEN"]
+def nodes(): return [{{"Alive": True}}] * {NODES}
+def shutdown(): pass
+"""
 
 
 @dataclass
@@ -99,7 +104,7 @@ class Cluster:
             (folder / "bin" / name).write_text(source)
             (folder / "bin" / name).chmod(0o755)
         (folder / "modules" / "ray.py").write_text(FAKE_RAY)
-        there = {name: value for name, value in os.environ.items() if not name.startswith(("AGL_", "SLURM"))}
+        there = {name: value for name, value in os.environ.items() if not name.startswith(("AGL_", "RAY_", "SLURM"))}
         own = {
             "PATH": os.pathsep.join([str(folder / "bin"), BESIDE_PYTHON]),
             "PYTHONPATH": os.pathsep.join([str(folder / "modules"), os.environ["PYTHONPATH"]]),
@@ -134,7 +139,7 @@ class Cluster:
         return job
 
     def calls(self, name: str, first: str = "") -> list[Any]:
-        """What was called by this name: arguments, agl's variables, process."""
+        """What was called by this name: arguments, the keys in the environment, process."""
         log = self.folder / "called"
         lines = [json.loads(each) for each in log.read_text().splitlines()] if log.exists() else []
         return [each[1:] for each in lines if each[0] == name and each[1][: bool(first)] == ([first] if first else [])]

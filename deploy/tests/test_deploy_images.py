@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_verl.cluster.versions import KNOWN
+from agl_verl.cluster.versions import TESTED
 
 from .build_context import BuildContext
 from .deployed import DEPLOY, ROOT, container, named, pod_templates
@@ -31,8 +31,8 @@ def test_images_are_built_by_the_dockerfile() -> None:
 
 def test_the_trainers_image_has_the_versions_that_are_known_to_work() -> None:
     pinned = dict(re.findall(r"([\w-]+)(?:\[\w+\])?\"?==([\w.]+)", DOCKERFILE.replace('"ray[default]', "ray")))
-    assert {name: (pinned[name],) for name in KNOWN} == dict(KNOWN)
-    assert named("RayJob", "agl-train")["spec"]["rayClusterSpec"]["rayVersion"] in KNOWN["ray"]
+    assert {name: pinned[name] for name in TESTED} == dict(TESTED)
+    assert named("RayJob", "agl-train")["spec"]["rayClusterSpec"]["rayVersion"] == TESTED["ray"]
 
 
 NOT_COPIED = re.compile(

@@ -24,6 +24,7 @@ from .slurm_stand_ins import BESIDE_PYTHON, NODES, Cluster
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 SAVE = DEPLOY / "slurm" / "save_store.py"
 SCRIPTS = [DEPLOY / "train-or-resume", SBATCH]
+RAY_KEYS = ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN"]
 
 
 def linted(*command: str | Path) -> None:
@@ -77,7 +78,8 @@ def test_a_job_starts_everything_trains_and_leaves_nothing_behind(cluster: Clust
     assert sorted("--head" in each for each in starts) == [*[False] * (NODES - 1), True]
     assert {each[1] for each in starts if "--head" not in each} == {"--address=127.0.0.1:6379"}
     [(train, keys, _)] = cluster.calls("agl", "train")
-    assert keys == ["AGL_OPERATOR_KEY"]
+    assert keys == ["AGL_OPERATOR_KEY", *RAY_KEYS]
+    assert [keys for _, keys, _ in cluster.calls("ray", "start")] == [RAY_KEYS] * NODES
     assert {f"engine.verl.nodes={NODES}", "engine.verl.gpus_per_node=8", "engine.verl.address=127.0.0.1:6379"} < set(
         settings(train)
     )

@@ -171,6 +171,7 @@ EFFECTS: Mapping[str, Effect] = {
     ),
     "train.agents": Effect(ran(kept), {"train.agents": ["planner"]}),
     "train.patience": Effect(steps_made, {"train.patience": 2}, {"train.agents": ["planner"]}),
+    "train.serving_gap": Effect(steps_made, {"train.serving_gap": 0.01}),
     "train.checkpoint_every": Effect(ran(checkpoints), {"train.checkpoint_every": 1}),
     "train.keep_best_checkpoint": Effect(
         ran(checkpoints),

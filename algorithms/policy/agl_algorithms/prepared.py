@@ -96,6 +96,25 @@ class Prepared:
             "transitions_dropped": float(len(self.dropped) - len(self.trained)),
         }
 
+    def serving_gap(self, old_R: Tensor, version: int) -> dict[str, float]:
+        """How far training's log-probabilities [R] before the update are from serving's, over the trained tokens.
+
+        - logprob_gap_max: the largest difference;
+        - prob_gap_mean, prob_sampled_mean, prob_trained_mean: the mean difference of the tokens' probabilities, and
+          the means of both. Only tokens that `version`, the weights before the update, has sampled count: equal
+          weights have equal probabilities. Absent if there are none.
+        """
+        known_R = (self.weights_R > 0) & torch.isfinite(old_R)  # A skipped step leaves tokens that were not computed.
+        gap_R = (old_R - self.samples.behaviour_R)[known_R].abs()
+        found = {"logprob_gap_max": float(gap_R.max()) if gap_R.numel() else 0.0}
+        own_M = torch.from_numpy(self.batch.version_N == version).to(known_R.device)
+        own_R = known_R & own_M[self.samples.transition_R]
+        if own_R.any():
+            trained_R, sampled_R = (each[own_R].double().exp() for each in (old_R, self.samples.behaviour_R))
+            found["prob_gap_mean"] = float((trained_R - sampled_R).abs().mean())
+            found["prob_sampled_mean"], found["prob_trained_mean"] = float(sampled_R.mean()), float(trained_R.mean())
+        return found
+
     def _advantage_M(self) -> NDArray[np.float64]:
         unmasked_R = self.samples.mask_R.to(self.advantages_R.dtype)
         total = sum_by_transition(self.advantages_R * unmasked_R, self.samples)

@@ -39,13 +39,19 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
     def describe(self) -> str:
-        """veRL's resolved configuration and what it would take, without starting anything."""
+        """veRL's resolved configuration and what it would take, memory too, without starting anything."""
         from agl_verl.config.chosen import built, choose
         from agl_verl.config.composing import as_text, compose
         from agl_verl.config.mapping import Resources
+        from agl_verl.config.memory import described
         from agl_verl.cpu.mending import is_wanted
 
         options = self._options
         on_cpu = is_wanted(options.device, options.address)
-        composed = compose(options, self._context, algorithm=built(choose(self._context)), cpu=on_cpu)
-        return f"{as_text(composed)}# It would take {Resources.of(options, cpu=on_cpu)}.\n"
+        algorithm = built(choose(self._context))
+        composed = compose(options, self._context, algorithm=algorithm, cpu=on_cpu)
+        said = [f"It would take {Resources.of(options, cpu=on_cpu)}."]
+        if not on_cpu:
+            [spec] = self._context.policies.values()
+            said += described(options, spec, algorithm)
+        return as_text(composed) + "".join(f"# {line}\n" for line in said)

@@ -37,6 +37,9 @@ class VerlOptions(BaseModel):
     serving_memory: float = Field(
         0.5, gt=0, lt=1, description="Share of a GPU's memory that serving takes: weights, and keys and values."
     )
+    device_memory: float = Field(
+        80.0, gt=0, description="GB of a GPU's memory: what `agl train --dry-run` compares its arithmetic with."
+    )
     cache_mib: int = Field(1024, ge=16, description="On a CPU: memory for keys and values of a replica, in MiB.")
     tokens_per_micro_batch: int = Field(
         16384,
@@ -48,6 +51,15 @@ class VerlOptions(BaseModel):
     )
     gradient_checkpointing: bool = Field(
         True, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = Field(
+        "auto",
+        description="How training computes attention. auto: flash_attention_2 on GPUs, where flash-attn has to be "
+        "installed, sdpa on a CPU. With sdpa and eager a policy and a reference need no flash-attn, and pads are "
+        "computed too.",
+    )
+    eager_serving: bool = Field(
+        False, description="vLLM records no CUDA graphs: it starts sooner and takes less memory, but decodes slower."
     )
     tool_parser: str = Field(
         "hermes",

@@ -9,17 +9,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agl_core.config.policies import LoraSection
 from agl_core.engines.child import Host
 from agl_core.engines.wire import in_one_line
 from agl_core.errors import AglError, EngineError
-from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest
-from agl_verl.cluster import versions
+from agl_verl.cluster import reaches, versions
 from agl_verl.cluster.environment import variables
 from agl_verl.config.chosen import built, choose
 from agl_verl.config.composing import compose
@@ -55,6 +57,7 @@ class Driver:
         [(self._policy, self._spec)] = context.policies.items()
         self._workers = options.nodes * options.gpus_per_node
         self._failed: str | None = None
+        self._write_adapter = _adapter_writer(self._spec)
         cpu = is_wanted(options.device, options.address)
         versions.check(cpu=cpu)
         _check_gpus(options, cpu)
@@ -80,6 +83,7 @@ class Driver:
         from agl_verl.registries import check_registered
         from agl_verl.serving.servers import register_servers
 
+        reaches.check(cpu=cpu)
         if native is not None:
             check_registered(native)
         connect(options, cpu=cpu, variables=environment, verl_environment=get_ppo_ray_runtime_env(composed))
@@ -112,7 +116,7 @@ class Driver:
         with self._usable():
             self._trainer.save(checkpoint.shards(folder))
             described = checkpoint.Described(self._trainer.version, self._workers, self._trainer.use_critic)
-            checkpoint.finish(folder, described)
+            checkpoint.finish(folder, described, self._write_adapter)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
@@ -150,6 +154,15 @@ class Driver:
     def _let_a_loss_be_told(self) -> None:
         """Of a loss, the watch knows more, and ends this process."""
         time.sleep(SECONDS_TO_MISS_A_NODE if self.watch.on_several_nodes else SECONDS_TO_MISS_AN_ACTOR)
+
+
+def _adapter_writer(spec: PolicySpec) -> Callable[[Path, Path], None] | None:
+    """What writes the adapter of a checkpoint; None if all weights are trained."""
+    if spec.lora is None:
+        return None
+    from agl_verl.driver.adapter import write_adapter
+
+    return partial(write_adapter, lora=LoraSection.model_validate(dict(spec.lora)), base=spec.name or spec.model)
 
 
 def _check_gpus(options: VerlOptions, cpu: bool) -> None:

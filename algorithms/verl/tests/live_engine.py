@@ -133,8 +133,10 @@ async def test_a_checkpoint_of_the_torch_engine_is_served(
     told = told_logprobs(reply.json())
     assert told == pytest.approx(own_logprobs(loaded(trained_by_torch), reply.json()), abs=1e-4)
     async with httpx.AsyncClient(trust_env=False) as client:
-        refused = await client.post(f"{upstream.urls[0]}/chat/completions", json={})
-    assert refused.status_code == 401
+        server = upstream.urls[0].removesuffix("/v1")
+        for route in ("/v1/chat/completions", "/invocations", "/tokenize"):
+            assert (await client.post(f"{server}{route}", json={})).status_code == 401
+        assert (await client.get(f"{server}/health")).status_code == 200
 
 
 async def test_an_update_is_that_of_the_torch_engine_and_is_served(

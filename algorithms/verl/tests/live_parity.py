@@ -69,6 +69,16 @@ def test_rows_that_an_algorithm_gives_no_weight_weigh_nothing_among_others(name:
     assert not same(padded(name), plain)
 
 
+def test_the_reference_says_of_equal_weights_what_the_policy_says() -> None:
+    """A reference in another dtype has a KL of 3e-3 from the policy that it is."""
+    bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0.04})
+    batch = verl_bench.recorded_batch(VOCABULARY)
+    whole = screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
+    data = bench.rows(whole, np.arange(len(whole)), range(len(whole)))
+    by_policy, by_reference = (bench.infer(each, data, "log_probs") for each in (bench.actor, bench.reference))
+    torch.testing.assert_close(torch.cat(list(by_reference)), torch.cat(list(by_policy)), rtol=0, atol=1e-6)
+
+
 def test_rows_without_weight_have_no_gradient() -> None:
     """Whatever their advantages say."""
     bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0})

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agl_core.protocols import PolicySpec
+from agl_torch.models.loading import load_model
 
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
 STEPS = 5
@@ -30,12 +35,15 @@ pytestmark = pytest.mark.timeout(3600)
 
 def command(runs: Path, **settings: Any) -> list[str]:
     chosen = [f"--set={key}={value}" for key, value in {**SMALL, "runs": runs, **settings}.items()]
-    return [str(Path(sys.executable).with_name("agl")), "train", str(CALC), *chosen]
+    return [agl(), "train", str(CALC), *chosen]
+
+
+def agl() -> str:
+    return str(Path(sys.executable).with_name("agl"))
 
 
 def resume(run: Path) -> subprocess.CompletedProcess[str]:
-    agl = str(Path(sys.executable).with_name("agl"))
-    return subprocess.run([agl, "train", "--resume", str(run)], capture_output=True, text=True)
+    return subprocess.run([agl(), "train", "--resume", str(run)], capture_output=True, text=True)
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
@@ -72,20 +80,55 @@ def mine(token_level_rewards, response_mask, **unused):
 """
 
 
-def test_an_estimator_that_the_user_registers_with_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of two steps with it."""
     (tmp_path / "my_estimators.py").write_text(OWN_ESTIMATOR)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = {
+    return {
         "algorithm.name": "verl:gspo",
         'algorithm."verl:gspo".estimator': "mine",
         'algorithm."verl:gspo".modules': '["my_estimators"]',
         "train.steps": 2,
     }
-    done = subprocess.run(command(tmp_path, **own), capture_output=True, text=True)
+
+
+def test_an_estimator_that_the_user_registers_with_verl(own_estimator: Any, tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path, **own_estimator), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     steps = steps_of(tmp_path / "calc")
     assert [line["update/advantage_mean"] for line in steps] == pytest.approx([0.25] * 2)
     assert all(line["update/grad_norm"] > 0 for line in steps)
+
+
+def test_an_adapter_is_served_as_it_is_trained_and_saved_as_others_read_it(own_estimator: Any, tmp_path: Path) -> None:
+    """In the second step the servers have the weights of the first update: the base alone would differ by 0.99.
+
+    The advantages are the same for all, so that every step has a gradient.
+    """
+    adapter = {
+        **own_estimator,
+        "policies.default.model.lora.rank": 8,
+        "policies.default.optimizer.learning_rate": 4e-3,
+    }
+    done = subprocess.run(command(tmp_path, **adapter), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steps = steps_of(tmp_path / "calc")
+    assert all(line["update/grad_norm"] > 0 for line in steps)
+    # veRL merges the adapter in bfloat16.
+    assert max(line["update/rollout_probs_diff_max"] for line in steps) < 0.02
+    saved = tmp_path / "calc" / "default" / "model"
+    spec = PolicySpec(str(CALC.parent / "policy"), "float32", adapter=str(saved))
+    trained = [
+        weight.abs().max().item()
+        for name, weight in load_model(spec, torch.device("cpu"), 0).model.named_parameters()
+        if "lora_B" in name
+    ]
+    assert min(trained) > 0
+    merged = [agl(), "policy", "merge", str(tmp_path / "calc"), "--out", str(tmp_path / "merged")]
+    done = subprocess.run(merged, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
 
 
 def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ groups of three rollouts of two to four calls, with forced tokens, answered by t
 has its own weight. One rollout is too old and leaves its group. Calls of a second agent are not trained on; what they
 earned is in the return of the first agent. One log-probability is not finite, one token is not in the model's
 vocabulary, and one transition is longer than the context. The batch goes once through the torch engine's trainer, and
-once through veRL's own training workers (FSDP2 over gloo, on a CPU, float32), with pad rows among the others. `make
-test-verl` checks that the limits hold.
+once through veRL's own training workers (FSDP2 over gloo, on a CPU, float32), with pad rows among the others. The
+workers are made of the configuration that the engine composes of a run's settings. `make test-verl` checks that the
+limits hold.
 
 """
 HEADER = """| algorithm | advantages: difference | loss: difference | change: cosine | change: norm, relative |

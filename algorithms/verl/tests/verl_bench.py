@@ -1,7 +1,8 @@
 """One recorded batch, through the torch engine's trainer and through veRL's own training workers, with no Ray.
 
 Everything is as in a run, but for the transport: rows, losses, weights and optimizer are those of
-`agl_verl.driver.trainer`, the workers are veRL's `TrainingWorker` (FSDP2, the engine's configuration), in this process.
+`agl_verl.driver.trainer`, the workers are veRL's (FSDP2), in this process. They are made of the configuration that the
+engine composes from a run's settings.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from torch import Tensor
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.policies import OptimizerSection
 from agl_core.learning.trainable import screen
-from agl_core.protocols import PolicySpec
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
 from agl_torch.models.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
 from agl_verl.cluster.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.config.chosen import ChosenAlgorithm
+from agl_verl.config.composing import compose
 from agl_verl.driver.rows import gather, lay_out, rows_of, spread
+from agl_verl.options import VerlOptions
 from agl_verl.workers.losses import STEP_WEIGHT, TOTAL_LOSS, actor_loss, critic_loss
 from agl_verl.workers.schedule import TRAINING_STEP
 
@@ -142,14 +145,13 @@ class VerlBench:
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
         self.version = 0
-        self.actor = _worker(model, "language_model", LEARNING_RATE)
+        config = configuration(model, self.chosen)
+        self.actor = _worker(config, "actor")
         self.actor.set_loss_fn(partial(actor_loss, self.chosen))
-        self.reference = None
-        if self.algorithm.needs_reference:
-            self.reference = _worker(model, "language_model", LEARNING_RATE)
+        self.reference = _worker(config, "ref") if self.algorithm.needs_reference else None
         self.critic = None
         if self.algorithm.needs_critic:
-            self.critic = _worker(model, "value_model", self.algorithm.critic_learning_rate)
+            self.critic = _critic(config)
             self.critic.set_loss_fn(partial(critic_loss, self.chosen))
 
     def update(
@@ -289,42 +291,45 @@ class VerlBench:
         return {name: tensor.detach().to(torch.float32).clone() for name, tensor in generator}
 
 
-def _worker(model: Path, kind: str, rate: float) -> Any:
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+def configuration(model: Path, chosen: ChosenAlgorithm) -> Any:
+    """veRL's whole configuration as the engine makes it of a run's settings."""
+    from omegaconf import open_dict
+
+    policy = PolicySpec(str(model), "float32", optimizer=optimizer().model_dump(), algorithm=chosen.name)
+    context = EngineContext(Path("unused"), 0, {"default": policy}, False, (), "key", TRAINING_STEPS)
+    settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=512)
+    config = compose(settings, context, algorithm=chosen.build(), cpu=True)
+    with open_dict(config):  # As `AglTrainer._init_dataloader` does.
+        for each in (config.actor_rollout_ref.actor.optim, config.critic.optim):
+            each.total_training_steps = TRAINING_STEPS
+    return config
+
+
+def _worker(config: Any, role: str) -> Any:
+    """veRL's worker of the policy ("actor") or of the reference ("ref"), as it makes it of its configuration."""
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role=role)
+    worker.init_model()
+    return worker.actor if role == "actor" else worker.ref
+
+
+def _critic(config: Any) -> Any:
+    """As veRL's trainer makes it (`PPOTrainer.init_workers`)."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    settings = optimizer()
-    full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    critic = omega_conf_to_dataclass(config.critic)
+    critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
+    critic.engine.max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
     worker = TrainingWorker(
         config=TrainingWorkerConfig(
-            model_type=kind,
-            model_config=HFModelConfig(
-                path=str(model),
-                use_remove_padding=False,
-                enable_gradient_checkpointing=False,
-                override_config={"attn_implementation": "sdpa"},
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy="fsdp2",
-                use_torch_compile=False,
-                use_dynamic_bsz=True,
-                max_token_len_per_gpu=512,
-                infer_max_token_len_per_gpu=512,
-                model_dtype="fp32",
-                mixed_precision=full,
-                use_remove_padding=False,
-            ),
-            optimizer_config=FSDPOptimizerConfig(
-                lr=rate,
-                betas=(settings.beta1, settings.beta2),
-                weight_decay=settings.weight_decay,
-                clip_grad=settings.max_grad_norm,
-                lr_scheduler_type=settings.schedule,
-                total_training_steps=TRAINING_STEPS,
-                override_optimizer_config={"eps": settings.epsilon},
-            ),
-            checkpoint_config=CheckpointConfig(),
+            model_type="value_model",
+            model_config=critic.model,
+            engine_config=critic.engine,
+            optimizer_config=critic.optim,
+            checkpoint_config=critic.checkpoint,
         )
     )
     worker.reset()

@@ -102,6 +102,15 @@ class TrainSection(Section):
         description="Training stops with an error after this many steps in a row with nothing to train on, all for one "
         "reason that does not go away by itself (docs/bad-input.md); 0: it never stops.",
     )
+    serving_gap: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="Training stops with an error after a step in which the probabilities of tokens, where they were "
+        "sampled and in training, differ by more than this on average, although the weights should be the same "
+        "(`update/prob_gap_mean`). Rounding explains far less: 6e-5 was measured where servers had the weights rounded "
+        "to bfloat16. 1: it never stops.",
+    )
     endings: dict[Ending, EndingReward] = Field(
         default_factory=lambda: dict(_ENDINGS),
         description="For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'.",

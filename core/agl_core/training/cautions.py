@@ -126,6 +126,23 @@ def why_nothing(
     return reasons.pop() if len(reasons) == 1 and not reasons & _PASSING else None
 
 
+def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: float) -> None:
+    """TrainingError if a policy's server is not what is trained: `updates` are the metrics of a step by policy."""
+    for policy, metrics in updates.items():
+        gap = metrics.get("prob_gap_mean", 0.0)
+        if gap <= limit:
+            continue
+        sampled, trained = metrics["prob_sampled_mean"], metrics["prob_trained_mean"]
+        raise TrainingError(
+            f"Serving and training disagree in step {step}. Tokens that the current weights of '{policy}' sampled have "
+            f"a mean probability of {sampled:.3g} where they were sampled, and of {trained:.3g} in training. They "
+            f"differ by {gap:.3g} on average, which is more than rounding explains (train.serving_gap is {limit:g}). "
+            f"Probably the server has other weights than the trainer (an adapter that it does not apply, an exchange "
+            f"that did not happen), or one of them changes the logits. The update of this step used wrong ratios: when "
+            f"the cause is mended, go on from the last checkpoint (agl train --resume)."
+        )
+
+
 @dataclass
 class Patience:
     """Ends training after `steps` in a row that had nothing to train on for one reason; 0: never."""

@@ -20,6 +20,7 @@ from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.cautions import (
     Assertions,
     Patience,
+    check_serving,
     common_failure,
     failures,
     missing_lessons,
@@ -144,12 +145,13 @@ class Trainer:
 
     async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record. Once the weights move, the training records have to be stored."""
+        settings = self.loaded.config.train
         ages = staleness_metrics(drawn.episodes, self.session.versions)
         prepared = make_batches(
             without_stale(drawn.groups, self.session.versions, self.loaded.config.asynchronous.max_staleness),
             self._credit,
             weights=drawn.weights,
-            agents=self.loaded.config.train.agents,
+            agents=settings.agents,
             min_group_size=self._min_group_size,
             step=step,
         )
@@ -193,11 +195,12 @@ class Trainer:
         state.kept += len(training_records) - drops.total()
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
-        self.observer.say(step_line(step, self.loaded.config.train.steps, metrics))
+        self.observer.say(step_line(step, settings.steps, metrics))
         self._say(f"step {step}", alarms)
         self._latest = drawn.new
         state.count_endings(drawn.new)
         self._count_memory(stats)
+        check_serving(step, {name: each.metrics for name, each in results.items()}, settings.serving_gap)
         self._patience.check(step, why_nothing(drawn.new, training_records, prepared.episodes_dropped))
 
     async def _alarms(self, drawn: Drawn, training_records: Sequence[TrainingRecord]) -> list[Alarm]:

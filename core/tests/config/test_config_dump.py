@@ -74,6 +74,7 @@ CHANGED: dict[str, Any] = {
     "workers.embedded": False,
     "workers.isolation": "process",
     "train.patience": 5,
+    "train.serving_gap": 0.5,
     "workers.memory_mib": 512,
     "workers.timeout": 1.5,
     "workers.attempts": 1,

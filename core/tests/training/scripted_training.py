@@ -139,6 +139,8 @@ class CountingEngine:
         self.version = 0
         self.dropped: DropReason | None = None
         """Why no transition of a batch is trained on, if so."""
+        self.metrics: dict[str, float] = {}
+        """Of every update."""
 
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
@@ -146,7 +148,7 @@ class CountingEngine:
         self.batches.append(batch)
         self.version += 1
         zeros = np.zeros(len(batch))
-        return UpdateResult(self.version, {}, zeros, zeros, (self.dropped,) * len(batch))
+        return UpdateResult(self.version, self.metrics, zeros, zeros, (self.dropped,) * len(batch))
 
     async def stats(self) -> Mapping[str, float]:
         return {}

@@ -78,6 +78,18 @@ async def test_rollouts_that_all_crash_are_told_with_the_first_error_and_stop_th
     assert bench.trainer.state.endings == {"crashed": 8}
 
 
+@pytest.mark.parametrize(("gap", "limit", "steps"), [(0.79, None, 1), (0.19, None, 3), (0.19, 0.1, 1), (0.79, 1.0, 3)])
+async def test_a_server_that_is_not_what_is_trained_stops_the_run_with_both_numbers(
+    tmp_path: Path, gap: float, limit: float | None, steps: int
+) -> None:
+    bench = make_bench(tmp_path, steps=3, **({} if limit is None else {"serving_gap": limit}))
+    bench.engine.metrics = {"prob_gap_mean": gap, "prob_sampled_mean": 0.91, "prob_trained_mean": 0.12}
+    told = r"step 1\..*'default'.* 0\.91 where .*0\.12 in training.*adapter.*--resume"
+    with pytest.raises(TrainingError, match=told) if steps == 1 else nullcontext():
+        await bench.trainer.train()
+    assert len(bench.log.lines) == steps, "the numbers of the last step are recorded"
+
+
 @pytest.mark.parametrize(("patience", "steps"), [(1, 1), (3, 3), (0, 4)])
 async def test_patience_is_how_many_such_steps_end_a_run(tmp_path: Path, patience: int, steps: int) -> None:
     bench = make_bench(tmp_path, steps=4, patience=patience)

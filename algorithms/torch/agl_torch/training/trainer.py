@@ -83,7 +83,7 @@ class PolicyTrainer:
         - grad_norm: before clipping, the mean over optimizer steps;
         - learning_rate: of the last step;
         - advantage_mean, advantage_std, advantage_abs_max: over the trained transitions;
-        - logprob_gap_max: the largest |old − behaviour| of a trained token;
+        - logprob_gap_max, prob_gap_mean, …: those of `agl_algorithms.prepared.Prepared.serving_gap`;
         - with a critic, those of `agl_torch.training.critic.Critic.train`: value_loss, explained_variance, …;
         - tokens_trained, transitions_trained: what the loss was computed on; transitions_dropped: the others;
         - steps_applied, steps_skipped: optimizer steps;
@@ -116,7 +116,7 @@ class PolicyTrainer:
                 for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
                     self._step(prepared, chosen, algorithm, old_R, reference_R, once, meter, work)
         work.lap("train")
-        metrics = meter.metrics() | prepared.metrics() | {"logprob_gap_max": _logprob_gap(prepared, old_R)}
+        metrics = meter.metrics() | prepared.metrics() | prepared.serving_gap(old_R, self.version)
         if self._critic is not None and algorithm.needs_critic:
             metrics |= self._critic.train(prepared, cast(CriticAlgorithm, algorithm), self.version, work)
         work.lap("critic")
@@ -240,13 +240,6 @@ class PolicyTrainer:
         torch.set_rng_state(state["random"].cpu())
         if state["random_cuda"] is not None and self._loaded.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._loaded.device)
-
-
-def _logprob_gap(prepared: Prepared, old_R: Tensor) -> float:
-    """The largest of the trained tokens."""
-    gap_R = (old_R - prepared.samples.behaviour_R)[prepared.weights_R > 0].abs()
-    gap_R = gap_R[torch.isfinite(gap_R)]  # A skipped step leaves tokens that were not computed.
-    return float(gap_R.max()) if gap_R.numel() else 0.0
 
 
 def _tokens(batch: Batch) -> NDArray[np.int64]:

@@ -191,6 +191,22 @@ def test_one_pass_compares_with_itself_exactly(loaded: LoadedModel) -> None:
     assert result.metrics["logprob_gap_max"] < 1e-4
 
 
+def test_probabilities_of_serving_are_compared_where_the_weights_are_the_same(loaded: LoadedModel) -> None:
+    batch = make_batch(loaded)
+    own = replace(batch, version_N=np.zeros_like(batch.version_N))
+    equal = trainer_of(loaded).update(own, Recorder()).metrics
+    assert equal["prob_gap_mean"] < 1e-5
+    assert equal["prob_sampled_mean"] == pytest.approx(equal["prob_trained_mean"], abs=1e-5)
+
+    others = replace(own, behaviour_logprobs_R=np.full_like(batch.behaviour_logprobs_R, np.log(0.99)))
+    metrics = trainer_of(loaded).update(others, Recorder()).metrics
+    assert metrics["prob_sampled_mean"] == pytest.approx(0.99)
+    assert metrics["prob_gap_mean"] == pytest.approx(0.99 - metrics["prob_trained_mean"], abs=1e-5)
+
+    older = replace(others, version_N=np.full_like(batch.version_N, -1))
+    assert "prob_gap_mean" not in trainer_of(loaded).update(older, Recorder()).metrics, "they may differ"
+
+
 def test_minibatches_split_rollouts_and_carry_the_whole_weight(loaded: LoadedModel) -> None:
     batch = make_batch(loaded, groups=2, members=4)
     algorithm = Recorder(minibatches=3, beta=0.1)

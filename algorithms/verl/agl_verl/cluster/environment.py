@@ -11,6 +11,8 @@ CPU_VARIABLE = "AGL_VERL_CPU"
 """Set to 1 in every process of an engine that has no GPU."""
 MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """veRL's own: what it imports when it is imported, with commas between."""
+KEY_VARIABLE = "VLLM_API_KEY"
+"""vLLM's own: the key of its model calls."""
 
 
 def variables(
@@ -22,7 +24,7 @@ def variables(
     """
     common = {
         ENGINE_VARIABLE: "1",
-        "VLLM_API_KEY": api_key,
+        KEY_VARIABLE: api_key,
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",

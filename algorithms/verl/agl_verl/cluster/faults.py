@@ -15,13 +15,18 @@ KILLED = "Memory may have run out on this node: lower engine.verl.serving_memory
 
 REMEDIES: Mapping[tuple[str, ...], str] = {
     (
+        r"killed due to the node running low on memory",
+        r"killed due to memory pressure \(OOM\)",
+        r"ray\.exceptions\.OutOfMemoryError",
+    ): "Ray ended a process of the engine because the memory of its node, not that of a GPU, ran out: run fewer agents "
+    "on that node, set engine.verl.offload = false, lower cache_mib, or take a node with more memory.",
+    (
         r"OutOfMemoryError\)?: ",
         r"(CUDA|HIP) (error: )?out of memory",
         r"No available memory for the cache blocks\.",
         r"is less than desired GPU memory utilization \(",
         r"\[Errno 12\] Cannot allocate memory",
         r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-        r"killed due to the node running low on memory",
     ): "The model does not fit: spread serving with engine.verl.tensor_parallel, lower engine.verl.serving_memory or "
     "tokens_per_micro_batch, set engine.verl.offload = true, or use more GPUs.",
     (

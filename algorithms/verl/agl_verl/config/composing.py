@@ -73,6 +73,7 @@ _ADDED = (
     ".lr_warmup_steps",
     ".override_optimizer_config",
     ".load_contents",
+    ".ppo_infer_max_token_len_per_gpu",
 )
 
 

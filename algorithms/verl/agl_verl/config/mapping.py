@@ -42,6 +42,10 @@ DECIDED = {
     "actor_rollout_ref.actor.kl_loss_coef": "[algorithm] beta",
     "actor_rollout_ref.actor.entropy_coeff": "nothing: agl's losses have no entropy term",
     "actor_rollout_ref.actor.optim.lr": "[policies.NAME.optimizer] learning_rate",
+    "actor_rollout_ref.model.lora": "[policies.NAME.model.lora]",
+    "actor_rollout_ref.model.lora_rank": "[policies.NAME.model.lora] rank",
+    "actor_rollout_ref.model.lora_alpha": "[policies.NAME.model.lora] alpha",
+    "actor_rollout_ref.model.target_modules": "[policies.NAME.model.lora] targets",
     "actor_rollout_ref.rollout.n": "[train] group_size",
     "actor_rollout_ref.rollout.nnodes": "[engine.verl] serving_gpus",
     "actor_rollout_ref.rollout.n_gpus_per_node": "[engine.verl] serving_gpus and tensor_parallel",
@@ -78,6 +82,8 @@ DECIDED = {
 
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
+VALUE_LAYER = "score"
+"""The last layer of a critic. It starts at zero (`agl_verl.workers.value_head`): frozen, it would remain there."""
 _A = "actor_rollout_ref"
 _DTYPES = {"float32": ("fp32", "float32"), "bfloat16": ("bf16", "bfloat16")}
 
@@ -146,22 +152,16 @@ def mapped(
     """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
     [(policy, spec)] = context.policies.items()
     training, serving = _DTYPES["float32" if cpu and spec.dtype == "auto" else _trained_dtype(spec.dtype)]
+    attention = "sdpa" if cpu and options.attention == "auto" else options.attention
+    packed = attention in ("auto", "flash_attention_2")  # The others of veRL's take rectangles.
+    for engine in (f"{_A}.actor.fsdp_config", f"{_A}.ref.fsdp_config", "critic.fsdp"):
+        yield from _sharded(engine, training, options, compiled=not cpu).items()
     yield from {
         f"{_A}.model.path": spec.model,
         f"{_A}.model.trust_remote_code": spec.trust_remote_code,
-        f"{_A}.model.use_remove_padding": not cpu,
+        f"{_A}.model.use_remove_padding": packed,
         f"{_A}.model.enable_gradient_checkpointing": options.gradient_checkpointing,
         f"{_A}.actor.strategy": "fsdp2",
-        f"{_A}.actor.fsdp_config.strategy": "fsdp2",
-        f"{_A}.actor.fsdp_config.model_dtype": "fp32",
-        f"{_A}.actor.fsdp_config.mixed_precision": {
-            "param_dtype": training,
-            "reduce_dtype": "fp32",
-            "buffer_dtype": "fp32",
-        },
-        f"{_A}.actor.fsdp_config.param_offload": options.offload,
-        f"{_A}.actor.fsdp_config.optimizer_offload": options.offload,
-        f"{_A}.actor.fsdp_config.use_torch_compile": not cpu,
         f"{_A}.actor.use_torch_compile": not cpu,
         f"{_A}.actor.fsdp_config.seed": context.seed,
         f"{_A}.actor.use_dynamic_bsz": True,
@@ -170,7 +170,6 @@ def mapped(
         f"{_A}.actor.calculate_entropy": True,
         f"{_A}.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
         f"{_A}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
-        f"{_A}.ref.fsdp_config.model_dtype": "fp32",
         f"{_A}.rollout.name": "vllm",
         f"{_A}.rollout.dtype": serving,
         f"{_A}.rollout.load_format": "auto",
@@ -187,17 +186,12 @@ def mapped(
         f"{_A}.rollout.engine_kwargs.vllm.tool_call_parser": options.tool_parser,
         "critic.model.path": spec.model,
         "critic.model.trust_remote_code": spec.trust_remote_code,
-        "critic.model.use_remove_padding": not cpu,
+        "critic.model.use_remove_padding": packed,
         "critic.model.enable_gradient_checkpointing": options.gradient_checkpointing,
         "critic.strategy": "fsdp2",
-        "critic.fsdp.strategy": "fsdp2",
-        "critic.fsdp.model_dtype": "fp32",
-        "critic.fsdp.mixed_precision": {"param_dtype": training, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        "critic.fsdp.param_offload": options.offload,
-        "critic.fsdp.optimizer_offload": options.offload,
-        "critic.fsdp.use_torch_compile": not cpu,
         "critic.ppo_mini_batch_size": 1,
         "critic.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        "critic.ppo_infer_max_token_len_per_gpu": options.tokens_per_micro_batch,  # What veRL goes by, training too.
         "reward.num_workers": 0,
         "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if cpu else 2 * options.nodes,
@@ -220,20 +214,33 @@ def mapped(
     if context.deterministic:
         yield from _deterministic(cpu)
     if spec.lora is not None:
-        yield from _lora(LoraSection.model_validate(dict(spec.lora)), cpu, merged=options.serving_gpus > 0)
+        yield from _lora(LoraSection.model_validate(dict(spec.lora)))
     if options.serving_gpus:
         yield from _separate(options, cpu)
+    if attention != "auto":
+        yield f"{_A}.model.override_config.attn_implementation", attention
+        yield "critic.model.override_config.attn_implementation", attention
+    yield f"{_A}.rollout.enforce_eager", cpu or options.eager_serving
     if cpu:
         yield from {
-            f"{_A}.model.override_config.attn_implementation": "sdpa",
-            "critic.model.override_config.attn_implementation": "sdpa",
-            f"{_A}.rollout.enforce_eager": True,
             f"{_A}.rollout.free_cache_engine": False,
             f"{_A}.rollout.enable_sleep_mode": False,
             f"{_A}.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
             f"{_A}.rollout.engine_kwargs.vllm.worker_extension_cls": WORKER_EXTENSION,
             f"{_A}.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,
         }.items()
+
+
+def _sharded(engine: str, dtype: str, options: VerlOptions, *, compiled: bool) -> dict[str, Any]:
+    """The same for policy, reference and critic: two that differ compute other numbers from equal weights."""
+    return {
+        f"{engine}.strategy": "fsdp2",
+        f"{engine}.model_dtype": "fp32",
+        f"{engine}.mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        f"{engine}.param_offload": options.offload,
+        f"{engine}.optimizer_offload": options.offload,
+        f"{engine}.use_torch_compile": compiled,
+    }
 
 
 def _optimizer(place: str, settings: OptimizerSection, rate: float, steps: int) -> Iterator[tuple[str, Any]]:
@@ -281,21 +288,20 @@ def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
         yield f"{engine}.full_determinism", True
 
 
-def _lora(lora: LoraSection, cpu: bool, *, merged: bool) -> Iterator[tuple[str, Any]]:
-    """`merged`: veRL sends no adapters to servers of their own, but weights that have it in them."""
-    if cpu:
-        raise ConfigError(
-            "The veRL engine serves no LoRA adapter on a CPU: leave [policies.NAME.model.lora] out, or use a GPU or "
-            "the torch engine."
-        )
+def _lora(lora: LoraSection) -> Iterator[tuple[str, Any]]:
+    """Weights are served with the adapter merged into them: veRL applies a served adapter to its own requests alone."""
     if lora.dropout:
         raise ConfigError("veRL's LoRA adapters have no dropout: set [policies.NAME.model.lora] dropout to 0.")
-    for model in (f"{_A}.model", "critic.model"):
+    if not lora.alpha.is_integer():
+        raise ConfigError(
+            f"veRL's LoRA adapters have a whole number as alpha, not {lora.alpha:g}: change [policies.NAME.model.lora] "
+            f"alpha."
+        )
+    for model, targets in ((f"{_A}.model", lora.targets), ("critic.model", (*lora.targets, VALUE_LAYER))):
         yield f"{model}.lora_rank", lora.rank
-        yield f"{model}.lora_alpha", lora.alpha
-        yield f"{model}.target_modules", list(lora.targets)
-    if merged:
-        yield f"{_A}.model.lora.merge", True
+        yield f"{model}.lora_alpha", int(lora.alpha)
+        yield f"{model}.target_modules", list(targets)
+    yield f"{_A}.model.lora.merge", True
 
 
 def _separate(options: VerlOptions, cpu: bool) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,8 @@
 """A policy's checkpoint: veRL's shards, and the weights as any other program reads them.
 
 FOLDER/
-  model/               Hugging Face format (safetensors) with the tokenizer, as the torch engine writes it
+  model/               Hugging Face format (safetensors) with the tokenizer, as the torch engine writes it; of a LoRA
+                       policy its adapter (peft)
   verl/actor, critic   veRL's shards: weights, optimizer, schedule, random state of every worker
   checkpoint.json      the format, the version, and how many workers wrote the shards
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,19 +36,27 @@ def shards(folder: Path) -> Path:
     return folder / "verl"
 
 
-def finish(folder: Path, described: Described) -> None:
-    """Put the weights where they are looked for, and say what this is; veRL wrote its files before."""
-    exported = shards(folder) / "actor" / "huggingface"
+def finish(folder: Path, described: Described, write_adapter: Callable[[Path, Path], None] | None = None) -> None:
+    """Put the weights where they are looked for, and say what this is; veRL wrote its files before.
+
+    `write_adapter` makes the folder of a LoRA adapter from what veRL exported (`agl_verl.driver.adapter`).
+    """
+    exported, model = shards(folder) / "actor" / "huggingface", folder / "model"
     try:
         if not any(exported.glob("*.safetensors")):
             raise CheckpointError(f"veRL wrote no weights to {exported}. Is its folder on a disk that all nodes share?")
-        shutil.rmtree(folder / "model", ignore_errors=True)
-        exported.rename(folder / "model")
-        # veRL looks for the configuration of the model beside its shards.
-        exported.mkdir()
-        for file in (folder / "model").glob("*"):
-            if file.suffix != ".safetensors":
-                shutil.copy(file, exported / file.name)
+        shutil.rmtree(model, ignore_errors=True)
+        if write_adapter is None:
+            exported.rename(model)
+            # veRL looks for the configuration of the model beside its shards.
+            exported.mkdir()
+            for file in model.glob("*"):
+                if file.suffix != ".safetensors":
+                    shutil.copy(file, exported / file.name)
+        else:
+            write_adapter(exported, model)
+            for file in exported.glob("*.safetensors"):
+                file.unlink()
         (folder / "checkpoint.json").write_text(json.dumps(asdict(described)), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(

@@ -98,6 +98,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained
         self._update = Update(usable, samples, prepared, sent, [], [])
         metrics: dict[str, Any] = {}
+        old_R: Tensor | None = None
         self.timing_raw = {}
         step = self.version + 1
         if len(sent):
@@ -109,13 +110,15 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             self.on_step_end()
             if self._algorithm is None:
                 self._update.prepared = self._read_back(done)
+            old_R = rows.gather(usable.batch, self._read(done, "old_log_probs"), done.keys)
             tq.kv_clear(keys=done.keys, partition_id=done.partition_id)
         else:  # The weights are those of before, under the next number.
             ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
-        self.version = step
         made = self._update.prepared or Prepared.of_nothing(usable, samples)
+        gap = {} if old_R is None else made.serving_gap(old_R, self.version)
+        self.version = step
         seconds = {f"seconds_{name}": each for name, each in self.timing_raw.items()}
-        return made.result(step, named(metrics) | seconds | made.metrics())
+        return made.result(step, named(metrics) | seconds | made.metrics() | gap)
 
     def save(self, folder: Path) -> None:
         """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""

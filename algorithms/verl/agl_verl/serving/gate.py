@@ -9,9 +9,12 @@ Pure ASGI: nothing here knows vLLM.
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from agl_core.wire.headers import HEADER_POLICY
 
@@ -20,6 +23,11 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = frozenset({"/health", "/metrics"})
+"""What everyone may read: it says nothing of prompts and replies."""
+_REFUSED = 1008
+"""A WebSocket's code for it: what goes over one could not be taken back, so none is opened."""
 
 
 class Gate:
@@ -69,15 +77,39 @@ class _Reply:
 
 
 class GatedApp:
-    """An ASGI app behind a gate: its model calls (POST below /v1) pass it, everything else goes by."""
+    """An ASGI app behind a gate, for those who have the key.
 
-    def __init__(self, app: App, gate_of: Callable[[Scope], Gate]) -> None:
+    Whatever is posted passes the gate, whichever route samples: vLLM has several, some of which it leaves unguarded
+    itself. Without the key only `OPEN` is answered.
+    """
+
+    def __init__(self, app: App, gate_of: Callable[[Scope], Gate], key: str) -> None:
+        if not key:
+            raise ValueError("a gated app needs a key")
         self._app, self._gate_of = app, gate_of
+        self._expected = f"bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-            return
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": _REFUSED})
+        elif not self._may_pass(scope):
+            await _refuse(send)
+        elif scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        else:
+            await self._pass(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+        if scope["method"] in ("GET", "HEAD") and path in OPEN:
+            return True
+        given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        scheme, _, token = given.partition(b" ")
+        return hmac.compare_digest(scheme.lower() + b" " + token.strip(), self._expected)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         gate, body = self._gate_of(scope), await _whole_body(receive)
         while True:
             passage, reply = await gate.enter(), _Reply()
@@ -89,6 +121,13 @@ class GatedApp:
                 version = (HEADER_POLICY.encode(), str(passage.version).encode())
                 message = {**message, "headers": [*message.get("headers", ()), version]}
             await send(message)
+
+
+async def _refuse(send: Send) -> None:
+    error = {"message": "This server answers its run alone: the key is missing or wrong.", "type": "invalid_key"}
+    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": orjson.dumps({"error": error})})
 
 
 async def _whole_body(receive: Receive) -> bytes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from agl_verl.cluster.environment import KEY_VARIABLE
 from agl_verl.serving.gate import App, Gate, GatedApp
 
 
@@ -16,7 +18,7 @@ class VersionedReplies(GatedApp):
     """What vLLM puts around its app, by name."""
 
     def __init__(self, app: App) -> None:
-        super().__init__(app, lambda scope: scope["app"].state.args.agl_gate)
+        super().__init__(app, lambda scope: scope["app"].state.args.agl_gate, os.environ[KEY_VARIABLE])
 
 
 class VersionedServer(vLLMHttpServer):  # type: ignore[misc]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from urllib.parse import unquote
-from zlib import crc32
 
 import httpx
 import orjson
@@ -143,8 +142,8 @@ class Passthrough:
     def _destination(self, attempt: ActiveAttempt) -> tuple[str, str | None]:
         if self._url is not None:
             return self._url, self._api_key
-        upstream = self._relay.served().upstream
-        return upstream.urls[crc32(attempt.key.rollout.encode()) % len(upstream.urls)], upstream.api_key
+        served = self._relay.served()
+        return served.client.router.of(attempt.key.rollout), served.upstream.api_key
 
     def _opened(self) -> httpx.AsyncClient:
         if self._client is None:

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from zlib import crc32
 
 import orjson
 
 from agl_core.protocols import Upstream
 from agl_core.server.errors import CONTEXT_OVERFLOW, ApiError, no_upstream
+from agl_core.server.gateway.routing import Router
 from agl_core.server.http.client import BrokenReplyError, Endpoint
 from agl_core.types import AttemptKey, Json
 from agl_core.wire.headers import HEADER_ROLLOUT
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE = 4.0
 """Seconds an idle connection is kept: less than the 5 after which uvicorn, vLLM's server, closes it."""
 _CONNECT = 10.0
+_PROXYS_OWN = frozenset({502, 503, 504})
+"""What a proxy answers for a server that is away."""
+_AWAY = frozenset({"upstream_down", "upstream_broken", "upstream_away"})
+"""Codes of errors after which another server is asked."""
 _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
 
 
@@ -35,8 +39,12 @@ class UpstreamClient:
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
         }
-        self._urls = tuple(f"{url.rstrip('/')}/chat/completions" for url in upstream.urls)
-        self._endpoints = {url: Endpoint(url, headers, connect=_CONNECT, idle=_KEEP_ALIVE) for url in self._urls}
+        self.router = Router(upstream.urls)
+        """Also for requests to these servers that others send."""
+        self._endpoints = {
+            url: Endpoint(f"{url.rstrip('/')}/chat/completions", headers, connect=_CONNECT, idle=_KEEP_ALIVE)
+            for url in upstream.urls
+        }
         self._timeout = timeout
 
     async def __aenter__(self) -> UpstreamClient:
@@ -48,29 +56,46 @@ class UpstreamClient:
         for endpoint in self._endpoints.values():
             endpoint.close()
 
-    def url(self, rollout: str) -> str:
-        """The server for a rollout: always the same one, where its prefixes are cached."""
-        return self._urls[crc32(rollout.encode()) % len(self._urls)]
-
     async def complete(self, body: Mapping[str, Json], key: AttemptKey | None) -> tuple[bytes, Mapping[str, str]]:
-        """POST a chat completion, of an attempt or of none; the reply's body and headers if its status is 200."""
-        url = self.url("" if key is None else key.rollout)
+        """POST a chat completion, of an attempt or of none; the reply's body and headers if its status is 200.
+
+        A server that cannot be reached, or breaks off, costs an attempt nothing while there is another.
+        """
+        rollout = "" if key is None else key.rollout
         stamp = {} if key is None else {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"}
+        sent, tried = orjson.dumps(body), list[str]()
+        while True:
+            with self.router.lent(rollout, tried) as url:
+                try:
+                    return await self._ask(url, stamp, sent)
+                except ApiError as refused:
+                    tried.append(url)
+                    if refused.code not in _AWAY or not self.router.has_other(tried):
+                        raise
+                    logger.warning("%s Another server is asked.", refused)
+
+    async def _ask(self, url: str, stamp: Mapping[str, str], sent: bytes) -> tuple[bytes, Mapping[str, str]]:
         try:
             async with asyncio.timeout(self._timeout):
-                reply = await self._endpoints[url].post(stamp, orjson.dumps(body))
+                reply = await self._endpoints[url].post(stamp, sent)
         except TimeoutError as error:
             raise _failed(
                 504, f"The model server at {url} did not answer in {self._timeout:g} seconds.", "upstream_timeout"
             ) from error
         except BrokenReplyError as error:
+            self.router.missed(url)
             raise _failed(
                 502, f"The model server at {url} broke off its reply ({error}).", "upstream_broken"
             ) from error
         except OSError as error:
+            self.router.missed(url)
             raise _failed(
                 502, f"The model server at {url} cannot be reached ({error}). Is the engine running?", "upstream_down"
             ) from error
+        if reply.status in _PROXYS_OWN:
+            self.router.missed(url)
+        else:
+            self.router.found(url)
         if reply.status != 200:
             raise _refused(reply.status, reply.body, url)
         return reply.body, reply.headers
@@ -157,7 +182,8 @@ def _refused(status: int, payload: bytes, url: str) -> ApiError:
     if status in (401, 403):
         return _failed(502, f"The model server at {url} refuses agl's own API key: {message}", "upstream_key")
     if not 400 <= status < 500:
-        return _failed(502, f"The model server at {url} answered {status}: {message}", "upstream_failed")
+        failure = "upstream_away" if status in _PROXYS_OWN else "upstream_failed"
+        return _failed(502, f"The model server at {url} answered {status}: {message}", failure)
     code = error.get("code")
     if any(phrase in f"{code} {message}" for phrase in _OVERFLOW_PHRASES):
         code = CONTEXT_OVERFLOW

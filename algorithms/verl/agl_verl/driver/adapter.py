@@ -1,0 +1,53 @@
+"""A LoRA adapter as peft and agl's torch engine read it, from what veRL exports.
+
+veRL writes the weights of peft's whole model under a plain model's file names: no base has the keys.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from agl_core.config.policies import LoraSection
+from agl_core.errors import CheckpointError
+
+ADAPTER_NAME = ".default."
+"""peft's name of the only adapter, in the keys of a model in memory, but not in those of its files."""
+_OF_THE_BASE = frozenset({"config.json", "generation_config.json", "model.safetensors.index.json"})
+
+
+def write_adapter(exported: Path, folder: Path, lora: LoraSection, base: str) -> None:
+    """Write the adapter that is in `exported` to the new `folder`, with the tokenizer; `base` is its model's name.
+
+    CheckpointError if there is none.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(exported.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                if ".lora_A." in key or ".lora_B." in key:
+                    weights[key.replace(ADAPTER_NAME, ".")] = tensors.get_tensor(key).contiguous()
+    if not weights:
+        raise CheckpointError(
+            f"veRL wrote no LoRA weights to {exported}. Is its folder on a disk that all nodes share?"
+        )
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha),
+        target_modules=list(lora.targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    config.save_pretrained(str(folder))
+    for file in exported.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in _OF_THE_BASE:
+            shutil.copy(file, folder / file.name)

@@ -1,0 +1,97 @@
+"""What veRL exports of a LoRA policy becomes an adapter that peft, transformers and the torch engine read."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agl_core.config.policies import LoraSection
+from agl_core.errors import CheckpointError
+from agl_core.protocols import PolicySpec
+from agl_torch.models.adapters import merge
+from agl_torch.models.loading import load_model
+from agl_verl.driver.adapter import write_adapter
+from agl_verl.driver.checkpoint import Described, finish, shards
+
+POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
+LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+TOKENS = torch.arange(20)[None]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(TOKENS).logits
+    return found
+
+
+@pytest.fixture
+def trained() -> Any:
+    """A policy whose adapter has an effect, as veRL makes it."""
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA.targets), bias="none", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    torch.manual_seed(0)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return adapted
+
+
+@pytest.fixture
+def checkpoint(trained: Any, tmp_path: Path) -> Path:
+    """After veRL wrote its files, and agl finished them. veRL saves peft's weights by a plain model's own method."""
+    exported = shards(tmp_path) / "actor" / "huggingface"
+    plain = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    plain.save_pretrained(exported, state_dict=trained.state_dict())
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(exported)
+    writer = partial(write_adapter, lora=LORA, base=str(POLICY))
+    finish(tmp_path, Described(version=1, workers=1, critic=False), writer)
+    return tmp_path
+
+
+def test_peft_and_the_torch_engine_load_the_adapter(trained: Any, checkpoint: Path) -> None:
+    adapter, expected = checkpoint / "model", logits(trained)
+    base = logits(AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32))
+    assert not torch.allclose(base, expected, atol=0.1), "the adapter has an effect"
+    by_peft = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+    torch.testing.assert_close(logits(by_peft), expected)
+    spec = PolicySpec(str(POLICY), "float32", adapter=str(adapter))
+    torch.testing.assert_close(logits(load_model(spec, torch.device("cpu"), 0).model), expected, rtol=1e-4, atol=1e-4)
+    assert (adapter / "tokenizer.json").is_file()
+    assert not (adapter / "config.json").exists(), "it would be taken for a whole model"
+
+
+def test_merged_it_is_a_model_that_transformers_and_the_torch_engine_load(
+    trained: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    """As `agl policy merge` merges it."""
+    loaded = load_model(PolicySpec(str(POLICY), "float32", adapter=str(checkpoint / "model")), torch.device("cpu"), 0)
+    merge(loaded.model, loaded.tokenizer, tmp_path / "merged")
+    expected = logits(trained)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-3, atol=1e-3)
+    by_torch = load_model(PolicySpec(str(tmp_path / "merged"), "float32"), torch.device("cpu"), 0)
+    torch.testing.assert_close(logits(by_torch.model), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_verls_misnamed_weights_do_not_stay_beside_its_shards(checkpoint: Path) -> None:
+    beside = {file.name for file in (shards(checkpoint) / "actor" / "huggingface").iterdir()}
+    assert "config.json" in beside, "veRL reads the configuration there"
+    assert not [name for name in beside if name.endswith(".safetensors")]
+
+
+def test_an_export_without_an_adapter_is_an_error(tmp_path: Path) -> None:
+    exported = shards(tmp_path) / "actor" / "huggingface"
+    AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).save_pretrained(exported)
+    with pytest.raises(CheckpointError, match="no LoRA weights"):
+        finish(
+            tmp_path,
+            Described(version=1, workers=1, critic=False),
+            partial(write_adapter, lora=LORA, base=str(POLICY)),
+        )
