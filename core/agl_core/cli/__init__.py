@@ -20,6 +20,7 @@ from agl_core.cli.recorded.plot import plot
 from agl_core.cli.recorded.reward import reward
 from agl_core.cli.recorded.rollouts import rollouts
 from agl_core.cli.recorded.runs import runs
+from agl_core.cli.recorded.sessions import sessions
 from agl_core.cli.recorded.show import show
 from agl_core.cli.recorded.view import view
 from agl_core.cli.run import run
@@ -57,6 +58,7 @@ app.command("import")(import_)
 app.add_typer(reward, name="reward")
 app.add_typer(runs, name="runs")
 app.add_typer(policy, name="policy")
+app.add_typer(sessions, name="sessions")
 app.command("plugins")(list_plugins)
 app.command("doctor")(doctor)
 

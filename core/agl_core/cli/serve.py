@@ -17,6 +17,8 @@ from agl_core.cli.shared.options import Set
 if TYPE_CHECKING:
     from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import ServerConfig
+    from agl_core.config.models import OnlineSection
+    from agl_core.protocols import Upstream
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 Host = Annotated[str | None, typer.Option(help="The address to listen on, instead of server.host.")]
@@ -37,6 +39,9 @@ def serve(
     The run's folder, runs/NAME, holds the store. A server goes on where an earlier one stopped: queued rollouts stay
     queued, and workers keep what they run. So the server may be killed at any time; start it again with the same
     command, and trainer and workers go on.
+
+    With [online] in the configuration it also stands between deployed applications and their model, records their
+    sessions and takes feedback on them (docs/deploy-and-learn.md).
 
     This machine needs no weights, and of the plugins in the configuration only the store.
 
@@ -69,7 +74,8 @@ async def _serve(
     from agl_core.cli.shared.viewing import shown
     from agl_core.training.serving import standalone_server
 
-    async with standalone_server(loaded, run_dir) as server:
+    online = loaded.config.online
+    async with standalone_server(loaded, run_dir, None if online is None else _upstream(online, console)) as server:
         begun()
         queue = server.queue
         if queue.queued or queue.running:
@@ -77,11 +83,37 @@ async def _serve(
         console.print(f"serving {run_dir} at {server.base_url}")
         if loaded.config.server.host in ("0.0.0.0", "::"):
             console.print("from other machines, use an address of this one in its place")
+        if online is not None and server.sessions is not None:
+            console.print(
+                f"use:    {server.base_url}/v1, answered by {online.upstream}; {server.sessions.open} sessions open"
+            )
+            console.print(
+                f"        keys: agl sessions key {shlex.quote(str(run_dir))} {next(iter(online.applications))}"
+            )
         console.print(f"train:  agl train {trained} --server {server.base_url}")
         console.print(f"work:   agl worker {worked} --server {server.base_url}")
         async with shown(run_dir, loaded.config.server, server.keys.operator, console):
             await until_signalled()
         console.print("stopping; trainer and workers wait for the next server")
+
+
+def _upstream(settings: OnlineSection, console: Screen) -> Upstream:
+    """What answers real use. ConfigError without its key, EngineError if it does not answer."""
+    from agl_core.cli.shared.upstreams import open_upstream
+    from agl_core.errors import ConfigError
+    from agl_core.wire.keys import take_key
+
+    variable = settings.upstream_key_env
+    key = None if variable is None else take_key(variable)
+    if variable is not None and key is None:
+        raise ConfigError(
+            f"online.upstream_key_env: the environment variable {variable} is not set. Set it to the key of the model "
+            f"server {settings.upstream}, or leave upstream_key_env out."
+        )
+    upstream, probe = open_upstream(settings.upstream.rstrip("/"), key or "none", settings.model)
+    if not probe.returns_ids:
+        console.print(f"note: no token ids are recorded, for {probe.missing}. Sessions can be read, not trained on.")
+    return upstream
 
 
 async def until_signalled() -> None:

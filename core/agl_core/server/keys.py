@@ -4,8 +4,12 @@ operator  begin a run, say where its model is served, enqueue, cancel, read and 
 worker    lease rollouts
 lease     heartbeats and the end of one attempt: for the worker that leased it, and never in an environment
 agent     the calls and spans of one attempt
+application  model calls of a deployed application, which are recorded as sessions; beginning and ending these
+session   the calls of one session
+feedback  feedback on the sessions of one application
 
-The last two are made from the server's secret and the attempt. So none has to be kept, and all survive a restart.
+Those from `lease` on are made from the server's secret and what they are for. So none has to be kept, and all survive
+a restart.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import base64
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +41,8 @@ _HINTS = {
     Right.EITHER: _WORKER_HINT,
     Right.OPERATOR: "These routes take the operator key, not a worker's or an agent's key.",
     Right.LEASE: "This route takes the secret of the attempt's lease, which only the worker that leased it has.",
+    Right.APPLICATION: "This route takes an application's key (`agl sessions key RUN APPLICATION`).",
+    Right.FEEDBACK: "This route takes the key for feedback alone (`agl sessions key RUN APPLICATION --feedback`).",
 }
 
 
@@ -52,6 +58,8 @@ class Keys:
     operator: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     chosen: frozenset[str] = frozenset()
+    applications: Mapping[str, int] = field(default_factory=dict)
+    """By application, the number of its keys."""
 
     @classmethod
     def of_run(cls, file: Path) -> Keys:
@@ -95,6 +103,37 @@ class Keys:
         """The secret of the lease of one attempt."""
         return self._made_for("lease", attempt)
 
+    def of_application(self, name: str) -> str:
+        """The key of an application, for its own processes."""
+        return self._made(f"application/{self.applications[name]}/{name}")
+
+    def of_feedback(self, name: str) -> str:
+        """The key for feedback on the sessions of an application."""
+        return self._made(f"feedback/{self.applications[name]}/{name}")
+
+    def of_session(self, application: str, session: str) -> str:
+        """The agent's key of one session of an application."""
+        return self._made(f"session/{self.applications[application]}/{application}/{session}")
+
+    def name_of_session(self, application: str, name: str) -> str:
+        """What stands for the name that an application gave a session, in ids: nobody can find out one by it."""
+        return hmac.digest(self.secret.encode(), f"name/{application}/{name}".encode(), "sha256").hex()[:24]
+
+    def application_of(self, request: Request) -> str | None:
+        """The application whose key the request carries; None if it is no such key."""
+        return next((name for name in self.applications if carries(request, self.of_application(name))), None)
+
+    def collector_of(self, request: Request) -> str | None:
+        """The application on whose sessions the request's key may give feedback."""
+        return next((name for name in self.applications if carries(request, self.of_feedback(name))), None)
+
+    def user_of_session(self, request: Request, session: str) -> str:
+        """The application whose session this is, by the key that the request carries. ApiError 401 without it."""
+        for name in self.applications:
+            if carries(request, self.of_session(name, session)):
+                return name
+        raise _refusal(request, "A session's own path takes the key that came with the session.")
+
     def check_host(self, host: str, needed: Collection[str] = (WORKER_KEY,)) -> None:
         """ServerError if others can reach `host`, and the user did not choose the keys that they would need.
 
@@ -119,6 +158,10 @@ class Keys:
                 keys = [self.operator, self.worker]
             case Right.LEASE:
                 keys = [] if attempt is None else [self.of_lease(attempt)]
+            case Right.APPLICATION:
+                keys = list(map(self.of_application, self.applications))
+            case Right.FEEDBACK:
+                keys = list(map(self.of_feedback, self.applications))
         if not any(carries(request, key) for key in keys):
             raise _refusal(request, _HINTS[right])
 
@@ -134,7 +177,9 @@ class Keys:
         raise _refusal(request, _AGENT_HINT)
 
     def _made_for(self, purpose: str, attempt: AttemptKey) -> str:
-        name = f"{purpose}/{attempt.rollout}/{attempt.attempt}"
+        return self._made(f"{purpose}/{attempt.rollout}/{attempt.attempt}")
+
+    def _made(self, name: str) -> str:
         digest = hmac.digest(self.secret.encode(), name.encode(), "sha256")
         return f"agl-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 

@@ -21,12 +21,14 @@ from agl_core.config.models import GatewaySection, SamplingSection
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.run_hooks import RunHooks
+from agl_core.server.api.online import online_routes
 from agl_core.server.api.openapi import document
 from agl_core.server.api.routes import refused
 from agl_core.server.api.trainers import trainer_routes
 from agl_core.server.api.workers import worker_routes
 from agl_core.server.dialects.routes import DIALECTS
 from agl_core.server.errors import ApiError
+from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
 from agl_core.server.gateway.routes import ModelCalls, find_place
@@ -37,7 +39,8 @@ from agl_core.server.keys import Keys
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.server.rollouts.current_run import CurrentRun
 from agl_core.server.rollouts.queue import RolloutQueue
-from agl_core.store.interface import Store
+from agl_core.server.sessions.sessions import Online, Sessions
+from agl_core.store.interface import SessionStore, Store
 from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import Health
 
@@ -57,7 +60,8 @@ class LightningServer:
     free one; without `otlp_port` spans come over HTTP only. ServerError if others can reach `host` and the user did
     not choose `keys`. Without `sampling`, replies are sampled as the agents ask. Without `upstream`, rollouts wait for
     a trainer; `run` names a run to take up, and `begun` is called when a trainer has begun one. `gateway` says
-    what agents may send, and where to requests go that are no model calls, with `passthrough_key`.
+    what agents may send, and where to requests go that are no model calls, with `passthrough_key`. If it is `online`,
+    it also records the sessions of the applications that `keys` know; the store has to be a `SessionStore`.
 
     >>> async def example(store, upstream, plugins, rollout):
     ...     async with LightningServer(
@@ -88,6 +92,7 @@ class LightningServer:
         begun: Callable[[], None] = lambda: None,
         gateway: GatewaySection | None = None,
         passthrough_key: str | None = None,
+        online: Online | None = None,
     ) -> None:
         gateway = gateway or GatewaySection()
         keys = keys or Keys()
@@ -108,17 +113,25 @@ class LightningServer:
             agents={policy: tuple(names) for policy, names in agents.items()},
         )
         self.run = CurrentRun(run, store, self.queue, self._relay, begun)
-        self._gateway = Gateway(self.queue, store, self._relay, keys=keys)
-        self._passthrough = Passthrough(
-            self.queue, self._relay, self._gateway, gateway.passthrough, passthrough_key, keys=keys
-        )
+        self._online = online
+        self.sessions: Sessions | None = None
+        """The sessions of real use, if they are recorded."""
+        self._session_routes: list[Route] = []
+        self._deployed = Relay(lambda lending: None)
+        if online is not None:
+            assert isinstance(store, SessionStore), "it was checked"
+            self.sessions = Sessions(online, store, keys)
+            self._session_routes = online_routes(keys, self.sessions, store)
+        attribution = Attribution(keys, self.queue, self.sessions)
+        self._gateway = Gateway(attribution, store, self._relay, self._deployed)
+        self._passthrough = Passthrough(self._gateway, gateway.passthrough, passthrough_key)
         self._largest = gateway.max_body_mib << 20
         self._intake = SpanIntake(self.queue, store)
         self._traces = TraceService(self.queue, self._intake, keys=keys)
         self._grpc: GrpcTraces | None = None
         self._refusals = Refusals()
         self._listening: Listening | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
 
     @property
     def base_url(self) -> str:
@@ -145,14 +158,23 @@ class LightningServer:
         listening = Listening(self._host, self._port)
         try:
             await self.run.take_up()
+            if self.sessions is not None:
+                await self.sessions.take_up()
         except BaseException:
             listening.close()
             raise
         self._port = listening.port
         if self._upstream is not None:
             await self._relay.serve(self._upstream, self._settings, None)
+        if self._online is not None:
+            # What does not return ids may be a hosted API, which refuses settings that it does not know.
+            exact = self._online.upstream.returns_ids
+            settings = self._settings if exact else self._settings.model_copy(update={"sampling": None})
+            await self._deployed.serve(self._online.upstream, settings, None)
         self._listening = listening
-        self._watching = asyncio.create_task(self.queue.watch())
+        self._watching = [asyncio.create_task(self.queue.watch())]
+        if self.sessions is not None:
+            self._watching.append(asyncio.create_task(self.sessions.watch()))
         calls = ModelCalls(self._app(), self._gateway, DIALECTS, self._passthrough)
         try:
             await listening.start(calls, self._refusals, self._largest)
@@ -167,20 +189,24 @@ class LightningServer:
 
         If the run is `over`, workers end; else they wait for the next server.
         """
-        listening, watching = self._listening, self._watching
-        if listening is None or watching is None:
+        listening = self._listening
+        if listening is None:
             return
         self._listening = None
         if over:
             self.queue.close()
         self.queue.stop()
-        watching.cancel()
+        for task in self._watching:
+            task.cancel()
         if self._grpc is not None:
             await self._grpc.stop()
         await self._gateway.stop()
         await listening.stop()
-        await asyncio.gather(watching, return_exceptions=True)
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        if self.sessions is not None:
+            await self.sessions.stop()
         await self._passthrough.stop()
+        await self._deployed.stop()
         await self._relay.stop()
 
     async def _start_grpc(self, port: int) -> None:
@@ -204,12 +230,18 @@ class LightningServer:
 
     def _counted(self) -> dict[str, int]:
         spans = {f"otlp_{name}": count for name, count in dataclasses.asdict(self._intake.counters).items()}
-        return dataclasses.asdict(self.counters) | spans | {"invalid_requests": self._refusals.count}
+        counted = dataclasses.asdict(self.counters) | spans | {"invalid_requests": self._refusals.count}
+        if self.sessions is not None:
+            counted |= {f"online_{name}": n for name, n in dataclasses.asdict(self.sessions.counters).items()}
+            counted["online_open"] = self.sessions.open
+        return counted
 
     @property
     def openapi(self) -> dict[str, Any]:
         """What it serves, as an OpenAPI document; also at /openapi.json."""
-        return document([*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"))
+        return document(
+            [*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), online=self.sessions is not None
+        )
 
     def _health(self) -> Health:
         return Health(
@@ -229,8 +261,7 @@ class LightningServer:
 
         async def models(request: Request) -> Response:
             try:
-                gateway.check_key(request)
-                names = gateway.models
+                names = gateway.models(await gateway.attribution.of(request))
             except ApiError as error:
                 response = DIALECTS["/v1/chat/completions"].refuse(error)
                 response.headers.update(error.headers)
@@ -265,6 +296,7 @@ class LightningServer:
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
                 *worker_routes(self.keys, self.queue, self._health),
                 *trainer_routes(self.keys, self.run),
+                *self._session_routes,
                 Route("/openapi.json", openapi),
             ],
             exception_handlers={404: unknown, 405: unknown},

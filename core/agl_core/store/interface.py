@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias, TypedDict, Unpack
+from typing import Protocol, Self, TypeAlias, TypedDict, Unpack, runtime_checkable
 
 from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
+    Feedback,
     Mode,
     Reward,
     Rollout,
@@ -19,7 +20,7 @@ from agl_core.types import (
     TrainingRecord,
 )
 
-Record: TypeAlias = Run | Rollout | Attempt | Call | ToolResult | Reward | TrainingRecord
+Record: TypeAlias = Run | Rollout | Attempt | Call | ToolResult | Reward | TrainingRecord | Feedback
 
 
 class Wanted(TypedDict, total=False):
@@ -87,3 +88,23 @@ class Store(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+@runtime_checkable
+class SessionStore(Store, Protocol):
+    """A store that can also keep sessions of real use: it takes feedback, and can remove what it has."""
+
+    async def feedback(self, attempts: Iterable[AttemptKey]) -> list[Feedback]:
+        """The feedback on these attempts, in the order in which it was recorded."""
+
+    async def erase(self, ids: Iterable[str]) -> int:
+        """Remove everything that was recorded of these rollouts, for good; returns how many of them there were.
+
+        The ids are remembered, also those of which there is no rollout. Nothing that another rollout shares is lost.
+        """
+
+    async def erased(self, ids: Iterable[str]) -> set[str]:
+        """Those of these ids that were erased."""
+
+    async def ended_before(self, mode: Mode, time: float) -> list[str]:
+        """The rollouts of this mode whose last attempt ended before this time, in Unix seconds."""

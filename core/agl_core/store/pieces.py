@@ -62,6 +62,11 @@ class Pieces:
         """Rows that were taken and not committed: later calls may refer to them already."""
         self._due = rows + self._due
 
+    def forget(self) -> int:
+        """Refer no more to what was numbered so far; returns the first number that is given from now on."""
+        self._recent, self._older = {}, {}
+        return self._next
+
     def split_request(self, request: Mapping[str, Json]) -> tuple[str, str, bytes]:
         """A request body as (JSON without its lists of objects, their lengths as JSON, numbers of their items)."""
         rest: dict[str, Json] = {}

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Mapping
 
 from agl_core.store.pieces import numbers_in
-from agl_core.types import Json, RolloutState
+from agl_core.types import Json, Mode, RolloutState
 from agl_core.types.forms import dump_json, load_json
 
 _OLD = "attempt_key IN temp.old AND NOT pruned"
@@ -16,16 +16,17 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
     """Take texts and tokens out of the calls of the steps up to `up_to`; returns how many calls had any.
 
     All in one transaction. Of each call there remain who made it, when, by which policy, how it ended, and which tools
-    it asked for. Rollouts, tool results, rewards and uses stay as they are. No writer may be there whose `Pieces`
-    remember what this removes.
+    it asked for. Rollouts, tool results, rewards and uses stay as they are. Sessions of real use are
+    kept whole: they have a setting of their own. No writer may be there whose `Pieces` remember what this removes.
     """
     connection.create_function("pruned_message", 1, _pruned_message, deterministic=True)
     connection.execute("BEGIN IMMEDIATE")
     try:
         connection.execute(
             "CREATE TEMP TABLE old AS SELECT attempt_keys.seq FROM rollouts "
-            "JOIN attempt_keys ON attempt_keys.rollout = rollouts.id WHERE rollouts.step <= ? AND rollouts.state = ?",
-            (up_to, RolloutState.DONE.value),
+            "JOIN attempt_keys ON attempt_keys.rollout = rollouts.id "
+            "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?",
+            (up_to, RolloutState.DONE.value, Mode.USE.value),
         )
         connection.execute(
             "UPDATE choices SET message = pruned_message(message), response_ids = NULL, logprobs = NULL, mask = NULL "

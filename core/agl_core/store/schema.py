@@ -191,7 +191,25 @@ ALTER TABLE calls ADD COLUMN stamped INTEGER NOT NULL DEFAULT 1;  -- 1 where it 
 ALTER TABLE attempts ADD COLUMN passed_through TEXT;  -- NULL: nothing was
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6)
+_VERSION_7 = """
+CREATE TABLE feedback (
+    seq INTEGER PRIMARY KEY,
+    attempt_key INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    received REAL NOT NULL,
+    rewards TEXT NOT NULL,
+    call TEXT,
+    correction TEXT NOT NULL,
+    note TEXT,
+    UNIQUE (attempt_key, id)
+);
+CREATE TABLE erased (  -- ids of rollouts that were removed, and must not come back
+    id TEXT PRIMARY KEY,
+    time REAL NOT NULL
+) WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (*(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7),)
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 
 

@@ -14,16 +14,19 @@ from agl_core.errors import StoreError
 from agl_core.store import queries
 from agl_core.store.codec import name_of
 from agl_core.store.connections import Readers, Synchronous, check_folder, connect_writer, damaged, explain
+from agl_core.store.erasing import ended_before, erase_rollouts, erased
 from agl_core.store.files import WriterLock
-from agl_core.store.interface import Record, Store, Wanted
+from agl_core.store.interface import Record, SessionStore, Wanted
 from agl_core.store.pieces import Pieces
 from agl_core.store.pruning import prune_calls
-from agl_core.store.tables import REWARDS, TOOL_RESULTS, TRAINING_RECORDS
+from agl_core.store.tables import FEEDBACK, REWARDS, TOOL_RESULTS, TRAINING_RECORDS
 from agl_core.store.writer import GroupWriter
 from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
+    Feedback,
+    Mode,
     Reward,
     Rollout,
     Run,
@@ -34,8 +37,8 @@ from agl_core.types import (
 Result = TypeVar("Result")
 
 
-class SqliteStore(Store):
-    """A `Store` in one SQLite file; see that protocol for what each method promises.
+class SqliteStore(SessionStore):
+    """A `SessionStore` in one SQLite file; see that protocol for what each method promises.
 
     One process may write; a second writer is refused with a StoreError. Other processes may read meanwhile:
 
@@ -123,6 +126,25 @@ class SqliteStore(Store):
         keys = tuple(attempts)
         return await self._read(lambda connection: queries.recorded(connection, TRAINING_RECORDS, keys))
 
+    async def feedback(self, attempts: Iterable[AttemptKey]) -> list[Feedback]:
+        keys = tuple(attempts)
+        return await self._read(lambda connection: queries.recorded(connection, FEEDBACK, keys))
+
+    async def erase(self, ids: Iterable[str]) -> int:
+        asked = list(ids)
+        writer = self._writable()
+        try:
+            return await writer.erase(lambda connection, first: erase_rollouts(connection, asked, first))
+        except sqlite3.Error as error:
+            raise explain(self._path, error) from error
+
+    async def erased(self, ids: Iterable[str]) -> set[str]:
+        asked = list(ids)
+        return await self._read(lambda connection: erased(connection, asked))
+
+    async def ended_before(self, mode: Mode, time: float) -> list[str]:
+        return await self._read(lambda connection: ended_before(connection, mode, time))
+
     async def prune(self, up_to: int) -> int:
         """Take texts and tokens out of the calls of the steps up to `up_to`; returns of how many. All or nothing.
 
@@ -156,12 +178,16 @@ class SqliteStore(Store):
             lock.release()
 
     async def _maintain(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        if self._writer is None:
-            raise StoreError(f"The store {self._path} is not open for writing. Open it first (`async with`).")
+        writer = self._writable()
         try:
-            return await self._writer.between_writes(work)
+            return await writer.between_writes(work)
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
+
+    def _writable(self) -> GroupWriter:
+        if self._writer is None:
+            raise StoreError(f"The store {self._path} is not open for writing. Open it first (`async with`).")
+        return self._writer
 
     async def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result:
         if self._readers is None:

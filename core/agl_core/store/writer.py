@@ -96,6 +96,15 @@ class GroupWriter:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
+    async def erase(self, work: Callable[[sqlite3.Connection, int], Result]) -> Result:
+        """What `work` returns; it may remove pieces below the number that it gets.
+
+        What was put before refers to such pieces, and is written before. What is put from now on does not.
+        """
+        first = self._pieces.forget()
+        await self.put(())
+        return await self.between_writes(lambda connection: work(connection, first))
+
     def check(self) -> None:
         """Raise StoreError if other files have taken the place of those that are written."""
         self._files.check()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -15,8 +17,9 @@ from agl_core.errors import ConfigError, EngineError, ServerError, StoreError
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import is_loopback
-from agl_core.store.interface import Store
-from agl_core.types import Rollout
+from agl_core.server.sessions.sessions import Online
+from agl_core.store.interface import SessionStore, Store
+from agl_core.types import Rollout, Run
 from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, problem_of_key, take_key
 from agl_core.wire.trainers import (
     Activity,
@@ -115,8 +118,12 @@ async def local_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterator[Lig
 
 
 @asynccontextmanager
-async def standalone_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
+async def standalone_server(
+    loaded: ServerConfig, run_dir: Path, upstream: Upstream | None = None
+) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, for a trainer elsewhere; it goes on where an earlier server left off.
+
+    With `[online]` it also records real use, which `upstream` answers. ConfigError if the store cannot do that.
 
     With port 0 it listens where that one did, if it can, so that trainer and workers find it again.
     """
@@ -125,16 +132,26 @@ async def standalone_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterato
     keys = Keys.of_run(file)
     keys.check_host(host, (WORKER_KEY, OPERATOR_KEY))
     other_key = passthrough_key(loaded.config.gateway)
+    settings = loaded.config.online
+    if settings is not None:
+        keys = replace(keys, applications=settings.applications)
     async with loaded.store.build(run_dir) as store:
         begun = await _has_begun(store, file)
         run = await recorded_name(store, run_dir)
-        server = _server(loaded, store, keys, file, port or _port_before(file), other_key, run)
+        online = None
+        if settings is not None and upstream is not None:
+            _check_store(store, loaded.config.store.name)
+            online = Online(settings, upstream, run, run_dir)
+            if not begun:
+                await store.put(Run(run, 0, time.time(), loaded.config.model_dump(mode="json")))
+                begun = True
+        server = _server(loaded, store, keys, file, port or _port_before(file), other_key, run, online)
         try:
             await server.start()
         except ServerError:
             if port:
                 raise
-            server = _server(loaded, store, keys, file, 0, other_key, run)
+            server = _server(loaded, store, keys, file, 0, other_key, run, online)
             await server.start()
         try:
             keys.write(file, server.base_url, begun=begun)
@@ -171,6 +188,7 @@ def _server(
     port: int,
     other_key: str | None,
     run: str | None = None,
+    online: Online | None = None,
 ) -> LightningServer:
     server = LightningServer(
         store,
@@ -182,9 +200,18 @@ def _server(
         run=run,
         gateway=loaded.config.gateway,
         passthrough_key=other_key,
+        online=online,
         begun=lambda: keys.write(file, server.base_url, begun=True),
     )
     return server
+
+
+def _check_store(store: Store, name: str) -> None:
+    if not isinstance(store, SessionStore):
+        raise ConfigError(
+            f"[online] needs a store that can remove what it has and take feedback, and '{name}' cannot. Use the store "
+            f"'sqlite', or leave [online] out."
+        )
 
 
 def passthrough_key(gateway: GatewaySection) -> str | None:

@@ -9,10 +9,16 @@ class Mode(StrEnum):
     TRAIN = "train"
     EVAL_GREEDY = "eval-greedy"
     EVAL_SAMPLED = "eval-sampled"
+    USE = "use"
+    """A session of real use: replies are sampled as the application asks."""
 
     @property
     def trains(self) -> bool:
         return self is Mode.TRAIN
+
+    @property
+    def evaluates(self) -> bool:
+        return self in (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
 
 
 class RolloutState(StrEnum):

@@ -250,6 +250,24 @@ class Reward:
     choice: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What somebody beside the agent said of a session, or of one of its calls; its numbers are also rewards."""
+
+    rollout: str
+    attempt: int
+    id: str
+    """Unique in its session: feedback that is sent twice under one id is recorded once."""
+    received: Time
+    rewards: Mapping[str, Json]
+    """Numbers by name."""
+    call: str | None = None
+    """The call that it is about; None: the whole session."""
+    correction: Json = None
+    """What the answer should have been."""
+    note: Text | None = None
+
+
 class TransitionKey(NamedTuple):
     """Names one transition: one choice of one call."""
 

@@ -84,7 +84,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         "compare.html",
         sides=sides,
         mode=mode,
-        modes=[each for each in Mode if not each.trains],
+        modes=[each for each in Mode if each.evaluates],
         evaluations=[(name, step) for name, steps in every.items() for step in steps],
         found=compare(*found),
         counts=[len(each) for each in found],

@@ -12,6 +12,7 @@ from agl_core.types import (
     Call,
     Choice,
     Ending,
+    Feedback,
     FinishReason,
     Mode,
     Reward,
@@ -154,5 +155,16 @@ training_records = st.builds(
     st.none() | any_real,
     any_real,
     st.none() | key_text,
+)
+feedback = st.builds(
+    Feedback,
+    key_text,
+    whole,
+    key_text,
+    real,
+    json_objects,
+    st.none() | key_text,
+    json_values,
+    st.none() | any_text,
 )
 runs = st.builds(Run, key_text, whole, real, json_values, st.none() | whole)

@@ -18,9 +18,9 @@ from agl_core.store.pieces import Pieces
 from agl_core.types import Attempt, Call, Choice, FinishReason, Reward, TrainingRecord
 from agl_core.wire.trainers import Binary, PackedRecords
 
-from .any_records import attempts, calls, rewards, rollouts, runs, tool_results, training_records
+from .any_records import attempts, calls, feedback, rewards, rollouts, runs, tool_results, training_records
 
-anything = st.one_of(runs, rollouts, attempts, calls, tool_results, rewards, training_records)
+anything = st.one_of(runs, rollouts, attempts, calls, tool_results, rewards, training_records, feedback)
 
 
 def sent(records: list[Any]) -> list[Any]:

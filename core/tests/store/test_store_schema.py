@@ -13,7 +13,7 @@ import pytest
 from agl_core.errors import StoreError
 from agl_core.store import schema, tables
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import AttemptKey, Ending, Source, ToolStatus, TrainingRecord
+from agl_core.types import AttemptKey, Ending, Feedback, Source, ToolStatus, TrainingRecord
 
 NEXT = """
 ALTER TABLE rollouts ADD COLUMN note TEXT NOT NULL DEFAULT 'none';
@@ -71,7 +71,8 @@ async def test_the_calls_of_a_file_of_version_5_were_delivered(
     with sqlite3.connect(path) as connection:  # what version 6 added is all that a file of version 5 lacks
         connection.executescript(
             "ALTER TABLE calls DROP COLUMN undelivered; ALTER TABLE calls DROP COLUMN stamped;"
-            "ALTER TABLE attempts DROP COLUMN passed_through; PRAGMA user_version = 5"
+            "ALTER TABLE attempts DROP COLUMN passed_through; DROP TABLE feedback; DROP TABLE erased;"
+            "PRAGMA user_version = 5"
         )
     connection.close()
     async with SqliteStore(path) as store:
@@ -80,7 +81,27 @@ async def test_the_calls_of_a_file_of_version_5_were_delivered(
         assert [(call.undelivered, call.stamped) for call in found] == [(False, True)] * 2
         await store.put(replace(calls[0], undelivered=True, stamped=False))
         assert [call.undelivered for call in await store.calls([calls[0].key])] == [True, False]
-    assert ask(path, "PRAGMA user_version") == [(6,)]
+    assert ask(path, "PRAGMA user_version") == [(7,)]
+
+
+async def test_a_file_of_version_6_takes_feedback_and_can_erase(
+    path: Path, make_rollout: Any, make_attempt: Any, make_call: Any, exactly: Any
+) -> None:
+    """`schema_6.sql` is the dump of a store that an agl wrote whose schema had version 6."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((Path(__file__).parent / "schema_6.sql").read_text())
+    key, said = AttemptKey("r", 0), Feedback("r", 0, "f", 1.0, {"thumbs": 1.0}, call="a")
+    async with SqliteStore(path) as store:
+        assert await store.rollouts() == [make_rollout("r"), make_rollout("s")]
+        assert await store.attempts("r") == [make_attempt("r")]
+        calls = await store.calls([key, AttemptKey("s", 0)])
+        assert exactly(calls) == exactly([make_call("a"), make_call("b", "s")])
+        assert await store.feedback([key]) == []
+        await store.put(said)
+        assert await store.feedback([key]) == [said]
+        assert await store.erase(["r"]) == 1
+        assert exactly(await store.calls([key, AttemptKey("s", 0)])) == exactly(calls[1:])
+    assert ask(path, "PRAGMA user_version") == [(7,)]
 
 
 async def test_a_file_with_one_use_of_each_transition_takes_one_of_each_step(

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from agl_core.wire.body import ErrorReply
+from agl_core.wire.online import OF_ONLINE
 from agl_core.wire.operation import REFUSALS, Operation, Right
 from agl_core.wire.trainers import OF_TRAINERS
 from agl_core.wire.workers import OF_WORKERS
@@ -21,12 +22,17 @@ _SCHEMES: Mapping[Right, list[dict[str, list[str]]]] = {
     Right.OPERATOR: [{"operator": []}],
     Right.EITHER: [{"worker": []}, {"operator": []}],
     Right.LEASE: [{"lease": []}],
+    Right.APPLICATION: [{"application": []}],
+    Right.FEEDBACK: [{"feedback": []}],
 }
 
 
-def document(agents: Iterable[str], prefix: str, version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of all operations, and of the model APIs at the paths `agents`, plain and below `prefix`."""
-    operations = [*OF_WORKERS, *OF_TRAINERS]
+def document(agents: Iterable[str], prefix: str, version: str, *, online: bool = False) -> dict[str, Any]:
+    """OpenAPI 3.1 of all operations, and of the model APIs at the paths `agents`, plain and below `prefix`.
+
+    Those about sessions are in it if the server is `online`.
+    """
+    operations = [*OF_WORKERS, *OF_TRAINERS, *(OF_ONLINE if online else ())]
     models: list[type[BaseModel]] = [ErrorReply]
     for each in operations:
         models += [each.body, each.reply] if each.has_body else [each.reply]
@@ -56,6 +62,8 @@ def document(agents: Iterable[str], prefix: str, version: str) -> dict[str, Any]
                     "operator": "AGL_OPERATOR_KEY.",
                     "lease": "The secret of an attempt's lease.",
                     "agent": "The key of an attempt, as its lease brings it.",
+                    "application": "The key of an application (agl sessions key).",
+                    "feedback": "The key for feedback on an application's sessions (agl sessions key --feedback).",
                 }.items()
             },
         },

@@ -32,12 +32,29 @@ def route(
     return _route(operation, keys, lambda _, body: answer(body))
 
 
+def route_of_application(
+    operation: Operation[Asked, Answer],
+    keys: Keys,
+    whose: Callable[[Request], str | None],
+    answer: Callable[[str, Asked], Coroutine[Any, Any, Answer]],
+) -> Route:
+    """The route of an operation that takes a key of an application; `answer` gets the application that it is of."""
+
+    def with_application(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
+        application = whose(request)
+        assert application is not None, "its key was checked"
+        return answer(application, body)
+
+    return _route(operation, keys, with_application)
+
+
 def route_of_attempt(
     operation: Operation[Asked, Answer], keys: Keys, answer: Callable[[AttemptKey, Asked], Coroutine[Any, Any, Answer]]
 ) -> Route:
     """The route of an operation that takes a lease's secret; `answer` gets the attempt too."""
 
-    def with_attempt(attempt: AttemptKey | None, body: Asked) -> Coroutine[Any, Any, Answer]:
+    def with_attempt(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
+        attempt = attempt_in_path(request)
         assert attempt is not None, "it has a lease"
         return answer(attempt, body)
 
@@ -57,13 +74,12 @@ def emptily(work: Callable[[Asked], Awaitable[None]]) -> Callable[[Asked], Corou
 def _route(
     operation: Operation[Asked, Answer],
     keys: Keys,
-    answer: Callable[[AttemptKey | None, Asked], Coroutine[Any, Any, Answer]],
+    answer: Callable[[Request, Asked], Coroutine[Any, Any, Answer]],
 ) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
-            attempt = attempt_in_path(request)
-            keys.check(request, operation.right, attempt)
-            work = answer(attempt, await _read(request, operation))
+            keys.check(request, operation.right, attempt_in_path(request))
+            work = answer(request, await _read(request, operation))
             reply = await (_while_connected(request, work) if operation.waits else work)
         except AglError as error:
             return refused(error)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from agl_core.server.errors import ApiError
+from agl_core.server.errors import ApiError, attempt_closed
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.attempt import ActiveAttempt, attempt_key
 from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.server.sessions.sessions import Sessions
 from agl_core.types import AttemptKey
 from agl_core.wire.headers import HEADER_ROLLOUT
 
@@ -43,6 +44,25 @@ def attempt_of(request: Request, keys: Keys, queue: RolloutQueue) -> ActiveAttem
             code="rollout_unknown",
         )
     return attempt
+
+
+class Attribution:
+    """Whose model calls are whose: of running attempts and, where real use is recorded, of sessions."""
+
+    def __init__(self, keys: Keys, queue: RolloutQueue, sessions: Sessions | None) -> None:
+        self._keys, self._queue, self._sessions = keys, queue, sessions
+
+    async def of(self, request: Request) -> ActiveAttempt:
+        """The attempt that a request belongs to, open or not. ApiError as of `attempt_of`, and of `Sessions.of`."""
+        session = None if self._sessions is None else await self._sessions.of(request)
+        return attempt_of(request, self._keys, self._queue) if session is None else session
+
+    async def open(self, request: Request) -> ActiveAttempt:
+        """The same; ApiError 410 if it is closed and takes no calls then."""
+        found = await self.of(request)
+        if found.closed and found.refuses_late:
+            raise attempt_closed(*found.key)
+        return found
 
 
 def attempt_in_path(request: Request) -> AttemptKey | None:

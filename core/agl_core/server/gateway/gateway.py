@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from urllib.parse import unquote
@@ -27,18 +26,16 @@ from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.dialects.replies import ReplyMemories
 from agl_core.server.errors import ApiError, attempt_closed, stopping, store_failed
-from agl_core.server.gateway.attribution import attempt_of
+from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.reply import Reply, read_reply
 from agl_core.server.gateway.retries import Exchange
 from agl_core.server.gateway.sampling import call_seed, effective_sampling, forwarded
 from agl_core.server.gateway.unusual import explained
 from agl_core.server.gateway.upstream import Destination, Relay
 from agl_core.server.http.protocol import CONNECTION, CorkedHttp
-from agl_core.server.keys import Keys
 from agl_core.server.rollouts.attempt import ActiveAttempt
-from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.interface import Store
-from agl_core.types import Call
+from agl_core.types import Call, Mode
 from agl_core.wire.headers import HEADER_AGENT, HEADER_CALL, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
 
 logger = logging.getLogger(__name__)
@@ -79,31 +76,31 @@ class _Delivery(Response):
 
 
 class Gateway:
-    """Answers agents' model calls, by way of what `relay` forwards to."""
+    """Answers agents' model calls, by way of what `relay` forwards to; those of sessions by way of `deployed`."""
 
-    def __init__(self, queue: RolloutQueue, store: Store, relay: Relay, *, keys: Keys) -> None:
+    def __init__(self, attribution: Attribution, store: Store, relay: Relay, deployed: Relay) -> None:
         self.counters = Counters()
-        self._queue, self._store, self._relay, self._keys = queue, store, relay, keys
+        self.attribution = attribution
+        self._store, self._relay, self._deployed = store, relay, deployed
         self._memories = ReplyMemories()
         self._tasks: set[asyncio.Task[Reply]] = set()
 
-    @property
-    def models(self) -> list[str]:
-        """The names that agents may ask for; ApiError 503 while nothing answers."""
-        return sorted(self._relay.served().upstream.models)
+    def served(self, attempt: ActiveAttempt) -> Destination:
+        """What answers the calls of an attempt; ApiError 503 while nothing does."""
+        return self._to(attempt).served()
 
-    def check_key(self, request: Request) -> None:
-        """ApiError 401 unless the request carries the key of an attempt: of the one it names, if it names one."""
-        attempt_of(request, self._keys, self._queue)
+    def models(self, attempt: ActiveAttempt) -> list[str]:
+        """The names that its agent may ask for; ApiError 503 while nothing answers."""
+        return sorted(self.served(attempt).upstream.models)
+
+    def _to(self, attempt: ActiveAttempt) -> Relay:
+        return self._deployed if attempt.mode is Mode.USE else self._relay
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
         """One model call, from the agent's request to the agent's reply, and whether it arrived."""
         attempt: ActiveAttempt | None = None
         try:
-            found = attempt_of(request, self._keys, self._queue)
-            if found.closed:
-                raise attempt_closed(*found.key)
-            attempt = found
+            attempt = await self.attribution.open(request)
             raw = await request.body()
             memory = self._memories.of(attempt)
             asked = dialect.parse(raw, memory)
@@ -114,6 +111,7 @@ class Gateway:
             memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply)
             response.headers[HEADER_CALL] = reply.id
+            response.headers.update(attempt.reply_headers)
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except ApiError as refused:
             error = refused
@@ -130,6 +128,10 @@ class Gateway:
 
     async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
         """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""
+        await self._record_delivery(attempt, exchange, arrived)
+        await attempt.delivered(arrived)
+
+    async def _record_delivery(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
         if exchange.call is None:
             return
         exchange.arrived |= arrived
@@ -194,11 +196,11 @@ class Gateway:
         asked: ModelRequest,
         stamps: Headers,
     ) -> Reply:
-        served = self._relay.served()
+        served = self.served(attempt)
         started = time.time()
         agent = _agent(stamps)
         policy = _policy(served, asked.model, agent)
-        version = self._relay.versions.get(
+        version = self._to(attempt).versions.get(
             policy
         )  # For an upstream that does not name it: the one at the start of the call.
         seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
@@ -208,7 +210,7 @@ class Gateway:
             payload, headers = await served.client.complete(
                 forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
             )
-            reply = read_reply(payload, headers, f"{dialect.id_prefix}{uuid.uuid4().hex}", logprobs=asked.logprobs)
+            reply = read_reply(payload, headers, attempt.call_id(dialect.id_prefix), logprobs=asked.logprobs)
         except ApiError as refused:
             self.counters.upstream_errors += 1
             raise explained(refused, asked.chat) from refused
@@ -249,7 +251,7 @@ class Gateway:
         self.counters.calls += 1
         self.counters.without_ids += not reply.has_ids
         self.counters.late += late
-        if late:
+        if late and attempt.refuses_late:
             raise attempt_closed(*attempt.key)
         return reply
 
@@ -263,9 +265,9 @@ class Gateway:
         attempt.committing.add(task)
         try:
             if call.late or superseded is None:
-                await self._store.put(call)
+                await attempt.keep(self._store, call)
             else:
-                await self._store.put(call, replace(superseded, late=True))
+                await attempt.keep(self._store, call, replace(superseded, late=True))
         except StoreRefusedError:
             raise
         except StoreError as failed:

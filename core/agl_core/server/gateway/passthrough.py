@@ -17,13 +17,9 @@ from starlette.responses import Response, StreamingResponse
 
 from agl_core.config.models import PassthroughSection
 from agl_core.server.dialects.chat import openai_error
-from agl_core.server.errors import ApiError, attempt_closed
-from agl_core.server.gateway.attribution import attempt_of
+from agl_core.server.errors import ApiError
 from agl_core.server.gateway.gateway import Gateway
-from agl_core.server.gateway.upstream import Relay
-from agl_core.server.keys import Keys
 from agl_core.server.rollouts.attempt import ActiveAttempt
-from agl_core.server.rollouts.queue import RolloutQueue
 
 PASSED_ON = frozenset(
     {
@@ -67,15 +63,11 @@ class Passthrough:
 
     def __init__(
         self,
-        queue: RolloutQueue,
-        relay: Relay,
         gateway: Gateway,
         settings: PassthroughSection,
         api_key: str | None,
-        *,
-        keys: Keys,
     ) -> None:
-        self._queue, self._relay, self._gateway, self._keys = queue, relay, gateway, keys
+        self._gateway = gateway
         self._url, self._api_key, self._timeout = settings.url, api_key, settings.timeout
         self._client: httpx.AsyncClient | None = None
 
@@ -83,10 +75,8 @@ class Passthrough:
         """The other server's reply, as it comes."""
         attempt: ActiveAttempt | None = None
         try:
-            attempt = attempt_of(request, self._keys, self._queue)
-            if attempt.closed:
-                raise attempt_closed(*attempt.key)
-            own = self._own_model(route)
+            attempt = await self._gateway.attribution.open(request)
+            own = self._own_model(route, attempt)
             return own if own is not None else await self._passed_on(request, route, attempt)
         except ApiError as refused:
             if attempt is not None:
@@ -100,9 +90,9 @@ class Passthrough:
         if self._client is not None:
             await self._client.aclose()
 
-    def _own_model(self, route: str) -> Response | None:
+    def _own_model(self, route: str, attempt: ActiveAttempt) -> Response | None:
         name = route.removeprefix(_MODEL)
-        if not route.startswith(_MODEL) or name not in self._gateway.models:
+        if not route.startswith(_MODEL) or name not in self._gateway.models(attempt):
             return None
         model = {"id": name, "object": "model", "created": 0, "owned_by": "agl"}
         return Response(orjson.dumps(model), media_type="application/json")
@@ -142,7 +132,7 @@ class Passthrough:
     def _destination(self, attempt: ActiveAttempt) -> tuple[str, str | None]:
         if self._url is not None:
             return self._url, self._api_key
-        served = self._relay.served()
+        served = self._gateway.served(attempt)
         return served.client.router.of(attempt.key.rollout), served.upstream.api_key
 
     def _opened(self) -> httpx.AsyncClient:

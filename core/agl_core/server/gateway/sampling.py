@@ -33,10 +33,18 @@ the recorded log-probabilities would not be those of the policy, and importance 
 def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:
     """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits.
 
-    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl.
+    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl. In
+    real use it is that too, and what is not asked for is said, so that it is known.
     """
     if settings is None:
         return requested
+    if rollout.mode is Mode.USE:
+        return Sampling(
+            temperature=settings.temperature if requested.temperature is None else requested.temperature,
+            top_p=1.0 if requested.top_p is None else requested.top_p,
+            max_tokens=settings.max_tokens if requested.max_tokens is None else requested.max_tokens,
+            seed=requested.seed,
+        )
     temperature = {
         Mode.TRAIN: settings.temperature,
         Mode.EVAL_SAMPLED: settings.eval_temperature,

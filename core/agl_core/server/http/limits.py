@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agl_core.server.dialects.chat import openai_error
 from agl_core.server.errors import ApiError
 from agl_core.wire.body import MAX_BODY
+from agl_core.wire.online import OF_ONLINE
 from agl_core.wire.trainers import OF_TRAINERS
 from agl_core.wire.workers import OF_WORKERS
 
@@ -17,7 +18,7 @@ MAX_HEAD_BYTES = 96 << 10
 """Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
 _OWN_LIMIT = "/v1/traces"
 _REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
-_LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_TRAINERS)}
+_LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_TRAINERS, *OF_ONLINE)}
 """Bytes of a body, by its path."""
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, ApiError
 from agl_core.server.gateway.retries import RetryBook
 from agl_core.server.rollouts.lifecycle import ATTEMPT, AttemptState, step
-from agl_core.store.interface import Record
-from agl_core.types import Attempt, AttemptKey, Ending, Mode, Reward, Rollout, ToolResult
+from agl_core.store.interface import Record, Store
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, ToolResult
 from agl_core.wire.workers import CloseReply, CloseRequest
 
 _TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
@@ -81,6 +83,27 @@ class ActiveAttempt:
         """The start sequence of the call that begins now."""
         self.started_calls += 1
         return self.started_calls - 1
+
+    @property
+    def refuses_late(self) -> bool:
+        """Whether its calls are refused once it is closed."""
+        return True
+
+    @property
+    def reply_headers(self) -> Mapping[str, str]:
+        """Headers that go onto each reply."""
+        return {}
+
+    def call_id(self, prefix: str) -> str:
+        """The id of a new call, which begins as its API wants it."""
+        return f"{prefix}{uuid.uuid4().hex}"
+
+    async def keep(self, store: Store, *calls: Call) -> None:
+        """Record calls, all or none. StoreError if that failed."""
+        await store.put(*calls)
+
+    async def delivered(self, arrived: bool) -> None:
+        """A reply was sent; `arrived` says whether it reached the client."""
 
     def count_failure(self, error: ApiError) -> None:
         """A request of the agent got an error instead of a reply."""

@@ -26,7 +26,7 @@ from agl_core.server.rollouts.finished import Finished
 from agl_core.server.rollouts.leases import Leases
 from agl_core.server.rollouts.lifecycle import AttemptState, as_created, is_of, moved
 from agl_core.store.interface import Store
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Rollout, RolloutState
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState
 from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatReply, HeartbeatRequest, LeaseReply, LeaseRequest
 
 logger = logging.getLogger(__name__)
@@ -138,14 +138,14 @@ class RolloutQueue:
         Queued rollouts are queued again, in their order. Attempts stay with their workers, and are lost unless a
         heartbeat comes before the lease expires.
         """
-        for rollout in await self._store.rollouts(run=run, state=RolloutState.QUEUED):
+        for rollout in await self._left(run, RolloutState.QUEUED):
             started = await self._store.attempts(rollout.id)
             self._lives[rollout.id] = self._queued[rollout.id] = _Life(rollout, len(started))
-        for rollout in await self._store.rollouts(run=run, state=RolloutState.RUNNING):
+        for rollout in await self._left(run, RolloutState.RUNNING):
             started = await self._store.attempts(rollout.id)
             self._lives[rollout.id] = _Life(rollout, len(started))
             await self._hold_again(rollout, started[-1])
-        for rollout in await self._store.rollouts(run=run, state=RolloutState.DONE):
+        for rollout in await self._left(run, RolloutState.DONE):
             self._finished.add(rollout)
         self._changed.set()
 
@@ -394,6 +394,11 @@ class RolloutQueue:
         if late is not record:
             await self._store.put(*reported(record.key, request), late)
         return late
+
+    async def _left(self, run: str, state: RolloutState) -> list[Rollout]:
+        """What an earlier server left in this state. Sessions of real use belong to no queue."""
+        found = await self._store.rollouts(run=run, state=state)
+        return [rollout for rollout in found if rollout.mode is not Mode.USE]
 
     async def _known(self, ids: Collection[str]) -> dict[str, Rollout]:
         alive = {id: self._lives[id].rollout for id in ids if id in self._lives}

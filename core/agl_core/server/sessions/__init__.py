@@ -1,0 +1,1 @@
+"""Sessions of real use: rollouts of tasks whose input is unknown."""

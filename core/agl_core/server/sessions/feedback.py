@@ -1,0 +1,105 @@
+"""Feedback on sessions: joined by the id of a call or of a session, however late, and taken in once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+
+from agl_core.server.errors import ApiError
+from agl_core.server.sessions.session import session_of_call
+from agl_core.server.sessions.sessions import Sessions
+from agl_core.store.interface import SessionStore
+from agl_core.types import AttemptKey, Feedback, Reward
+from agl_core.wire.online import FeedbackReply, FeedbackRequest
+
+FEEDBACK_SOURCE = "feedback"
+"""The source of rewards that users, and systems beside the agent, gave."""
+
+
+class FeedbackDesk:
+    """Takes feedback in."""
+
+    def __init__(self, sessions: Sessions, store: SessionStore) -> None:
+        self._sessions, self._store = sessions, store
+        self._taking = asyncio.Lock()
+
+    async def take(self, application: str, request: FeedbackRequest) -> FeedbackReply:
+        """Record feedback on a session of this application, durably.
+
+        ApiError 404 or 410 if there is no such call or session (any more), 403 if it is another application's, 409 if
+        call and session do not go together, or if other feedback came under the same id.
+        """
+        session = await self._session_of(application, request)
+        key = AttemptKey(session, 0)
+        if request.call is not None and request.call not in {call.id for call in await self._store.calls([key])}:
+            raise _no_call(request.call)
+        redaction = self._sessions.redaction
+        feedback = Feedback(
+            *key,
+            id=request.id or uuid.uuid4().hex,
+            received=time.time(),
+            rewards=request.rewards,
+            call=request.call,
+            correction=redaction.json(request.correction),
+            note=redaction.json(request.note),
+        )
+        async with self._taking:
+            if _is_known(feedback, await self._store.feedback([key]), request.id):
+                return FeedbackReply(session=session, call=request.call, new=False)
+            rewards = [
+                Reward(*key, name, value, FEEDBACK_SOURCE, request.call) for name, value in request.rewards.items()
+            ]
+            await self._store.put(feedback, *rewards)
+        self._sessions.counters.feedback += 1
+        return FeedbackReply(session=session, call=request.call, new=True)
+
+    async def _session_of(self, application: str, request: FeedbackRequest) -> str:
+        by_call = None
+        if request.call is not None:
+            session = session_of_call(request.call)
+            if session is None:
+                raise _no_call(request.call)
+            by_call = await self._sessions.located(application, session)
+        if request.session is None:
+            assert by_call is not None
+            return by_call.id
+        found = await self._sessions.located(application, request.session)
+        if by_call is None or by_call.id == found.id:
+            return found.id
+        if by_call.group == found.group and request.session != found.id:
+            return by_call.id  # An earlier session of the same name.
+        raise ApiError(
+            409,
+            f"The call {request.call!r} is of another session than {request.session!r}: send one of them.",
+            code="session_mismatch",
+        )
+
+
+def _is_known(new: Feedback, taken: Sequence[Feedback], id: str | None) -> bool:
+    """Whether this came before: under its id or, without one, as the latest on its call or session. ApiError 409 if
+    other feedback has its id."""
+    if id is None:
+        latest = [each for each in taken if each.call == new.call][-1:]
+        return any(_says(each) == _says(new) for each in latest)
+    for each in taken:
+        if each.id == id and _says(each) != _says(new):
+            raise ApiError(
+                409,
+                f"Other feedback on this session came under the id {id!r}. Give each an id of its own, or none.",
+                code="feedback_known",
+            )
+    return any(each.id == id for each in taken)
+
+
+def _says(feedback: Feedback) -> tuple[object, ...]:
+    return feedback.call, dict(feedback.rewards), feedback.correction, feedback.note
+
+
+def _no_call(call: str) -> ApiError:
+    return ApiError(
+        404,
+        f"There is no call {call!r} in a session here. A call is named by the `id` of the reply that its client got.",
+        code="call_unknown",
+    )

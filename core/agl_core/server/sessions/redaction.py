@@ -1,0 +1,80 @@
+"""What is taken out of texts before they are stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from agl_core.types import Call, Choice, Json
+
+PATTERNS: Mapping[str, str] = {
+    "email": r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+",
+    "card": r"\b\d(?:[ -]?\d){12,18}\b",
+    "phone": r"(?<![\w+])(?:\+|00)?\d(?:[ ()./-]{0,2}\d){7,14}(?!\w)",
+    "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b",
+    "secret": r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abprs]|AKIA)[-_A-Za-z0-9]{12,}|(?<=Bearer )[-_.=+/A-Za-z0-9]{12,}",
+}
+"""The patterns that have a name."""
+
+
+class Redaction:
+    """Replaces what the patterns match: names of `PATTERNS`, and regular expressions.
+
+    >>> Redaction(["email", "order [0-9]+"]).text("ada@example.org asks for order 17")
+    '[EMAIL] asks for [REDACTED]'
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = [
+            (re.compile(PATTERNS.get(each, each)), f"[{each.upper() if each in PATTERNS else 'REDACTED'}]")
+            for each in patterns
+        ]
+
+    def text(self, text: str) -> str:
+        """The text as it may be stored."""
+        for pattern, mark in self._patterns:
+            text = pattern.sub(mark, text)
+        return text
+
+    def json(self, value: Json) -> Json:
+        """A JSON value as it may be stored: all its texts, its keys, and numbers that read like a match."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(str(name)): self.json(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.json(each) for each in value]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            written = str(value)
+            redacted = self.text(written)
+            return value if redacted == written else redacted
+        return value
+
+    def call(self, call: Call) -> Call:
+        """A call as it may be stored. If its texts change, it loses its token ids: they would bring the texts back."""
+        if not self._patterns:
+            return call
+        request, state = self.json(call.request), self.json(call.state)
+        messages = [self.json(choice.message) for choice in call.choices]
+        errors = [self.json(choice.parse_error) for choice in call.choices]
+        names = self.json(call.agent), self.json(call.parent_span)
+        before = (
+            *(call.request, call.state, [each.message for each in call.choices]),
+            *([each.parse_error for each in call.choices], (call.agent, call.parent_span)),
+        )
+        if (request, state, messages, errors, names) == before:
+            return call
+        choices = [
+            Choice(each.index, message, each.finish_reason, parse_error=error)
+            for each, message, error in zip(call.choices, messages, errors, strict=True)
+        ]
+        return replace(
+            call,
+            request=request,
+            state=state,
+            choices=tuple(choices),
+            agent=names[0],
+            parent_span=names[1],
+            prompt_ids=None,
+        )

@@ -1,0 +1,178 @@
+"""One session as the gateway has it, and how its calls are recorded without ever holding up its use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agl_core.errors import StoreError
+from agl_core.server.rollouts.attempt import ActiveAttempt
+from agl_core.server.sessions.redaction import Redaction
+from agl_core.store.interface import Record, SessionStore, Store
+from agl_core.types import Call
+from agl_core.wire.headers import HEADER_SESSION
+
+logger = logging.getLogger(__name__)
+
+RECORDED, UNRECORDED = "use", "off"
+"""What the ids of sessions begin with: those that are stored, and those that are not."""
+SESSION_ID = re.compile(rf"({RECORDED}|{UNRECORDED})-([0-9a-f]{{24}})-([0-9a-f]{{12}})")
+UNRECORDED_CALLS = "unrecorded"
+"""In the result of a session's attempt: how many of its calls were answered and not recorded."""
+_PATIENCE = 2.0
+"""Seconds that a reply waits for its call to be written."""
+_WAITING = 256
+"""Calls that may wait to be written; further ones are not recorded."""
+
+
+@dataclass(slots=True)
+class SessionCounters:
+    """What happened to sessions since the server's start."""
+
+    begun: int = 0
+    ended: int = 0
+    deleted: int = 0
+    """Sessions that were deleted, opted out while they ran, or kept for as long as they may be."""
+    unrecorded: int = 0
+    """Calls that were answered and not recorded, though their session is."""
+    redacted: int = 0
+    """Calls that were recorded without some of their text, and so without token ids."""
+    feedback: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Recorder:
+    """Writes the calls of sessions: redacted, and only while there is room. Use goes on whatever happens here."""
+
+    store: SessionStore
+    redaction: Redaction
+    counters: SessionCounters
+    is_full: bool = False
+    """There is no room for more."""
+    _writing: set[asyncio.Task[bool]] = field(default_factory=set)
+
+    async def record(self, session: ActiveSession, calls: tuple[Call, ...]) -> None:
+        """Write calls of a session, with the session itself if it is not written yet; returns in time in any case."""
+        if not session.recorded or (session.closed and not session.begun):
+            return
+        records = self._records(session, calls)
+        if records is None or len(self._writing) >= _WAITING:
+            self._missed(session)
+        else:
+            await self._wait_for(self._write(records, session), session)
+
+    async def begin(self, session: ActiveSession) -> None:
+        """Write a session before its first call, if that can be done; else it comes with that call."""
+        if session.recorded and not session.begun and not self.is_full and len(self._writing) < _WAITING:
+            await self._wait_for(self._put([session.rollout, session.record], session), session)
+
+    async def _wait_for(self, writing: Coroutine[Any, Any, bool], session: ActiveSession) -> None:
+        """Wait for what is written of a session; what takes long goes on."""
+        task = asyncio.create_task(writing)
+        self._writing.add(task)
+        session.committing.add(task)
+        task.add_done_callback(self._writing.discard)
+        task.add_done_callback(session.committing.discard)
+        await asyncio.wait({task}, timeout=_PATIENCE)
+
+    def _records(self, session: ActiveSession, calls: tuple[Call, ...]) -> list[Record] | None:
+        """None if there is no room, or redaction failed."""
+        if self.is_full:
+            return None
+        try:
+            kept = [self.redaction.call(call) for call in calls]
+        except Exception:
+            logger.exception("A call of session %s is not recorded, for it could not be redacted.", session.id)
+            return None
+        self.counters.redacted += sum(now is not before for now, before in zip(kept, calls, strict=True))
+        if session.closed:
+            return list(kept)
+        own = [*(() if session.begun else (session.rollout,)), *(() if session.is_whole else (session.record,))]
+        return [*own, *kept]
+
+    async def _write(self, records: list[Record], session: ActiveSession) -> bool:
+        """Write a call."""
+        if await self._put(records, session):
+            return True
+        self._missed(session)
+        return False
+
+    async def _put(self, records: list[Record], session: ActiveSession) -> bool:
+        try:
+            await self.store.put(*records)
+        except Exception as error:
+            trace = not isinstance(error, StoreError)
+            logger.error("What session %s did is not recorded: %s", session.id, error, exc_info=trace)
+            return False
+        session.begun = True
+        return True
+
+    def _missed(self, session: ActiveSession) -> None:
+        """A call was answered and not recorded."""
+        self.counters.unrecorded += 1
+        session.missed += 1
+        if not session.closed:
+            session.record = replace(session.record, result={UNRECORDED_CALLS: session.missed})
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ActiveSession(ActiveAttempt):
+    """A session that is open, or was. Its calls are answered in any case."""
+
+    application: str
+    recorder: Recorder
+    end: Callable[[ActiveSession, str], Awaitable[None]]
+    """Ends it; the text says how."""
+    used: float
+    """When it was last used, in Unix seconds."""
+    recorded: bool = True
+    """Whether it is stored."""
+    begun: bool = False
+    """Whether the store has it."""
+    missed: int = 0
+    """Calls that were not recorded."""
+    ends_with_reply: bool = False
+    """The next reply is its last."""
+
+    @property
+    def id(self) -> str:
+        return self.rollout.id
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the store has its attempt as it is."""
+        return self.begun and not self.missed
+
+    @property
+    def refuses_late(self) -> bool:
+        return False
+
+    @property
+    def reply_headers(self) -> dict[str, str]:
+        return {HEADER_SESSION: self.id}
+
+    def call_id(self, prefix: str) -> str:
+        """The id of a new call; it says which session feedback on it belongs to."""
+        return f"{prefix}{self.id}.{uuid.uuid4().hex[:16]}"
+
+    async def keep(self, store: Store, *calls: Call) -> None:
+        """Record calls; what cannot be recorded is counted."""
+        await self.recorder.record(self, calls)
+
+    async def delivered(self, arrived: bool) -> None:
+        """A reply was sent."""
+        self.used = time.time()
+        if arrived and self.ends_with_reply and not self.asking:
+            await self.end(self, "reply")
+
+
+def session_of_call(call: str) -> str | None:
+    """The session of a call, by the call's id; None if it is no call of a session."""
+    found = SESSION_ID.search(call)
+    return None if found is None else found[0]

@@ -1,0 +1,431 @@
+"""All sessions of a server: whose request is of which, and when each begins, ends and is removed.
+
+A session is a rollout of mode `use` with one attempt. It belongs to no worker and to no trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from agl_core.config.models import OnlineSection
+from agl_core.errors import StoreError, StoreRefusedError
+from agl_core.protocols import Upstream
+from agl_core.server.errors import ApiError
+from agl_core.server.keys import Keys
+from agl_core.server.rollouts.lifecycle import AttemptState
+from agl_core.server.sessions.redaction import Redaction
+from agl_core.server.sessions.session import (
+    RECORDED,
+    SESSION_ID,
+    UNRECORDED,
+    UNRECORDED_CALLS,
+    ActiveSession,
+    Recorder,
+    SessionCounters,
+)
+from agl_core.store.interface import SessionStore
+from agl_core.types import Attempt, Ending, Mode, Rollout, RolloutState, Task
+from agl_core.wire.headers import HEADER_ROLLOUT, HEADER_SESSION, HEADER_SESSION_END, HEADER_SESSION_RECORD
+from agl_core.wire.online import SESSION_NAME
+
+logger = logging.getLogger(__name__)
+
+USE_SPLIT = "use"
+"""The split of the tasks of sessions."""
+_REMEMBERED = 10_000
+"""Ended sessions that memory keeps."""
+_DAY, _GIB = 86_400.0, 1 << 30
+_LONGEST_LOOK = 5.0
+_BETWEEN_REMOVALS = 600.0
+
+
+@dataclass(frozen=True)
+class Online:
+    """What a server needs to record real use."""
+
+    settings: OnlineSection
+    upstream: Upstream
+    """What answers."""
+    run: str
+    """The run that sessions are recorded in."""
+    folder: Path
+    """Of the store."""
+
+
+class Sessions:
+    """The sessions of the applications that `keys` know. All methods belong to one event loop."""
+
+    def __init__(self, online: Online, store: SessionStore, keys: Keys) -> None:
+        self.counters = SessionCounters()
+        self.redaction = Redaction(online.settings.redact)
+        self._settings, self._run, self._folder = online.settings, online.run, online.folder
+        self._store, self._keys = store, keys
+        self._recorder = Recorder(store, self.redaction, self.counters)
+        self._open: dict[str, ActiveSession] = {}
+        """By id."""
+        self._named: dict[str, ActiveSession] = {}
+        """Open ones, by what stands for their names."""
+        self._known: OrderedDict[str, ActiveSession] = OrderedDict()
+        """Open and ended ones, by id."""
+        self._unerased: set[str] = set()
+        """Ids that could not be erased yet."""
+        self._unwritten: list[ActiveSession] = []
+        """Ended ones whose end could not be written yet."""
+        self._beginning = asyncio.Lock()
+        self._removed = float("-inf")
+
+    @property
+    def open(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    async def take_up(self) -> None:
+        """Go on with the sessions that an earlier server left open."""
+        await self._look_for_room()
+        for rollout in await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.RUNNING):
+            session = await self._recalled(rollout)
+            if session is not None:
+                self._open[rollout.id] = self._named[rollout.group] = session
+
+    async def of(self, request: Request) -> ActiveSession | None:
+        """The session that a model call belongs to; it is begun if need be. None if the call is of no session.
+
+        ApiError 401 if it names a session without that session's key, 400 if a header of it is invalid.
+        """
+        named = request.path_params.get("rollout") or request.headers.get(HEADER_ROLLOUT, "").rpartition("/")[0]
+        recorded = request.headers.get(HEADER_SESSION_RECORD) != "off"
+        if SESSION_ID.fullmatch(named):
+            session = await self._of_id(named, self._keys.user_of_session(request, named))
+            if session.recorded and not recorded:
+                await self._opt_out(session)
+        else:
+            application = None if named else self._keys.application_of(request)
+            if application is None:
+                return None
+            name = _checked_name(request.headers.get(HEADER_SESSION))
+            session = await self.begin(application, name, recorded=recorded)
+        session.ends_with_reply |= request.headers.get(HEADER_SESSION_END) == "1"
+        session.used = time.time()
+        return session
+
+    async def begin(self, application: str, name: str | None, *, recorded: bool = True) -> ActiveSession:
+        """The open session of this name, else a new one; without a name one that ends with its first reply."""
+        place = secrets.token_hex(12) if name is None else self._keys.name_of_session(application, name)
+        async with self._beginning:
+            session = self._named.get(place)
+            is_new = session is None
+            if session is None:
+                may_be = recorded and (name is None or await self._may_be_recorded(place))
+                id = f"{RECORDED if may_be else UNRECORDED}-{place}-{secrets.token_hex(6)}"
+                session = self._made(id, application, name)
+                session.ends_with_reply = name is None
+                self._open[id] = self._known[id] = self._named[place] = session
+                self.counters.begun += 1
+        if not recorded and (is_new or session.recorded):
+            await self._opt_out(session)
+        return session
+
+    async def begin_durably(self, application: str, name: str | None, *, recorded: bool) -> ActiveSession:
+        """The same for a session that may have several calls; it is in the store before its first one, if it can be."""
+        session = await self.begin(application, name or secrets.token_hex(12), recorded=recorded)
+        await self._recorder.begin(session)
+        return session
+
+    async def located(self, application: str, name: str) -> Rollout:
+        """An application's session by its id or name; of several of one name, the latest.
+
+        ApiError 404 if there is none, 410 if it was deleted, 403 if it is another application's.
+        """
+        place = self._keys.name_of_session(application, name)
+        known = self._known.get(name) or self._named.get(place)
+        if known is not None and known.recorded:
+            found: Rollout | None = known.rollout
+        elif SESSION_ID.fullmatch(name):
+            found = await _exactly(self._store, name)
+        else:
+            found = next(iter(await self._store.rollouts(group=place, mode=Mode.USE, newest=1)), None)
+        if found is None:
+            if await self._store.erased([name, place]):
+                raise ApiError(
+                    410,
+                    f"The session {name!r} was deleted, or opted out of being stored: nothing of it is kept.",
+                    code="session_deleted",
+                )
+            raise ApiError(
+                404,
+                f"There is no session {name!r} of this application here, or it is not stored. It is named by the id "
+                f"in the reply's header {HEADER_SESSION}, or by the name that the application gave it.",
+                code="session_unknown",
+            )
+        if found.task.metadata.get("application") != application:
+            raise ApiError(
+                403, f"The session {name!r} is another application's; this key is not for it.", code="foreign_session"
+            )
+        return found
+
+    async def end_named(self, application: str, name: str) -> None:
+        """End an application's session by its id or name; one that has ended stays as it is. ApiError as above."""
+        rollout = await self.located(application, name)
+        session = self._known.get(rollout.id)
+        if session is not None:
+            await self.end(session, "request")
+
+    async def end(self, session: ActiveSession, by: str) -> None:
+        """End a session, durably if the store can be written; one that has ended stays as it is."""
+        if session.closed:
+            return
+        session.move(AttemptState.CLOSING)
+        self._forget(session)
+        self.counters.ended += 1
+        missed = {UNRECORDED_CALLS: session.missed} if session.missed else {}
+        session.record = replace(session.record, result={"ended_by": by, **missed})
+        if not await self._write_end(session):
+            self._unwritten.append(session)
+
+    async def delete(self, ids: Collection[str]) -> int:
+        """Remove sessions for good; returns how many had anything recorded. ApiError 404 if one never was here."""
+        asked = sorted(set(ids) - await self._store.erased(ids))
+        unknown = [id for id in asked if not await self._is_there(id)]
+        if unknown:
+            raise ApiError(
+                404,
+                f"There is no session {', '.join(map(repr, unknown[:5]))} here; nothing was deleted. `agl sessions "
+                f"list` has the ids.",
+                code="session_unknown",
+            )
+        for id in ids:
+            session = self._known.get(id)
+            if session is not None:
+                await self._silence(session)
+        removed = await self._store.erase(ids)
+        self.counters.deleted += removed
+        return removed
+
+    async def watch(self) -> None:
+        """End sessions that are idle, remove old ones, and look for room, until this is cancelled."""
+        idle = self._settings.idle_minutes * 60
+        while True:
+            await asyncio.sleep(min(_LONGEST_LOOK, idle / 4))
+            try:
+                await self._look_for_room()
+                before = time.time() - idle
+                for session in [each for each in self._open.values() if each.used < before and not each.asking]:
+                    await self.end(session, "idle")
+                await self._erase_soon(())
+                self._unwritten = [each for each in self._unwritten if not await self._write_end(each)]
+                await self._remove_old()
+            except Exception as error:
+                logger.error(
+                    "Sessions could not be looked after: %s", error, exc_info=not isinstance(error, StoreError)
+                )
+
+    async def stop(self) -> None:
+        """Wait for what is being written."""
+        writing = {task for session in self._known.values() for task in session.committing}
+        if writing:
+            await asyncio.wait(writing, timeout=_LONGEST_LOOK)
+
+    def key(self, session: ActiveSession) -> str:
+        """The session's own key."""
+        return self._keys.of_session(session.application, session.id)
+
+    async def _of_id(self, id: str, application: str) -> ActiveSession:
+        """The session of an id to which somebody has the key."""
+        session = self._known.get(id)
+        if session is None:
+            async with self._beginning:
+                session = self._known.get(id) or await self._found(id, application)
+                self._known[id] = session
+        return session
+
+    async def _found(self, id: str, application: str) -> ActiveSession:
+        """What the store has of a session that memory does not have, or a new one of this id."""
+        recorded = id.startswith(RECORDED)
+        try:
+            if recorded and not await self._store.erased([id]):
+                rollout = await _exactly(self._store, id)
+                session = None if rollout is None else await self._recalled(rollout)
+                return self._opened(session or self._made(id, application, None))
+        except StoreError as error:
+            logger.error("Session %s cannot be read, and is not recorded: %s", id, error)
+        session = self._made(id, application, None)
+        session.recorded = False
+        return self._opened(session)
+
+    def _opened(self, session: ActiveSession) -> ActiveSession:
+        if not session.closed:
+            self._open[session.id] = session
+        return session
+
+    async def _may_be_recorded(self, place: str) -> bool:
+        """Whether nobody opted out of the sessions of a name; not if that cannot be found out."""
+        try:
+            return not await self._store.erased([place])
+        except StoreError as error:
+            logger.error("A session is not recorded, for the store cannot be read: %s", error)
+            return False
+
+    def _made(self, id: str, application: str, name: str | None) -> ActiveSession:
+        now = time.time()
+        place = id.split("-")[1]
+        task = Task(place, None, USE_SPLIT, {"application": application, "session": name})
+        rollout = Rollout(id, self._run, 0, place, task, Mode.USE, 0, 0, RolloutState.RUNNING)
+        return self._active(rollout, Attempt(id, 0, application, started=now), recorded=id.startswith(RECORDED))
+
+    def _active(self, rollout: Rollout, record: Attempt, **known: Any) -> ActiveSession:
+        return ActiveSession(
+            rollout,
+            record,
+            deadline=float("inf"),
+            application=str(rollout.task.metadata.get("application")),
+            recorder=self._recorder,
+            end=self.end,
+            used=record.started,
+            **known,
+        )
+
+    async def _recalled(self, rollout: Rollout) -> ActiveSession | None:
+        """A session as the store has it."""
+        attempts = await self._store.attempts(rollout.id)
+        if not attempts:
+            return None
+        calls = await self._store.calls([attempts[0].key])
+        session = self._active(rollout, attempts[0], begun=True)
+        session.used = max([attempts[0].started, *(call.ended for call in calls)])
+        session.retries.recall(calls)
+        session.started_calls = max((call.sequence + 1 for call in calls), default=0)
+        session.completed_calls = sum(not call.late for call in calls)
+        session.missed = (attempts[0].result or {}).get(UNRECORDED_CALLS, 0)
+        if rollout.state is RolloutState.DONE:
+            session.move(AttemptState.CLOSING)
+            session.move(AttemptState.COUNTED)
+        self._known[rollout.id] = session
+        return session
+
+    async def _write_end(self, session: ActiveSession) -> bool:
+        """Write how a session ended; False if that has to be tried again."""
+        if not await _settled(session):
+            return False
+        if not session.begun or not session.recorded:
+            session.move(AttemptState.COUNTED)
+            return True
+        ending, error = Ending.FINISHED, None
+        if session.missed:
+            ending, error = Ending.LOST, f"{session.missed} of its calls were answered and could not be recorded."
+        elif not session.completed_calls:
+            ending = Ending.NO_CALL
+        record = replace(session.record, ended=session.used, ending=ending, error=error)
+        record = replace(record, passed_through=session.passed_through or None)
+        rollout = replace(session.rollout, state=RolloutState.DONE, ending=ending, counted_attempt=0)
+        try:
+            await self._store.put(record, rollout)
+        except StoreError as failed:
+            logger.error("The end of session %s is not written yet: %s", session.id, failed)
+            return False
+        session.record, session.rollout = record, rollout
+        session.move(AttemptState.COUNTED)
+        session.retries.clear()
+        return True
+
+    def _forget(self, session: ActiveSession) -> None:
+        """It is not open any more."""
+        self._open.pop(session.id, None)
+        if self._named.get(session.rollout.group) is session:
+            del self._named[session.rollout.group]
+        self._known.move_to_end(session.id)
+        while len(self._known) > _REMEMBERED + len(self._open):
+            oldest = next(iter(self._known.values()))
+            if not oldest.closed:
+                self._known.move_to_end(oldest.id)
+            else:
+                del self._known[oldest.id]
+
+    async def _opt_out(self, session: ActiveSession) -> None:
+        """Store nothing of a session any more, nor of others of its name, and remove what is stored."""
+        session.recorded = False
+        await _settled(session)
+        await self._erase_soon((session.id, session.rollout.group))
+
+    async def _erase_soon(self, ids: Collection[str]) -> None:
+        """Erase these and what could not be erased before; if the store fails, this is tried again later."""
+        self._unerased.update(ids)
+        if not self._unerased:
+            return
+        erasing = frozenset(self._unerased)
+        try:
+            self.counters.deleted += await self._store.erase(erasing)
+            self._unerased -= erasing
+        except StoreError as error:
+            logger.error("Sessions opted out, but cannot be removed from the store yet: %s", error)
+
+    async def _silence(self, session: ActiveSession) -> None:
+        """End a session of which nothing is to be left."""
+        session.recorded = False
+        await _settled(session)
+        await self.end(session, "deletion")
+
+    async def _is_there(self, id: str) -> bool:
+        return id in self._known or await _exactly(self._store, id) is not None
+
+    async def _remove_old(self) -> None:
+        if self._settings.keep_days is None or time.monotonic() - self._removed < _BETWEEN_REMOVALS:
+            return
+        old = await self._store.ended_before(Mode.USE, time.time() - self._settings.keep_days * _DAY)
+        if old:
+            await self.delete(old)
+        self._removed = time.monotonic()
+
+    async def _look_for_room(self) -> None:
+        full = await asyncio.to_thread(self._has_no_room)
+        if full and not self._recorder.is_full:
+            logger.warning(
+                "There is no room for more sessions in %s: they are answered, and not recorded.", self._folder
+            )
+        self._recorder.is_full = full
+
+    def _has_no_room(self) -> bool:
+        files = [each.stat().st_size for each in self._folder.glob("store.sqlite*")]
+        largest = self._settings.max_store_gib
+        if largest is not None and sum(files) >= largest * _GIB:
+            return True
+        return shutil.disk_usage(self._folder).free < self._settings.min_free_gib * _GIB
+
+
+async def _settled(session: ActiveSession) -> bool:
+    """Wait for what is being written of a session; False if that takes too long."""
+    if session.committing:
+        _, writing = await asyncio.wait(set(session.committing), timeout=_LONGEST_LOOK)
+        return not writing
+    return True
+
+
+async def _exactly(store: SessionStore, id: str) -> Rollout | None:
+    """The session of this id, as the store has it."""
+    try:
+        rollout = await store.rollout(id)
+    except StoreRefusedError:
+        return None
+    return rollout if rollout.id == id and rollout.mode is Mode.USE else None
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None and not re.fullmatch(SESSION_NAME.removesuffix("$"), name):
+        raise ApiError(
+            400,
+            f"The header {HEADER_SESSION} has to be a name of up to 200 letters, digits, '.', '_', ':' and '-', not "
+            f"{name[:40]!r}.",
+            code="session_name",
+        )
+    return name
