@@ -41,7 +41,17 @@ NEIGHBOURS = {
 NOT_INSTALLED = {"transfer_queue": ["TransferQueue"]}
 """Which distribution brings a package that is not in the environment of the tests, where the names differ."""
 
-NEVER_IN_THE_CORE = {"torch", "transformers", "peft", "langchain", "langchain_core", "langgraph", "openai"}
+NEVER_IN_THE_CORE = {
+    "torch",
+    "transformers",
+    "peft",
+    "langchain",
+    "langchain_core",
+    "langgraph",
+    "openai",
+    "crewai",
+    "smolagents",
+}
 
 
 def floor_of(module: str) -> int:

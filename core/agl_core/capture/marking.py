@@ -23,7 +23,7 @@ from agl_core.capture.context import (
     set_step,
 )
 from agl_core.capture.reports import guarded, record_tool_result, tool_result_report
-from agl_core.capture.status import unknown_status
+from agl_core.capture.status import Decided, unknown_status
 from agl_core.errors import AgentError
 from agl_core.types import Identity
 
@@ -142,9 +142,11 @@ class AgentRun:
 class ToolRun:
     """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result` to what the tool gave."""
 
-    def __init__(self, tool: str, call_id: str | None, arguments: Any) -> None:
+    def __init__(self, tool: str, call_id: str | None, arguments: Any, adapter: str | None = None) -> None:
         self.result: Any = _NOT_SET
-        self._tool, self._call_id, self._arguments = tool, call_id, arguments
+        self.decided: Decided | None = None
+        """What became of it, if the framework says more than the result."""
+        self._tool, self._call_id, self._arguments, self._adapter = tool, call_id, arguments, adapter
         self._agent: str | None = None
         self._parent_span: str | None = None
         self._scope: IdentityScope | None = None
@@ -166,11 +168,13 @@ class ToolRun:
         self._scope = enter_identity(Identity(self._agent, span=new_span()), Steps())
 
     @guarded
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None, *, is_reported: bool = True) -> None:
         if self._scope is None:
             return
         self._scope.close()
         set_step(self._outer)
+        if not is_reported:
+            return
         span = self._scope.identity.span or new_span()
         # A block that sets no result may well have had one.
         is_not_set = error is None and self.result is _NOT_SET
@@ -179,7 +183,7 @@ class ToolRun:
                 span,
                 self._tool,
                 error if error is not None else None if is_not_set else self.result,
-                decided=unknown_status() if is_not_set else None,
+                decided=unknown_status() if is_not_set else self.decided,
                 tool_call_id=self._call_id,
                 arguments=self._arguments,
                 agent=self._agent,
@@ -187,6 +191,7 @@ class ToolRun:
                 parent_span=self._parent_span,
                 started=self._started,
                 ended=time.time(),
+                adapter=self._adapter,
             )
         )
 

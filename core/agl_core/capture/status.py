@@ -221,6 +221,18 @@ RULES = (
         "strands-agents 1.62.0",
     ),
     StatusRule(
+        "crewai",
+        "`Error executing task with agent 'look'. Error: …`, `I encountered an error: …`, `Tool not found`",
+        ToolStatus.ERROR,
+        _begins(r"""
+            (?: Error\ executing\ task\ with\ agent\ '[^'\n]{1,200}'\.\ Error
+              | I\ encountered\ an\ error (?: \ while\ trying\ to\ use\ the\ tool\.\ This\ was\ the\ error )? )
+            :\s (?P<error> [^\n]* )
+          | Tool\ not\ found\Z
+        """),
+        "crewai 1.15.30",
+    ),
+    StatusRule(
         "vercel",
         "`Model tried to call unavailable tool 'look'. …`, `Invalid input for tool look: …`",
         ToolStatus.ERROR,

@@ -39,7 +39,13 @@ UpstreamOption = Annotated[
     typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server."),
 ]
 
-FRAMEWORKS = {"langchain-core": "langchain_core", "autogen-agentchat": "autogen_agentchat", "openai-agents": "agents"}
+FRAMEWORKS = {
+    "autogen-agentchat": "autogen_agentchat",
+    "crewai": "crewai",
+    "langchain-core": "langchain_core",
+    "openai-agents": "agents",
+    "smolagents": "smolagents",
+}
 """Agent frameworks that are worth a note if no adapter for them is installed: distribution and module."""
 SERVER_MODULES = ("httptools", "jinja2", "markupsafe", "starlette", "uvicorn")
 """What agl-core imports of its extra `server`."""

@@ -2,6 +2,7 @@
 
 from agl_core.worker.agent import Agent, AgentContext, load_agent
 from agl_core.worker.environment import Ended, Runner, agent_environment, client_variables
+from agl_core.worker.remote import RemoteAgent
 from agl_core.worker.runners.choosing import choose_runner
 from agl_core.worker.runners.in_process import InProcess
 from agl_core.worker.runners.isolated import CommandPerAttempt, ProcessPerAttempt
@@ -14,6 +15,7 @@ __all__ = [
     "Ended",
     "InProcess",
     "ProcessPerAttempt",
+    "RemoteAgent",
     "Runner",
     "Worker",
     "WorkerThread",

@@ -1,0 +1,117 @@
+"""The gateway in front of a scripted model, and crews that keep what they do on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# CrewAI reads them when it is imported: no telemetry to its vendor, no traces, no question for them, no version check.
+PRIVATE = {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "CREWAI_DISABLE_VERSION_CHECK": "true",
+    "CREWAI_TESTING": "true",
+}
+os.environ.update(PRIVATE)
+
+import pytest  # noqa: E402
+from crewai import LLM, Agent, Crew, Task  # noqa: E402
+from crewai.tools import BaseTool, tool  # noqa: E402
+
+import agl_core  # noqa: E402
+from agl_core.testing.scripts import CallTools  # noqa: E402
+from agl_core.testing.server import Stack, running_stack  # noqa: E402
+from agl_core.types import Episode  # noqa: E402
+from agl_core.worker.environment import PLACEHOLDER_KEY  # noqa: E402
+from agl_crewai.plugin import CrewAIAdapter  # noqa: E402
+
+_OURS = ("127.0.0.1", "localhost", "::1", None)
+
+
+@tool("add")
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@tool("broken")
+def broken(reason: str) -> str:
+    """Fail."""
+    raise ValueError(reason)
+
+
+@tool("slow")
+def slow() -> str:
+    """Take too long."""
+    raise TimeoutError("no answer in 5 seconds")
+
+
+def calls(*asked: tuple[Any, ...]) -> CallTools:
+    return CallTools(asked)
+
+
+def llm_of(root: str, key: str = PLACEHOLDER_KEY, **options: Any) -> LLM:
+    """A model that any number of attempts may share: which of them calls, the headers of its requests must say."""
+    return LLM("default", provider="openai", base_url=root, api_key=key, **{"max_retries": 0, **options})
+
+
+def agent_of(llm: Any, role: str, tools: tuple[BaseTool, ...] = (), **options: Any) -> Agent:
+    return Agent(role=role, goal="Answer.", backstory="You know it.", llm=llm, tools=list(tools), **options)
+
+
+def task_of(agent: Agent | None, text: str = "Answer it.", **options: Any) -> Task:
+    return Task(description=text, expected_output="An answer.", agent=agent, **options)
+
+
+def crew_of(*tasks: Task, **options: Any) -> Crew:
+    agents = [each.agent for each in tasks if each.agent is not None]
+    return Crew(**{"agents": agents, "tasks": list(tasks), "verbose": False, "cache": False, **options})
+
+
+async def play(stack: Stack, run: Callable[[], Any], *script: Any) -> Episode:
+    """The episode of what `run` starts while the model says this."""
+    stack.upstream.script(*script)
+    attempt = await stack.attempt()
+    with attempt.running():
+        await run()
+    episode = await attempt.close()
+    assert episode.unjoined == ()
+    return episode
+
+
+def seen(episode: Episode) -> list[tuple[Any, ...]]:
+    """Who called, and the tools of the call with their statuses."""
+    return [
+        (each.agent, *((result.tool, str(result.status)) for result in each.tool_results))
+        for each in episode.transitions
+    ]
+
+
+@pytest.fixture(name="stack")
+async def a_stack() -> AsyncIterator[Stack]:
+    attachment = agl_core.attach([CrewAIAdapter()])
+    assert attachment.failed == {}
+    async with running_stack(timeout=300) as running:
+        yield running
+    attachment.detach()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaves_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A test fails if a name of another machine is looked up; what CrewAI stores is not in the user's home."""
+    monkeypatch.setenv("CREWAI_STORAGE_DIR", str(tmp_path))
+    asked: list[Any] = []
+    look_up = socket.getaddrinfo
+
+    def watched(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in _OURS:
+            asked.append(host)
+            raise OSError(f"{host} is another machine")
+        return look_up(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", watched)
+    yield
+    assert asked == []

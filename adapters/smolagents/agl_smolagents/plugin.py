@@ -1,0 +1,32 @@
+"""What this package registers, and attaching without code."""
+
+from __future__ import annotations
+
+import agl_core
+from agl_core import hookimpl
+from agl_core.registering import RegisterAdapter
+
+
+class SmolagentsAdapter:
+    """smolagents: agent names, and the results of tools, managed agents and code."""
+
+    framework = "smolagents"
+
+    def attach(self) -> None:
+        from agl_smolagents import agents, tools
+
+        agents.watch_agents()
+        tools.watch_tools()
+
+
+def attach() -> None:
+    """See every smolagents agent of this process, with no change to its code; again changes nothing.
+
+    agl's workers do it by themselves. Outside any rollout it does nothing.
+    """
+    agl_core.attach([SmolagentsAdapter()])
+
+
+@hookimpl
+def register_adapters(register: RegisterAdapter) -> None:
+    register("smolagents", lambda options: SmolagentsAdapter(), doc=SmolagentsAdapter.__doc__)

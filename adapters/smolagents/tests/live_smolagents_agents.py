@@ -1,0 +1,199 @@
+"""What is particular to smolagents: code, managed agents, agents without a name, streams, its words for failures."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+import threading
+from typing import Any
+
+import openai
+import pytest
+from smolagents import CodeAgent, LocalPythonExecutor, ToolCallingAgent
+
+from agl_core.capture import identify, installed_adapters
+from agl_core.testing.fixtures import no_problems  # noqa: F401
+from agl_core.testing.scripts import Say
+from agl_core.testing.server import Stack
+
+from .world import ANSWER, a_stack, add, broken, calls, code, in_attempt, made, model_of, play, seen  # noqa: F401
+
+
+async def test_tools_that_code_calls_belong_to_the_call_that_wrote_the_code(stack: Stack) -> None:
+    writes = code("x = add(1, 2)\ny = add(a=x, b=4)\nprint(y)")
+    episode = await play(stack, made(CodeAgent, model_of(stack), name="coder"), writes, code("final_answer('7')"))
+    assert seen(episode) == [
+        ("coder", ("add", "ok"), ("add", "ok"), ("python_interpreter", "ok")),
+        ("coder", ("python_interpreter", "ok")),
+    ]
+    first, second, whole = episode.transitions[0].tool_results
+    assert [(each.arguments, each.result) for each in (first, second)] == [
+        ({"a": 1, "b": 2}, 3),
+        ({"a": 3, "b": 4}, 7),
+    ]
+    assert whole.result["logs"].strip() == "7"
+    assert "y = add(a=x, b=4)" in whole.arguments
+    assert {each.adapter for each in (first, second, whole)} == {"smolagents"}
+
+
+async def test_an_exception_of_the_code_is_its_error_and_that_of_a_tool_is_the_tools(stack: Stack) -> None:
+    agent = made(CodeAgent, model_of(stack), name="coder")
+    caught = "try:\n    broken('a')\nexcept ValueError:\n    print('caught')"
+    episode = await play(
+        stack, agent, code("1 / 0"), code("broken('no city')"), code(caught), code("x = ("), code("final_answer(1)")
+    )
+    assert seen(episode) == [
+        ("coder", ("python_interpreter", "error")),
+        ("coder", ("broken", "error")),
+        ("coder", ("broken", "error"), ("python_interpreter", "ok")),
+        ("coder", ("python_interpreter", "error")),
+        ("coder", ("python_interpreter", "ok")),
+    ]
+    errors = [each.tool_results[0].error for each in episode.transitions[:2]]
+    assert errors[0].startswith("InterpreterError: Code execution failed at line '1 / 0' due to: ZeroDivisionError")
+    assert errors[1] == "ValueError: no city"
+
+
+async def test_an_executor_of_the_users_own_is_seen_once(stack: Stack) -> None:
+    class Own(LocalPythonExecutor):  # type: ignore[misc]
+        def __call__(self, code_action: str) -> Any:
+            return super().__call__(code_action)
+
+    made(CodeAgent, model_of(stack))
+    agent = made(CodeAgent, model_of(stack), name="coder")
+    agent.python_executor = Own([])
+    episode = await play(stack, agent, code("print(add(1, 2))"), code("final_answer(3)"))
+    assert seen(episode)[0] == ("coder", ("add", "ok"), ("python_interpreter", "ok"))
+
+
+async def test_managed_agents_speak_for_themselves_in_code_and_in_tool_calls(stack: Stack) -> None:
+    model = model_of(stack)
+
+    def boss(kind: Any) -> Any:
+        expert = made(ToolCallingAgent, model, name="expert", description="Knows it.")
+        return made(kind, model, tools=[], name="boss", managed_agents=[expert])
+
+    inner = [calls(("add", {"a": 1, "b": 2})), ANSWER]
+    in_code = await play(stack, boss(CodeAgent), code("print(expert('1 + 2'))"), *inner, code("final_answer(3)"))
+    assert seen(in_code) == [
+        ("boss", ("expert", "ok"), ("python_interpreter", "ok")),
+        ("expert", ("add", "ok")),
+        ("expert",),
+        ("boss", ("python_interpreter", "ok")),
+    ]
+    by_call = await play(
+        stack, boss(ToolCallingAgent), calls(("expert", {"task": "1 + 2", "additional_args": {}})), *inner, ANSWER
+    )
+    assert seen(by_call) == [("boss", ("expert", "ok")), ("expert", ("add", "ok")), ("expert",), ("boss",)]
+
+
+async def test_failures_in_smolagents_own_words(stack: Stack) -> None:
+    agent = made(ToolCallingAgent, model_of(stack), name="solver")
+    asked = [("broken", {"reason": "no city"}), ("nowhere", {}), ("add", {"a": 1}), ("final_answer", {})]
+    episode = await play(stack, agent, *(calls(each) for each in asked), ANSWER)
+    assert seen(episode)[:4] == [("solver", (tool, "error")) for tool, _ in asked]
+    errors = [each.tool_results[0].error for each in episode.transitions[:3]]
+    assert "Error executing tool 'broken' with arguments {'reason': 'no city'}: ValueError: no city" in errors[0]
+    assert "nknown tool nowhere, should be one of" in errors[1]
+    assert "rgument" in errors[2]
+
+
+async def test_calls_of_one_tool_with_the_same_arguments_keep_their_ids(stack: Stack) -> None:
+    agent = made(ToolCallingAgent, model_of(stack), name="solver")
+    same = calls(("add", {"a": 1, "b": 2}, "c1"), ("add", {"a": 1, "b": 2}, "c2"))
+    episode = await play(stack, agent, same, ANSWER)
+    assert sorted(str(each.tool_call_id) for each in episode.transitions[0].tool_results) == ["c1", "c2"]
+
+
+async def test_a_tool_call_in_text_belongs_to_the_call_that_said_it(stack: Stack) -> None:
+    agent = made(ToolCallingAgent, model_of(stack), name="solver")
+    said = Say('Action:\n{"name": "add", "arguments": {"a": 1, "b": 2}}')
+    episode = await play(stack, agent, said, ANSWER)
+    assert seen(episode) == [("solver", ("add", "ok")), ("solver",)]
+    assert episode.transitions[0].tool_results[0].tool_call_id is None
+
+
+async def test_an_agent_without_a_name_has_that_of_the_code_around_it_or_of_its_class(stack: Stack) -> None:
+    def with_a_name(agent: Any) -> None:
+        with identify("critic"):
+            agent.run("hello")
+
+    agent = made(ToolCallingAgent, model_of(stack))
+    assert seen(await play(stack, agent, ANSWER)) == [("ToolCallingAgent",)]
+    assert seen(await play(stack, agent, ANSWER, run=with_a_name)) == [("critic",)]
+
+
+async def test_code_that_reads_a_stream_is_not_the_agent(stack: Stack) -> None:
+    def between_steps(agent: Any) -> None:
+        client = openai.OpenAI(base_url=stack.url(), api_key="any", max_retries=0)
+        with identify("reader"):
+            for step in agent.run("hello", stream=True):
+                if type(step).__name__ == "ActionStep" and not step.is_final_answer:
+                    client.chat.completions.create(model="default", messages=[{"role": "user", "content": "So?"}])
+
+    agent = made(ToolCallingAgent, model_of(stack), name="solver", stream_outputs=True)
+    episode = await play(stack, agent, calls(("add", {"a": 1, "b": 2})), Say("Hm."), ANSWER, run=between_steps)
+    assert seen(episode) == [("solver", ("add", "ok")), ("reader",), ("solver",)]
+
+
+async def test_rollouts_at_the_same_time_share_a_model(stack: Stack) -> None:
+    model, both = model_of(stack), threading.Barrier(2)
+
+    def waits(_: Any) -> None:
+        both.wait(30)
+
+    stack.upstream.script(*[calls(("add", {"a": 1, "b": 2}))] * 2, *[ANSWER] * 2)
+    attempts = [await stack.attempt() for _ in range(2)]
+    agents = [made(ToolCallingAgent, model, name=name, step_callbacks=[waits]) for name in ("left", "right")]
+    await asyncio.gather(*map(in_attempt, attempts, agents))
+    assert [seen(await each.close()) for each in attempts] == [
+        [(name, ("add", "ok")), (name,)] for name in ("left", "right")
+    ]
+
+
+async def test_outside_any_rollout_nothing_changes(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(code("broken('a')"), code("final_answer(add(1, 2))"))
+    agent = made(CodeAgent, model_of(stack))
+    agent.model.client.base_url, agent.model.client.api_key = stack.url(key), stack.key(key)
+    assert await asyncio.to_thread(agent.run, "hello") == 3
+    assert [call.agent for call in await stack.calls(key)] == [None, None]
+    assert await stack.store.tool_results([key]) == []
+
+
+PROGRAM = """
+    import sys
+    import agl_core
+    from agl_core.capture import ActiveAttempt, Recording, running
+
+    url, key, rollout, line = sys.argv[1:]
+    active = ActiveAttempt(rollout, 0, url, key, Recording())
+    exec(line)
+    assert "smolagents" not in sys.modules
+
+    from smolagents import OpenAIServerModel, ToolCallingAgent
+
+    agent = ToolCallingAgent([], OpenAIServerModel("default", url + "/v1", key), name="solver", verbosity_level=-1)
+    with running(active):
+        agent.run("hello")
+    assert not active.recording.problems, active.recording.problems
+    print(*(f"{each.agent}:{each.tool}:{each.status}" for each in active.recording.tool_results))
+"""
+
+
+@pytest.mark.parametrize("line", ["agl_core.attach()", "import agl_smolagents; agl_smolagents.attach()"])
+async def test_an_agent_is_seen_without_a_change_and_with_one_line(line: str, stack: Stack) -> None:
+    stack.upstream.script(calls(("nowhere", {})), ANSWER)
+    attempt = await stack.attempt()
+    given = (attempt.active.base_url, attempt.active.api_key, attempt.key.rollout, line)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", textwrap.dedent(PROGRAM), *given),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    said, wrong = await process.communicate()
+    assert process.returncode == 0, wrong.decode()
+    assert said.decode().split() == ["solver:nowhere:error"]
+    assert await attempt.agents() == ["solver", "solver"]
+    assert "smolagents" in [each.framework for each in installed_adapters()]

@@ -1,0 +1,159 @@
+"""An agent that runs as a service elsewhere: it is sent the task, and where and with what key it may call models.
+
+Over plain HTTP the service gets one JSON object and returns one; over A2A both travel in messages. See docs/remote.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+import httpx
+import orjson
+
+from agl_core.capture import reward
+from agl_core.errors import AgentError
+from agl_core.types import Json
+from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.workers import MAX_RESULT
+from agl_core.worker.agent import AgentContext
+
+_CONNECT = 10.0
+"""Seconds that a connection may take; how long the service may work, the attempt's own timeout says."""
+_POLL = 0.5
+"""Seconds between two questions after an A2A task that is still worked on."""
+_MAX_SHOWN = 300
+_UNDER_WAY = ("submitted", "working")
+
+
+class RemoteAgent:
+    """An agent that runs as a service at `url`; what it makes is called as any agent is.
+
+        solve = RemoteAgent("https://agents.example.com/solve")
+
+    With `protocol="a2a"` the service is an A2A agent (JSON-RPC, `message/send`). `headers` go to the service with each
+    task, for instance its own key. AgentError, which ends the attempt as crashed, if the service cannot be reached,
+    returns an error status, or what cannot be read.
+    """
+
+    def __init__(
+        self, url: str, *, protocol: Literal["http", "a2a"] = "http", headers: Mapping[str, str] | None = None
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise AgentError(f"RemoteAgent: '{url}' is no address. Begin it with http:// or https://.")
+        ask = _PROTOCOLS.get(protocol)
+        if ask is None:
+            raise AgentError(f"RemoteAgent: there is no protocol '{protocol}'. Use 'http' or 'a2a'.")
+        self._url, self._headers, self._ask = url, dict(headers or {}), ask
+
+    async def __call__(self, task: Json, context: AgentContext) -> Json:
+        """The service's result for a task; its rewards are reported as the agent's own."""
+        timeout = httpx.Timeout(None, connect=_CONNECT)
+        async with httpx.AsyncClient(headers=self._headers, timeout=timeout) as client:
+            result, rewards = await self._ask(_Service(client, self._url), task, _attempt(context))
+        for name, value in (rewards if isinstance(rewards, dict) else {"reward": rewards}).items():
+            if value is not None:
+                reward(value, name)
+        return result
+
+
+class _Service:
+    """Sends JSON to the service and reads its JSON."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
+        self._client, self._url = client, url
+
+    async def post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        content, headers = orjson.dumps(body), {"content-type": "application/json"}
+        received = bytearray()
+        try:
+            async with self._client.stream("POST", self._url, content=content, headers=headers) as response:
+                async for part in response.aiter_bytes():
+                    received += part
+                    if len(received) > MAX_RESULT:
+                        raise self.failed(f"returned more than {MAX_RESULT} bytes, which is the limit")
+        except httpx.HTTPError as error:
+            raise self.failed(f"cannot be reached ({type(error).__name__}: {error})") from error
+        if not response.is_success:
+            raise self.failed(f"answered with status {response.status_code}: {_shown(received)}")
+        try:
+            found = orjson.loads(received)
+        except ValueError as error:
+            raise self.failed(f"returned what is not JSON: {_shown(received)}") from error
+        if not isinstance(found, dict):
+            raise self.failed(f"returned JSON that is no object: {_shown(received)}")
+        return found
+
+    def failed(self, what: str) -> AgentError:
+        return AgentError(f"The remote agent at {self._url} {what}")
+
+
+def _attempt(context: AgentContext) -> dict[str, Any]:
+    """What a service needs to call models for this attempt."""
+    return {
+        "task_id": context.task_id,
+        "split": context.split,
+        "mode": str(context.mode),
+        "rollout": context.rollout,
+        "attempt": context.attempt,
+        "base_url": context.base_url,
+        "api_key": context.api_key,
+        "headers": {HEADER_ROLLOUT: f"{context.rollout}/{context.attempt}"},
+    }
+
+
+async def _ask_http(service: _Service, task: Json, attempt: Mapping[str, Any]) -> tuple[Json, Json]:
+    answer = await service.post({"task": task, **attempt})
+    if "result" not in answer or set(answer) - {"result", "reward"}:
+        raise service.failed(f"has to return an object with 'result', and may add 'reward'; it has {sorted(answer)}")
+    return answer["result"], answer.get("reward")
+
+
+async def _ask_a2a(service: _Service, task: Json, attempt: Mapping[str, Any]) -> tuple[Json, Json]:
+    text = task if isinstance(task, str) else orjson.dumps(task).decode()
+    message = {
+        "kind": "message",
+        "role": "user",
+        "messageId": uuid.uuid4().hex,
+        "parts": [{"kind": "text", "text": text}],
+        "metadata": {"agl": attempt},
+    }
+    found = await _called(service, "message/send", {"message": message, "configuration": {"blocking": True}})
+    while found.get("kind") == "task" and found["status"]["state"] in _UNDER_WAY:
+        await asyncio.sleep(_POLL)
+        found = await _called(service, "tasks/get", {"id": found["id"]})
+    answers = [found]
+    if found.get("kind") == "task":
+        said = found["status"].get("message") or {}
+        if found["status"]["state"] != "completed":
+            raise service.failed(f"ended its task as {found['status']['state']}: {_text_of([said])}")
+        answers = found.get("artifacts") or [said]
+    rewards = ((found.get("metadata") or answers[-1].get("metadata") or {}).get("agl") or {}).get("reward")
+    return _text_of(answers), rewards
+
+
+async def _called(service: _Service, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    answer = await service.post({"jsonrpc": "2.0", "id": uuid.uuid4().hex, "method": method, "params": params})
+    if "error" in answer:
+        raise service.failed(f"refused {method}: {_shown(orjson.dumps(answer['error']))}")
+    found = answer.get("result")
+    if not isinstance(found, dict) or (found.get("kind") == "task" and "state" not in (found.get("status") or {})):
+        raise service.failed(f"answered {method} with what is no A2A message or task: {_shown(orjson.dumps(answer))}")
+    return found
+
+
+def _text_of(answers: list[dict[str, Any]]) -> str:
+    parts = [part for answer in answers for part in answer.get("parts") or ()]
+    return "".join(str(part["text"]) for part in parts if part.get("kind") == "text")
+
+
+def _shown(data: bytes | bytearray) -> str:
+    return bytes(data[:_MAX_SHOWN]).decode("utf-8", "replace")
+
+
+_PROTOCOLS: Mapping[str, Callable[[_Service, Json, Mapping[str, Any]], Awaitable[tuple[Json, Json]]]] = {
+    "http": _ask_http,
+    "a2a": _ask_a2a,
+}

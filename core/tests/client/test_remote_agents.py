@@ -1,0 +1,209 @@
+"""Agents that run as services elsewhere: they get the task and the way to the model; their failures end the attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agl_core.errors import AgentError
+from agl_core.types import Ending
+from agl_core.worker import Agent, InProcess, RemoteAgent, load_agent
+
+PAGE = Path(__file__).parents[3] / "docs" / "remote.md"
+
+ONCE = pytest.mark.parametrize("workplace", [{"attempts": 1}], indirect=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(answer: Any) -> AsyncIterator[str]:
+    """The address of a service that answers each request by `answer(request)`."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(routes=[Route("/solve", answer, methods=["POST"])]), log_level="critical")
+    )
+    running = asyncio.create_task(server.serve([listening]))
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/solve"
+    finally:
+        server.should_exit = True
+        await running
+
+
+async def asked(attempt: dict[str, Any], text: str) -> str:
+    """One LLM call by what the service was sent."""
+    options = {"api_key": attempt["api_key"], "default_headers": {**attempt["headers"], "x-agl-agent": "far"}}
+    async with openai.AsyncOpenAI(base_url=attempt["base_url"], **options) as client:
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+    return str(reply.choices[0].message.content)
+
+
+async def run(workplace: Any, agent: RemoteAgent, inputs: list[Any]) -> Any:
+    runner = InProcess(Agent("test:agent", agent, wants_context=True, is_async=True))
+    return await workplace.finish(workplace.start_runner(runner), inputs)
+
+
+async def test_a_service_calls_the_model_for_its_attempt_and_reports_a_reward(workplace: Any) -> None:
+    async def solve(request: Request) -> Response:
+        body = await request.json()
+        assert request.headers["x-service-key"] == "secret"
+        await asked(body, f"hello {body['task']['number']}")
+        return JSONResponse({"result": {"doubled": 2 * body["task"]["number"]}, "reward": {"speed": 0.5}})
+
+    async with serving(solve) as url:
+        agent = RemoteAgent(url, headers={"x-service-key": "secret"})
+        ended = await run(workplace, agent, [{"number": 1}, {"number": 2}])
+    for place, (rollout, attempt) in ended.items():
+        assert (rollout.ending, attempt.result) == (Ending.FINISHED, {"doubled": 2 * (place + 1)})
+        (call,) = await workplace.stack.store.calls([attempt.key])
+        assert (call.agent, call.request["messages"][0]["content"]) == ("far", f"hello {place + 1}")
+        (event,) = await workplace.stack.store.rewards([attempt.key])
+        assert (event.name, event.value) == ("speed", 0.5)
+
+
+async def test_the_documented_agent_and_service_work(
+    workplace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    agent, service = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(service, PAGE.name, "exec"), names)
+    async with serving(names["solve"]) as url:
+        (tmp_path / "documented_agent.py").write_text(agent.replace("https://agents.example.com/solve", url))
+        runner = InProcess(load_agent("documented_agent:solve", tmp_path))
+        rollout, attempt = (await workplace.finish(workplace.start_runner(runner), ["2 + 2?"]))[0]
+    assert rollout.ending is Ending.FINISHED
+    (call,) = await workplace.stack.store.calls([attempt.key])
+    assert (call.agent, call.choices[0].message["content"]) == ("solver", attempt.result)
+
+
+FAILURES = {
+    "status 503: overloaded": Response("overloaded", 503),
+    "status 302": Response(status_code=302, headers={"location": "/elsewhere"}),
+    "what is not JSON: <html>": Response("<html>"),
+    "JSON that is no object: [1]": JSONResponse([1]),
+    "an object with 'result', and may add 'reward'; it has ['answer']": JSONResponse({"answer": 1}),
+    "more than 7340032 bytes": Response(b" " * (8 << 20)),
+    "'speed'": JSONResponse({"result": 1, "reward": {"speed": "fast"}}),
+}
+
+
+@ONCE
+async def test_what_a_service_does_wrong_ends_its_attempt_and_says_what_it_was(workplace: Any) -> None:
+    async def solve(request: Request) -> Response:
+        return FAILURES[(await request.json())["task"]]
+
+    async with serving(solve) as url:
+        ended = await run(workplace, RemoteAgent(url), list(FAILURES))
+    for words, (rollout, attempt) in zip(FAILURES, ended.values(), strict=True):
+        assert rollout.ending is Ending.CRASHED
+        assert words in attempt.error
+
+
+@ONCE
+async def test_a_refused_connection_ends_the_attempt(workplace: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    rollout, attempt = (await run(workplace, RemoteAgent(f"http://127.0.0.1:{port}/"), [0]))[0]
+    assert rollout.ending is Ending.CRASHED
+    assert f"The remote agent at http://127.0.0.1:{port}/ cannot be reached (ConnectError" in attempt.error
+
+
+@pytest.mark.parametrize("workplace", [{"timeout": 2.0, "attempts": 1}], indirect=True)
+async def test_a_service_that_takes_too_long_is_left(workplace: Any) -> None:
+    left = asyncio.Event()
+
+    async def solve(request: Request) -> Response:
+        await request.body()
+        while not await request.is_disconnected():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        left.set()
+        return Response()
+
+    async with serving(solve) as url:
+        rollout, _ = (await run(workplace, RemoteAgent(url), [0]))[0]
+        await asyncio.wait_for(left.wait(), 30)
+    assert rollout.ending is Ending.TIMED_OUT
+
+
+def text(*words: str, **fields: Any) -> dict[str, Any]:
+    return {"parts": [{"kind": "text", "text": each} for each in words], **fields}
+
+
+def task(state: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": "task", "id": "t1", "contextId": "c1", "status": {"state": state}, **fields}
+
+
+A2A = {
+    "a message": text("fo", "ur", kind="message", role="agent", messageId="m1", metadata={"agl": {"reward": 1}}),
+    "a task": task("completed", artifacts=[text("four", artifactId="a1")], metadata={"agl": {"reward": 1}}),
+    "a task that takes its time": task("working"),
+}
+
+
+async def test_an_a2a_agent_answers_with_a_message_or_a_task(workplace: Any) -> None:
+    async def solve(request: Request) -> Response:
+        body = await request.json()
+        if body["method"] == "tasks/get":
+            assert body["params"] == {"id": "t1"}
+            return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": A2A["a task"]})
+        assert body["method"] == "message/send"
+        (part,) = body["params"]["message"]["parts"]
+        given = json.loads(part["text"])
+        await asked(body["params"]["message"]["metadata"]["agl"], "hello")
+        return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": A2A[given["kind"]]})
+
+    async with serving(solve) as url:
+        ended = await run(workplace, RemoteAgent(url, protocol="a2a"), [{"kind": each} for each in A2A])
+    for rollout, attempt in ended.values():
+        assert (rollout.ending, attempt.result) == (Ending.FINISHED, "four")
+        (event,) = await workplace.stack.store.rewards([attempt.key])
+        assert (event.name, event.value) == ("reward", 1)
+
+
+A2A_FAILURES = {
+    "ended its task as failed: no city": {
+        "result": {**task("failed"), "status": {"state": "failed", "message": text("no city")}}
+    },
+    "ended its task as input-required": {"result": task("input-required")},
+    'refused message/send: {"code":-32601': {"error": {"code": -32601, "message": "no such method"}},
+    "what is no A2A message or task": {"result": 3},
+    "answered message/send with what is no A2A": {"result": {"kind": "task", "id": "t1"}},
+}
+
+
+@ONCE
+async def test_what_an_a2a_agent_does_wrong_ends_its_attempt(workplace: Any) -> None:
+    async def solve(request: Request) -> Response:
+        body = await request.json()
+        answer = A2A_FAILURES[body["params"]["message"]["parts"][0]["text"]]
+        return JSONResponse({"jsonrpc": "2.0", "id": body["id"], **answer})
+
+    async with serving(solve) as url:
+        ended = await run(workplace, RemoteAgent(url, protocol="a2a"), list(A2A_FAILURES))
+    for words, (rollout, attempt) in zip(A2A_FAILURES, ended.values(), strict=True):
+        assert rollout.ending is Ending.CRASHED
+        assert words in attempt.error
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"url": "agents.example.com"}, "'agents.example.com' is no address"), ({"protocol": "grpc"}, "protocol 'grpc'")],
+)
+def test_a_wrong_address_or_protocol_is_refused_at_once(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(AgentError, match=words):
+        RemoteAgent(**{"url": "http://agents.example.com", **given})
