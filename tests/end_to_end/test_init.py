@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agl_core.config import load
 from agl_core.errors import AgentError, ConfigError
 from agl_core.starting.agent_file import read_agent_file
 from agl_core.starting.files import write_files
@@ -128,3 +129,10 @@ def test_what_the_agent_takes_is_seen(folder: Path, policy: str) -> None:
     assert "none that an installed adapter knows" in found.stdout
     assert tomllib.loads((folder / "train.toml").read_text())["agent"]["entry"] == "plain:work"
     assert isinstance(json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])["input"], str)
+
+
+def test_the_step_size_follows_from_the_model(folder: Path, policy: str) -> None:
+    write_files(read_agent_file(folder / "my_agent.py", None, lambda _: None), policy, force=False)
+    loaded = load(folder / "train.toml")
+
+    assert loaded.config.policies["default"].optimizer.learning_rate is None

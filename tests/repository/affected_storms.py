@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 
-ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings")
+ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings", "tests/tutorial")
 """What runs whole runs, or every part."""
 STORMS: Mapping[str, tuple[str, ...]] = {
     "adapters/": ("adapters", "core/tests/cli", "tests/conformance", "tests/repository"),
     "algorithms/": ("algorithms", *ACROSS),
     "deploy/": ("deploy",),
     "docs/": (),
-    "examples/": ("examples", "tests/end_to_end"),
+    "docs/tutorial/": ("tests/tutorial",),
+    "examples/": ("examples", "tests/end_to_end", "tests/tutorial"),
     "rewards/": ("rewards", "examples", "tests/repository", "tests/settings"),
     "tests/benchmarks/": ("tests/benchmarks",),
     "tests/conformance/": ("tests/conformance",),
@@ -25,8 +26,11 @@ STORMS: Mapping[str, tuple[str, ...]] = {
     "tests/faults_in_data/": (),
     "tests/oracles/": (),
     "tests/settings/": ("tests/settings",),
+    "tests/tutorial/": ("tests/tutorial",),
 }
 """By the beginning of a changed path, where storms are that it concerns."""
+PLAYED = "docs/tutorial/"
+"""Pages that a storm plays; all others are text to the storms."""
 EVERYWHERE = ("adapters", "algorithms", "core/tests", "deploy", "examples", "rewards", "tests")
 
 
@@ -40,7 +44,7 @@ def affected(paths: Iterable[str]) -> list[str]:
     """
     found: set[str] = set()
     for path in paths:
-        if path.endswith(".md"):
+        if path.endswith(".md") and not path.startswith(PLAYED):
             continue
         areas = [places for beginning, places in STORMS.items() if path.startswith(beginning)]
         if not areas:

@@ -27,8 +27,9 @@ def test_what_everything_rests_on_concerns_all(selection: ModuleType, path: str)
     assert selection.affected(["docs/a.py", path]) == list(selection.EVERYWHERE)
 
 
-def test_areas_add_up_and_pages_concern_none(selection: ModuleType) -> None:
+def test_areas_add_up_and_pages_concern_none_but_those_of_the_tutorial(selection: ModuleType) -> None:
     assert selection.affected(["README.md", "core/README.md", "docs/faults.md"]) == []
+    assert selection.affected(["docs/tutorial/3-train.md"]) == ["tests/tutorial"]
     alone = [set(selection.affected([path])) for path in ("adapters/otel/x.py", "rewards/x.py")]
     assert set(selection.affected(["adapters/otel/x.py", "rewards/x.py"])) == alone[0] | alone[1]
 

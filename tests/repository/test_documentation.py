@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from agl_core.capture.status import RULES, message_status
 from agl_core.training.alarms import ALARMS
 from agl_core.types import Evidence, Symptom
@@ -14,8 +16,9 @@ from agl_core.types import Evidence, Symptom
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_configuration_page_is_up_to_date() -> None:
-    command = [sys.executable, ROOT / "docs" / "make_configuration.py", "--check"]
+@pytest.mark.parametrize("page", ["configuration", "cli", "llms"])
+def test_generated_pages_are_up_to_date(page: str) -> None:
+    command = [sys.executable, ROOT / "docs" / f"make_{page}.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 

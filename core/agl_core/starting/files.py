@@ -37,11 +37,8 @@ path = "{tasks}"
 source = "jsonl"
 path = "{tasks}"
 
-[policies.default.model]
+[policies.default.model]          # its size decides the step size, unless optimizer.learning_rate does
 path = {model}
-
-[policies.default.optimizer]
-learning_rate = 1e-5              # about 1e-6 for billions of weights, more for a tiny model
 
 [sampling]
 max_tokens = 64                   # of one reply

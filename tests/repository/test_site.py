@@ -1,0 +1,75 @@
+"""The site of docs/: it builds without a warning, links and anchors included, and loads nothing from the internet."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CONFIGURATION = ROOT / "docs" / "site" / "mkdocs.yml"
+
+
+class Loaded(HTMLParser):
+    """What a browser loads with a page: scripts, styles, fonts, pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in ("script", "img", "iframe", "source"):
+            self.addresses.append(values.get("src") or "")
+        if tag == "link" and values.get("rel") not in ("canonical", "prev", "next"):
+            self.addresses.append(values.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built anew."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    built = subprocess.run(
+        [*command, "--config-file", CONFIGURATION, "--site-dir", folder],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_every_page_of_the_navigation_is_built_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    sources = yaml.safe_load(CONFIGURATION.read_text())["extra"]["purposes"]
+
+    assert len(pages) >= len(sources)
+    for page in pages:
+        loaded = Loaded()
+        loaded.feed(page.read_text())
+        assert loaded.addresses
+        elsewhere = [address for address in loaded.addresses if re.match(r"(https?:)?//", address)]
+        assert elsewhere == [], page
+    for style in site.rglob("*.css"):
+        assert re.findall(r"url\(['\"]?(?:https?:)?//[^)]*|@import[^;]*//", style.read_text()) == [], style
+
+
+def test_links_lead_from_the_site_to_readmes_and_their_files(site: Path) -> None:
+    core = (site / "repository" / "core" / "index.html").read_text()
+
+    assert 'href="../../view.html"' in core
+    assert (site / "repository" / "examples" / "calc" / "train.toml").is_file()
+    assert (site / "repository" / "examples" / "calc" / "curves.svg").is_file()
+    linked = re.findall(r"\]\((.+?)\)", (site / "llms.txt").read_text())
+    assert len(linked) > 40
+    assert [link for link in linked if not (site / link).is_file()] == []
+    assert not list(site.rglob("make_*.py"))
+    assert not list(site.rglob("mkdocs.yml"))
