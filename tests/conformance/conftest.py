@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import ssl
 from collections.abc import AsyncIterator, Iterator
+from types import ModuleType
 
-import anthropic._base_client
-import openai._base_client
 import pytest
 import pytest_asyncio
-from langchain_core.tracers import context as langchain_context
-from opentelemetry.sdk.trace import TracerProvider
 
 from agl_core.testing.adapters.bench import Bench, running_bench
 from agl_core.testing.adapters.driver import Driver
 from agl_core.testing.adapters.matrix import cells, pairwise
-from agl_langchain import callback
-from agl_otel import watching
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,12 +66,17 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
 def process_as_it_was() -> Iterator[None]:
     """What LangChain's and OpenTelemetry's adapters hook in is taken out again: each cell finds the process as a user's
     program would. The others report to an attempt that runs, and to nobody else."""
+    attached = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(langchain_context, "_configure_hooks", list(langchain_context._configure_hooks))
-        patch.setattr(TracerProvider, "__init__", TracerProvider.__init__)
+        for context in _installed("langchain_core.tracers.context"):
+            patch.setattr(context, "_configure_hooks", list(context._configure_hooks))
+        for sdk in _installed("opentelemetry.sdk.trace"):
+            patch.setattr(sdk.TracerProvider, "__init__", sdk.TracerProvider.__init__)
+        attached += [callback.attach for callback in _installed("agl_langchain.callback")]
+        attached += [watching.watch for watching in _installed("agl_otel.watching")]
         yield
-    callback.attach.cache_clear()
-    watching.watch.cache_clear()
+    for each in attached:
+        each.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,7 +84,19 @@ def fast_clients() -> Iterator[None]:
     """Clients retry at once, and read the certificates, which nobody asks for here, once instead of each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
-        for client in (openai._base_client, anthropic._base_client):
+        for client in _installed("openai._base_client", "anthropic._base_client"):
             patch.setattr(client, "INITIAL_RETRY_DELAY", 0.001)
             patch.setattr(client, "MAX_RETRY_DELAY", 0.001)
         yield
+
+
+def _installed(*modules: str) -> list[ModuleType]:
+    """Those that are installed: a driver that was named needs its own framework alone."""
+    return [importlib.import_module(each) for each in modules if _is_installed(each)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of the packages around it
+        return False

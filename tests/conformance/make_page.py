@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from .apart import APART
 from .drivers import DRIVERS
 from .page import render
 
@@ -16,7 +17,7 @@ OUT = ROOT / "docs" / "conformance.md"
 
 
 def main() -> int:
-    page = render(DRIVERS, Path(__file__).with_name("example_driver.py").read_text())
+    page = render(DRIVERS, APART, Path(__file__).with_name("example_driver.py").read_text())
     if "--check" not in sys.argv[1:]:
         OUT.write_text(page)
         return 0

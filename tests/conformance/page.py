@@ -37,6 +37,12 @@ Each further form is played once for each API, alternating between streaming and
 CrewAI and smolagents do not install beside these frameworks. `make test-adapters` plays the same scenarios with them in
 environments of their own; their gaps, with the reasons, are in `tests/driver.py` of each adapter."""
 
+_APART = """## The matrix of frameworks with an environment of their own
+
+The pins of these frameworks do not go together. `make test-frameworks` makes an environment for each, with its newest
+release, and plays the same scenarios there.
+"""
+
 _OWN = """## Your own adapter
 
 A driver plays the scenarios with your framework. From a clone of this repository, with your package installed:
@@ -59,18 +65,21 @@ answered by a model client for `setting.api` at `setting.base_url`, which stream
 In the form `attach`, all installed adapters are attached, including yours if it is registered as a plugin. Name your
 one-line forms in `forms`, and use the form that `setting.form` names. If your framework cannot express a scenario,
 raise `InexpressibleError`, and put the scenario into `gaps` with the reason.
-`tests/conformance/drivers` holds the drivers above.
+`tests/conformance/drivers` and `tests/conformance/apart` hold the drivers above.
 """
 
 
-def render(drivers: Sequence[Driver], example: str) -> str:
-    """The whole page; `example` is the source of a small driver."""
+def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str) -> str:
+    """The whole page; those `apart` play in environments of their own, `example` is the source of a small driver."""
     lines = [_HEAD.rstrip()]
     for scenario in SCENARIOS:
         calls = len(scenario.turns()) * scenario.rollouts
         lines.append(f"| {scenario.name} | {scenario.about} | {calls} |")
     lines += ["", "## The matrix", "", _LEGEND]
     for driver in drivers:
+        lines += ["", *_driver(driver)]
+    lines += ["", _APART.rstrip()]
+    for driver in apart:
         lines += ["", *_driver(driver)]
     return "\n".join(lines) + "\n\n" + _OWN.format(example=example)
 

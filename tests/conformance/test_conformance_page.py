@@ -8,29 +8,30 @@ from agl_core.testing.adapters.catalogue import SCENARIOS
 from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES
 from agl_core.testing.adapters.matrix import cells, pairwise
 
+from .apart import APART
 from .drivers import DRIVERS
 from .page import render
 
 
 def test_the_page_is_up_to_date() -> None:
     here = Path(__file__).parent
-    page = render(DRIVERS, (here / "example_driver.py").read_text())
+    page = render(DRIVERS, APART, (here / "example_driver.py").read_text())
     assert (here.parents[1] / "docs" / "conformance.md").read_text() == page, "python -m tests.conformance.make_page"
 
 
 def test_the_page_names_every_scenario_driver_and_gap() -> None:
-    page = render(DRIVERS, "")
+    page = render(DRIVERS, APART, "")
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for scenario in SCENARIOS:
-        assert sum(row.startswith(f"| {scenario.name} |") for row in rows) == 1 + len(DRIVERS)
-    for driver in DRIVERS:
+        assert sum(row.startswith(f"| {scenario.name} |") for row in rows) == 1 + len(DRIVERS) + len(APART)
+    for driver in (*DRIVERS, *APART):
         part = page.split(f"### {driver.name}\n")[1].split("###")[0]
         assert all(gap.reason in part for gap in driver.gaps)
         assert part.count("gap ") >= len(driver.gaps)
 
 
 def test_every_api_is_played_or_named_as_a_gap() -> None:
-    for driver in DRIVERS:
+    for driver in (*DRIVERS, *APART):
         assert [*driver.apis, *driver.without] == [CHAT, RESPONSES, MESSAGES]
 
 

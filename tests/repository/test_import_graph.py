@@ -38,7 +38,12 @@ NEIGHBOURS = {
 }
 """What may be imported of the repository; anything else: agl_core alone."""
 
-NOT_INSTALLED = {"transfer_queue": ["TransferQueue"]}
+NOT_INSTALLED = {
+    "haystack": ["haystack-ai"],
+    "llama_index": ["llama-index-core"],
+    "transfer_queue": ["TransferQueue"],
+    "workflows": ["llama-index-workflows"],
+}
 """Which distribution brings a package that is not in the environment of the tests, where the names differ."""
 
 NEVER_IN_THE_CORE = {

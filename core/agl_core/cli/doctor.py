@@ -42,7 +42,9 @@ UpstreamOption = Annotated[
 FRAMEWORKS = {
     "autogen-agentchat": "autogen_agentchat",
     "crewai": "crewai",
+    "haystack-ai": "haystack.tracing.tracer",
     "langchain-core": "langchain_core",
+    "llama-index-core": "llama_index.core",
     "openai-agents": "agents",
     "smolagents": "smolagents",
 }
@@ -158,7 +160,7 @@ def _attaching() -> Iterator[Finding]:
         yield Finding(framework, failed or "agl attaches to it", remedy)
     attached = {each.framework for each in adapters}
     for distribution, module in FRAMEWORKS.items():
-        if module not in attached and distribution in installed.get(module, ()):
+        if module not in attached and distribution in installed.get(module.split(".")[0], ()):
             remedy = "if an agent uses it, install an adapter for it (README, Where everything is)"
             yield Finding(module, "is installed, and no adapter for it", remedy, is_needed=False)
 

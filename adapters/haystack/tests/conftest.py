@@ -1,0 +1,82 @@
+"""The gateway in front of a scripted upstream, and attempts to run agents in. Only fixtures import Haystack."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import agl_core
+from agl_core.testing.fixtures import no_problems  # noqa: F401
+from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.worker.environment import PLACEHOLDER_KEY
+
+
+@dataclass
+class World:
+    """The gateway and its upstream."""
+
+    stack: Stack
+
+    def generator(self, **options: Any) -> Any:
+        """A model client with the server's URL alone: which attempt calls, its headers must tell."""
+        from haystack.components.generators.chat import OpenAIChatGenerator
+        from haystack.utils import Secret
+
+        given = {"api_key": Secret.from_token(PLACEHOLDER_KEY), "api_base_url": self.stack.url(), "max_retries": 0}
+        return OpenAIChatGenerator(model="default", **{**given, **options})
+
+    async def attempt(self) -> RunningAttempt:
+        return await self.stack.attempt()
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    from agl_haystack.plugin import HaystackAdapter, HaystackAgentsAdapter
+
+    attachment = agl_core.attach([HaystackAdapter(), HaystackAgentsAdapter()])
+    assert attachment.failed == {}
+    async with running_stack() as stack:
+        yield World(stack)
+    attachment.detach()
+
+
+@pytest.fixture
+async def attempt(world: World) -> RunningAttempt:
+    return await world.attempt()
+
+
+@pytest.fixture
+def agent(world: World) -> Callable[..., Any]:
+    """Makes agents, whose system prompt is the given text."""
+
+    def make(prompt: str, tools: Any = (), **options: Any) -> Any:
+        from haystack.components.agents import Agent
+        from haystack.tools import Tool, create_tool_from_function
+
+        made = [each if isinstance(each, Tool) else create_tool_from_function(each) for each in tools]
+        return Agent(chat_generator=world.generator(), system_prompt=prompt, tools=made or None, **options)
+
+    return make
+
+
+@pytest.fixture(params=["sync", "async"])
+def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Runs an agent in a pipeline that names it, or runs any pipeline."""
+
+    async def run(name: str, agent: Any, question: str = "How warm is it?") -> Any:
+        import asyncio
+
+        from haystack import Pipeline
+        from haystack.dataclasses import ChatMessage
+
+        pipeline = Pipeline()
+        pipeline.add_component(name, agent)
+        data = {name: {"messages": [ChatMessage.from_user(question)]}}
+        if request.param == "async":
+            return await pipeline.run_async(data)
+        return await asyncio.to_thread(pipeline.run, data)
+
+    return run

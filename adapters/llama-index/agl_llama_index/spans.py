@@ -1,0 +1,208 @@
+"""The span handler: who makes a call, and what the tools did, from LlamaIndex's own spans.
+
+LlamaIndex has a span around each run of a workflow, each step of it, and each tool. Its agents are workflows: one step
+asks the model, another one runs a tool. A span begins and ends in the task of its step, so that an identity that is
+entered there reaches the request.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_index.core.agent.workflow import AgentOutput, AgentWorkflow, BaseWorkflowAgent, ToolCall, ToolCallResult
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import BaseTool, ToolOutput
+from llama_index.core.workflow import Event, Workflow
+from workflows.runtime.types.results import WaitingForEvent
+
+import agl_core
+from agl_core.capture import (
+    Decided,
+    Identity,
+    IdentityScope,
+    Latest,
+    current_attempt,
+    enter_identity,
+    guarded,
+    message_status,
+    tool_result_report,
+)
+from agl_core.capture.context import Steps, current_scope
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Who asked for a run of a tool."""
+
+    agent: str | None
+    parent_span: str | None
+    """The span around the call."""
+    tool_call_id: str | None = None
+    """None if the model's reply has no tool call: `ReActAgent` reads the reply's text, and makes up an id."""
+
+
+@dataclass(slots=True)
+class _Tool:
+    """A tool while it runs."""
+
+    name: str
+    arguments: Any
+    asked: _Asked | None
+    """None if it is not reported by itself: the step around it is, or another tool has called it."""
+    error: Exception | None = None
+    """What it raised, of which an agent makes a text."""
+    started: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A span that is open."""
+
+    parent: str | None
+    scope: IdentityScope
+    tool: _Tool | None = None
+
+
+class AglSpanHandler(BaseSpanHandler):  # type: ignore[misc]
+    """Add it to LlamaIndex's dispatcher, in an agent that you already have:
+
+        get_dispatcher().add_span_handler(AglSpanHandler())
+
+    In a rollout it says who makes each call and what the tools did. Outside any rollout it does nothing.
+    """
+
+    _open: Latest[str, _Span] = PrivateAttr(default_factory=Latest)
+    _asked: Latest[tuple[str | None, str], _Asked] = PrivateAttr(default_factory=Latest)
+    """By the span of the agent's run, and the id that LlamaIndex gives the tool call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The agent's name travels with the call's request.
+        agl_core.attach([])
+
+    def new_span(
+        self, id_: str, bound_args: Any, instance: Any = None, parent_span_id: str | None = None, **_: Any
+    ) -> None:
+        """A span begins."""
+        self._start(id_, parent_span_id, instance, bound_args.arguments)
+
+    def prepare_to_exit_span(
+        self, id_: str, bound_args: Any, instance: Any = None, result: Any = None, **_: Any
+    ) -> None:
+        """A span has ended."""
+        self._end(id_, result)
+
+    def prepare_to_drop_span(
+        self, id_: str, bound_args: Any, instance: Any = None, err: BaseException | None = None, **_: Any
+    ) -> None:
+        """A span has ended with an exception."""
+        self._end(id_, err)
+
+    @guarded
+    def _start(self, id: str, parent: str | None, instance: Any, arguments: Mapping[str, Any]) -> None:
+        if current_attempt() is None:
+            return
+        event = next((each for each in arguments.values() if isinstance(each, Event)), None)
+        tool, steps = None, None
+        if isinstance(event, ToolCall):
+            asked = self._asked.get((parent, event.tool_id), _Asked(None, parent, event.tool_id))
+            tool = _Tool(event.tool_name, event.tool_kwargs, asked)
+            who = Identity(asked.agent, id, id)
+        elif isinstance(instance, BaseTool):
+            tool = self._tool(instance, arguments, parent)
+            who = Identity(None, id, id)
+        elif name := getattr(event, "current_agent_name", None):
+            who = Identity(name, id, id)
+        elif isinstance(instance, BaseWorkflowAgent):
+            who = Identity(instance.name, id, id)
+        elif isinstance(instance, Workflow) and not isinstance(instance, AgentWorkflow):
+            # The user's own: its steps call the model and the tools as they like.
+            who, steps = Identity(type(instance).__name__, id), Steps()
+        else:
+            return
+        self._open[id] = _Span(parent, enter_identity(who, steps), tool)
+
+    def _tool(self, tool: BaseTool, arguments: Mapping[str, Any], parent: str | None) -> _Tool:
+        """A tool that runs by itself, or in the step of an agent, or in another tool."""
+        around, asked = self._open.get(parent or ""), None
+        if around is None or around.tool is None:
+            scope = current_scope()
+            who = scope.identity if scope else Identity()
+            asked = _Asked(who.agent, scope.steps.span() if scope and scope.steps else who.parent_span)
+        return _Tool(tool.metadata.get_name(), _given(tool, arguments), asked)
+
+    @guarded
+    def _end(self, id: str, result: Any) -> None:
+        span = self._open.pop(id, None)
+        if span is None:
+            return
+        span.scope.close()
+        if span.tool:
+            self._tool_ended(id, span, span.tool, result)
+        elif isinstance(result, AgentOutput):
+            in_reply = _tool_call_ids(result.response)
+            for each in result.tool_calls:
+                known = each.tool_id if each.tool_id in in_reply else None
+                self._asked[span.parent, each.tool_id] = _Asked(span.scope.identity.agent, id, known)
+
+    def _tool_ended(self, id: str, span: _Span, tool: _Tool, result: Any) -> None:
+        around = self._open.get(span.parent or "")
+        if around and around.tool and around.tool.name == tool.name:
+            around.tool.error = result if isinstance(result, Exception) else None
+        output = result.tool_output if isinstance(result, ToolCallResult) else result
+        active = current_attempt()
+        is_over = isinstance(output, ToolOutput | Exception) and not isinstance(output, WaitingForEvent)
+        if tool.asked is None or active is None or not is_over:
+            return  # it was cancelled, or waits for a person and will run again
+        text, decided = _said(output, tool.error)
+        report = tool_result_report(
+            id,
+            tool.name,
+            text,
+            decided=decided,
+            tool_call_id=tool.asked.tool_call_id,
+            arguments=tool.arguments,
+            agent=span.scope.identity.agent,
+            span=id,
+            parent_span=tool.asked.parent_span,
+            started=tool.started,
+            ended=time.time(),
+            adapter="llama-index",
+        )
+        active.recording.tool_result(report)
+
+
+@functools.cache
+def attach() -> None:
+    """Give LlamaIndex's dispatcher a handler, once; outside any rollout it does nothing."""
+    get_dispatcher().add_span_handler(AglSpanHandler())
+
+
+def _said(output: ToolOutput | Exception, error: Exception | None) -> tuple[Any, Decided | None]:
+    """What a tool gave, as the model reads it, or what it raised."""
+    if error is not None or isinstance(output, Exception):
+        return error or output, None
+    text = "".join(getattr(each, "text", f"[{each.block_type}]") for each in output.blocks)
+    return text, message_status(text, "error" if output.is_error else None)
+
+
+def _given(tool: BaseTool, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a tool by name, as far as it names them."""
+    named = dict(arguments.get("kwargs") or {})
+    placed = [*(arguments.get("args") or ()), *([arguments["input"]] if "input" in arguments else ())]
+    names = (each for each in tool.metadata.get_parameters_dict().get("properties", {}) if each not in named)
+    return {**dict(zip(names, placed, strict=False)), **named}
+
+
+def _tool_call_ids(message: ChatMessage) -> set[str | None]:
+    """The ids of the tool calls that a reply has."""
+    calls = [*message.blocks, *(message.additional_kwargs.get("tool_calls") or ())]
+    fields = [each if isinstance(each, Mapping) else getattr(each, "__dict__", {}) for each in calls]
+    return {each.get(name) for each in fields for name in ("tool_call_id", "call_id", "id")}

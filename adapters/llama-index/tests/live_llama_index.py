@@ -1,0 +1,304 @@
+"""What is particular to LlamaIndex: who calls and what the tools did, in agents, workflows and tools of the user's."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from llama_index.core.agent.workflow import AgentWorkflow, ReActAgent
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock
+from llama_index.core.tools import BaseTool, FunctionTool, ToolMetadata, ToolOutput
+from llama_index.core.workflow import (
+    Context,
+    Event,
+    HumanResponseEvent,
+    InputRequiredEvent,
+    StartEvent,
+    StopEvent,
+    Workflow,
+    step,
+)
+from pydantic import BaseModel
+from workflows.errors import WorkflowCancelledByUser
+
+from agl_core.capture import installed_adapters
+from agl_core.testing.scripts import CallTools, Hold, Say, by_agent, in_turn
+from agl_core.testing.server import until
+
+
+def weather(city: str) -> str:
+    """Weather of a city."""
+    if city == "Atlantis":
+        raise ValueError("no such city")
+    if city == "Far":
+        raise TimeoutError("no answer")
+    return "" if city == "Nowhere" else "22 °C"
+
+
+ASK = CallTools([("weather", {"city": city}, f"c-{city}") for city in ("Bern", "Atlantis", "Far", "Nowhere")])
+STATUSES = {"Bern": "ok", "Atlantis": "error", "Far": "timeout", "Nowhere": "empty"}
+
+
+def statuses(results: Any) -> dict[str, str]:
+    return {each.arguments["city"]: str(each.status) for each in results}
+
+
+def test_it_is_found_as_an_installed_plugin() -> None:
+    assert "llama_index.core" in [adapter.framework for adapter in installed_adapters()]
+
+
+async def test_tools_that_fail(world: Any, attempt: Any, agent: Any) -> None:
+    world.stack.upstream.script(ASK, Say("Warm."))
+    with attempt.running():
+        await agent("solver", [weather]).run("How warm is it?")
+    episode = await attempt.close()
+    assert [each.agent for each in episode.transitions] == ["solver", "solver"]
+    assert episode.unjoined == ()
+    results = episode.transitions[0].tool_results
+    assert statuses(results) == STATUSES
+    assert {each.tool_call_id for each in results} == {f"c-{city}" for city in STATUSES}
+    assert {(each.tool, each.agent, each.adapter) for each in results} == {("weather", "solver", "llama-index")}
+    said = {each.arguments["city"]: each.error or each.result for each in results}
+    assert said == {
+        "Bern": "22 °C",
+        "Nowhere": "",
+        "Atlantis": "ValueError: no such city",
+        "Far": "TimeoutError: no answer",
+    }
+
+
+async def test_a_tool_that_does_not_exist(world: Any, attempt: Any, agent: Any) -> None:
+    world.stack.upstream.script(CallTools([("climate", {}, "c1")]), Say("Sorry."))
+    with attempt.running():
+        await agent("solver", [weather]).run("How warm is it?")
+    (result,) = attempt.tool_results
+    assert (result.tool, str(result.status), result.status_rule) == ("climate", "error", "reported-error")
+    assert result.result == "Tool climate not found. Please select a tool that is available."
+    assert (await attempt.close()).unjoined == ()
+
+
+async def test_results_that_are_no_text(world: Any, attempt: Any, agent: Any) -> None:
+    def look() -> Any:
+        """Look."""
+        return ImageBlock(image=b"png", image_mimetype="image/png")
+
+    def find() -> list[str]:
+        """Find."""
+        return []
+
+    world.stack.upstream.script(CallTools([("look", {}, "c1"), ("find", {}, "c2")]), Say("Done."))
+    with attempt.running():
+        await agent("solver", [look, find]).run("Look.")
+    assert [(each.tool, str(each.status), each.result) for each in attempt.tool_results] == [
+        ("look", "ok", "[image]"),
+        ("find", "empty", ""),
+    ]
+
+
+async def test_llama_index_own_handoff(world: Any, attempt: Any, agent: Any) -> None:
+    handoff = ("handoff", {"to_agent": "bob", "reason": "He knows."}, "c1")
+    # Alice's reply is the first of bob's conversation.
+    bob = in_turn(Say("That was alice."), ASK, Say("Warm."))
+    world.stack.upstream.answer = by_agent(alice=in_turn(CallTools([handoff])), bob=bob)
+    workflow = AgentWorkflow([agent("alice"), agent("bob", [weather])], root_agent="alice")
+    with attempt.running():
+        await workflow.run("How warm is it?")
+    episode = await attempt.close()
+    assert [each.agent for each in episode.transitions] == ["alice", "bob", "bob"]
+    assert [(each.tool, str(each.status), each.agent) for each in episode.transitions[0].tool_results] == [
+        ("handoff", "ok", "alice")
+    ]
+    assert statuses(episode.transitions[1].tool_results) == STATUSES
+
+
+async def test_an_agent_as_a_tool_and_what_comes_after_it(world: Any, attempt: Any, agent: Any) -> None:
+    expert = agent("expert", [weather])
+
+    async def consult(question: str) -> str:
+        """Ask the expert."""
+        answer = str(await expert.run(question))
+        await world.llm().achat([ChatMessage("sum up", role="user")])
+        return answer
+
+    # Both use the same ids, as some endpoints do.
+    world.stack.upstream.answer = lambda seen: (
+        Say("Summed up.")
+        if seen.said == "sum up"
+        else by_agent(
+            boss=in_turn(CallTools([("consult", {"question": "Warm?"}, "c0")]), Say("Yes.")),
+            expert=in_turn(CallTools([("weather", {"city": "Bern"}, "c0")]), Say("22 °C")),
+        )(seen)
+    )
+    with attempt.running():
+        await agent("boss", [consult]).run("How warm is it?")
+    episode = await attempt.close()
+    assert [each.agent for each in episode.transitions] == ["boss", "expert", "expert", "boss", "boss"]
+    found = [[(each.tool, each.agent) for each in transition.tool_results] for transition in episode.transitions]
+    assert found == [[("consult", "boss")], [("weather", "expert")], [], [], []]
+
+
+async def test_react_reads_its_tools_from_the_text(world: Any, attempt: Any) -> None:
+    said = [f'Thought: I ask.\nAction: weather\nAction Input: {{"city": "{city}"}}' for city in STATUSES]
+    world.stack.upstream.script(*map(Say, said), Say("Thought: I know.\nAnswer: Warm."))
+    thinker = ReActAgent(name="thinker", tools=[weather], llm=world.llm(), streaming=False)
+    with attempt.running():
+        await thinker.run("How warm is it?")
+    episode = await attempt.close()
+    assert {each.agent for each in episode.transitions} == {"thinker"}
+    assert [statuses(each.tool_results) for each in episode.transitions] == [
+        *({city: status} for city, status in STATUSES.items()),
+        {},
+    ]
+    assert [each.tool_call_id for each in attempt.tool_results] == [None] * 4
+    assert episode.unjoined == ()
+
+
+class Town(BaseModel):
+    """A town."""
+
+    name: str
+
+
+async def test_structured_output_is_one_more_call_of_the_agent(world: Any, attempt: Any, agent: Any) -> None:
+    world.stack.upstream.script(Say("It is Bern."), CallTools([("Town", {"name": "Bern"}, "c1")]))
+    with attempt.running():
+        answer = await agent("clerk", output_cls=Town).run("Which town?")
+    assert answer.structured_response == {"name": "Bern"}
+    assert await attempt.agents() == ["clerk", "clerk"]
+
+
+async def test_rollouts_share_an_agent(world: Any, agent: Any) -> None:
+    shared, attempts = agent("solver", [weather]), [await world.attempt() for _ in range(3)]
+    world.stack.upstream.answer = in_turn(ASK, Say("Warm."))
+
+    async def one(attempt: Any) -> None:
+        with attempt.running():
+            await shared.run("How warm is it?")
+
+    await asyncio.gather(*map(one, attempts))
+    for attempt in attempts:
+        episode = await attempt.close()
+        assert [each.agent for each in episode.transitions] == ["solver", "solver"]
+        assert statuses(episode.transitions[0].tool_results) == STATUSES
+        assert episode.unjoined == ()
+
+
+class Found(Event):
+    city: str
+
+
+class Guide(Workflow):
+    """A workflow of the user's own: it calls the model in one step and a tool in another."""
+
+    def __init__(self, llm: Any, tool: Any) -> None:
+        super().__init__(timeout=60)
+        self._llm, self._tool = llm, tool
+
+    @step
+    async def ask(self, event: StartEvent) -> Found:
+        return Found(city=str((await self._llm.acomplete("Which city?")).text))
+
+    @step
+    async def look(self, event: Found) -> StopEvent:
+        return StopEvent(result=str(await self._tool.acall(city=event.city)))
+
+
+class Plain(BaseTool):
+    """A tool that is not asynchronous."""
+
+    @property
+    def metadata(self) -> ToolMetadata:
+        return ToolMetadata(name="weather", description="Weather.")
+
+    def __call__(self, input: Any) -> ToolOutput:
+        return ToolOutput(tool_name="weather", content=weather(input), raw_input={"input": input}, raw_output=None)
+
+
+async def test_a_workflow_of_the_users_own_is_known_by_its_class(world: Any, attempt: Any) -> None:
+    world.stack.upstream.answer = lambda _: Say("Bern")
+    with attempt.running():
+        await Guide(world.llm(), FunctionTool.from_defaults(weather)).run()
+    episode = await attempt.close()
+    assert [each.agent for each in episode.transitions] == ["Guide"]
+    (result,) = episode.transitions[0].tool_results
+    assert (result.tool, str(result.status), result.arguments) == ("weather", "ok", {"city": "Bern"})
+
+
+async def test_a_tool_without_async(world: Any, attempt: Any, agent: Any) -> None:
+    world.stack.upstream.script(CallTools([("weather", {"input": "Atlantis"}, "c1")]), Say("Sorry."))
+    with attempt.running():
+        await agent("solver", [Plain()]).run("How warm is it?")
+    (result,) = attempt.tool_results
+    assert (str(result.status), result.error, result.tool_call_id) == ("error", "ValueError: no such city", "c1")
+
+
+async def test_a_tool_that_waits_for_a_person_has_one_result(world: Any, attempt: Any, agent: Any) -> None:
+    async def delete(ctx: Context) -> str:
+        """Delete everything."""
+        said = await ctx.wait_for_event(HumanResponseEvent, waiter_event=InputRequiredEvent(prefix="Sure?"))
+        return f"said {said.response}"
+
+    world.stack.upstream.script(CallTools([("delete", {}, "c1")]), Say("Done."))
+    with attempt.running():
+        handler = agent("solver", [delete]).run("Delete it.")
+        async for event in handler.stream_events():
+            if isinstance(event, InputRequiredEvent):
+                handler.ctx.send_event(HumanResponseEvent(response="no"))
+        await handler
+    assert [(each.result, each.tool_call_id) for each in attempt.tool_results] == [("said no", "c1")]
+
+
+async def test_a_cancelled_run_has_no_tool_result(world: Any, attempt: Any, agent: Any) -> None:
+    started = asyncio.Event()
+
+    async def hang() -> str:
+        """Hang."""
+        started.set()
+        await asyncio.Event().wait()
+        return "never"
+
+    world.stack.upstream.script(CallTools([("hang", {}, "c1")]), Say("Done."))
+    with attempt.running():
+        handler = agent("solver", [hang]).run("Hang.")
+        await started.wait()
+        await handler.cancel_run()
+        with pytest.raises(WorkflowCancelledByUser):
+            await handler
+    assert attempt.tool_results == ()
+
+
+async def test_synchronous_calls_in_threads(world: Any, attempt: Any) -> None:
+    world.stack.upstream.answer = lambda _: Say("Bern")
+
+    class Asking(Workflow):
+        @step
+        def ask(self, event: StartEvent) -> StopEvent:
+            return StopEvent(result=world.llm().complete("Which city?").text)
+
+    with attempt.running():
+        await Asking(timeout=60).run()
+    assert await attempt.agents() == ["Asking"]
+
+
+async def test_outside_a_rollout_nothing_is_kept(world: Any, agent: Any) -> None:
+    attempt = await world.attempt()
+    world.stack.upstream.answer = in_turn(ASK, Say("Warm."))
+    llm = world.llm().model_copy(update={"api_base": world.stack.upstream.url, "api_key": "key"})
+    await agent("solver", [weather], llm=llm).run("How warm is it?")
+    assert [each.agent for each in world.stack.upstream.received] == [None, None]
+    assert await attempt.calls() == []
+
+
+async def test_agents_side_by_side_keep_their_names(world: Any, attempt: Any, agent: Any) -> None:
+    held = {name: Hold(Say(name)) for name in ("left", "right")}
+    world.stack.upstream.answer = by_agent(**{name: lambda _, each=each: each for name, each in held.items()})
+    with attempt.running():
+        runs = [agent(name).run("Go.") for name in held]
+        await until(lambda: all(each.arrived.is_set() for each in held.values()))
+        for each in held.values():
+            each.release.set()
+        await asyncio.gather(*runs)
+    calls = await attempt.calls()
+    assert {(call.agent, call.choices[0].message["content"]) for call in calls} == {
+        ("left", "left"),
+        ("right", "right"),
+    }
