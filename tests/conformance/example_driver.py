@@ -13,6 +13,7 @@ class TinyDriver(Driver):
     """A framework of forty lines: one agent, tools, chat completions."""
 
     name = "tiny"
+    packages = ("openai",)
     apis = (CHAT,)
     streaming = (False,)
     gaps = tuple(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from agl_core.testing.adapters.catalogue import SCENARIOS
 from agl_core.testing.adapters.driver import Driver
@@ -66,11 +67,31 @@ In the form `attach`, all installed adapters are attached, including yours if it
 one-line forms in `forms`, and use the form that `setting.form` names. If your framework cannot express a scenario,
 raise `InexpressibleError`, and put the scenario into `gaps` with the reason.
 `tests/conformance/drivers` and `tests/conformance/apart` hold the drivers above.
+
+The capture benchmark plays the same driver and writes its results beside those of the others; `packages` are the
+distributions whose versions it names:
+
+```
+python -m tests.benchmarks.capture --driver your_module:YourDriver
+```
 """
 
 
-def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str) -> str:
-    """The whole page; those `apart` play in environments of their own, `example` is the source of a small driver."""
+_MEASURED = """## What was measured
+
+The [capture benchmark](capture.md) plays these cells, and others, and compares what agl recorded with the log of the
+model server. All frameworks that it has played are here, those with an environment of their own included.
+
+| framework | versions | cells | calls | exact tokens | names | tool results | status | false joins |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str, measured: Mapping[str, Any]) -> str:
+    """The whole page; those `apart` play in environments of their own.
+
+    `example` is the source of a small driver, `measured` is docs/capture.json.
+    """
     lines = [_HEAD.rstrip()]
     for scenario in SCENARIOS:
         calls = len(scenario.turns()) * scenario.rollouts
@@ -81,7 +102,17 @@ def render(drivers: Sequence[Driver], apart: Sequence[Driver], example: str) -> 
     lines += ["", _APART.rstrip()]
     for driver in apart:
         lines += ["", *_driver(driver)]
+    lines += ["", _MEASURED.rstrip(), *(_measured(name, result) for name, result in measured.items())]
     return "\n".join(lines) + "\n\n" + _OWN.format(example=example)
+
+
+def _measured(framework: str, result: Mapping[str, Any]) -> str:
+    score = result["agl"]
+    calls, tools = score["of_responses"], score["of_tools"]
+    wholes = {"responses": calls, "tokens": calls, "names": calls, "joins": tools, "statuses": tools}
+    shown = [f"{score[name]} of {whole}" for name, whole in wholes.items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"| {' | '.join([framework, versions, str(score['cells']), *shown, str(score['false_joins'])])} |"
 
 
 def _driver(driver: Driver) -> list[str]:

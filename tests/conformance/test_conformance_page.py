@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from agl_core.testing.adapters.catalogue import SCENARIOS
@@ -15,12 +16,13 @@ from .page import render
 
 def test_the_page_is_up_to_date() -> None:
     here = Path(__file__).parent
-    page = render(DRIVERS, APART, (here / "example_driver.py").read_text())
+    measured = json.loads((here.parents[1] / "docs" / "capture.json").read_text())
+    page = render(DRIVERS, APART, (here / "example_driver.py").read_text(), measured)
     assert (here.parents[1] / "docs" / "conformance.md").read_text() == page, "python -m tests.conformance.make_page"
 
 
 def test_the_page_names_every_scenario_driver_and_gap() -> None:
-    page = render(DRIVERS, APART, "")
+    page = render(DRIVERS, APART, "", {})
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for scenario in SCENARIOS:
         assert sum(row.startswith(f"| {scenario.name} |") for row in rows) == 1 + len(DRIVERS) + len(APART)

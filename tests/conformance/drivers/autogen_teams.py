@@ -35,6 +35,7 @@ class AutoGen(Driver):
     """
 
     name = "AutoGen (agl-autogen)"
+    packages = ("autogen-agentchat", "autogen-core", "autogen-ext")
     apis = (CHAT,)
     without = {  # noqa: RUF012
         RESPONSES: "AutoGen's model clients do not speak it.",

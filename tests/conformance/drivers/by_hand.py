@@ -30,7 +30,7 @@ from .handmade import NO_CHOICES, Loop, Telling
 HEADERS = "headers, no agl in the process"
 
 
-class _Functions(Telling):
+class Functions(Telling):
     """`identify` around an agent, `record_tool_result` for tools without ids, the conversation for other tools."""
 
     def speaking(self, agent: str) -> AbstractContextManager[Any]:
@@ -72,12 +72,13 @@ class ByHand(Driver):
     """A loop around the vendor's client, with `agl_core.capture.identify` around each agent."""
 
     name = "no framework, the clients of OpenAI and Anthropic (agl-core)"
+    packages = ("openai", "anthropic")
     apis = (CHAT, RESPONSES, MESSAGES)
     forms = (ATTACH,)
     gaps = (NO_CHOICES,)
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        loop = Loop(_Functions(), client_of(setting, setting.root, setting.api_key), setting, scenario)
+        loop = Loop(Functions(), client_of(setting, setting.root, setting.api_key), setting, scenario)
 
         async def program(question: Question) -> None:
             await loop.run(question.text)
@@ -89,6 +90,7 @@ class ByHeaders(Driver):
     """The same with nothing of agl in the process, as in any other language: the attempt's URL, and a header."""
 
     name = "any language, by headers"
+    packages = ("openai", "anthropic")
     apis = (CHAT, RESPONSES, MESSAGES)
     forms = (HEADERS,)
     streaming = (False,)

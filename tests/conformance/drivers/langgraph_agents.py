@@ -27,6 +27,7 @@ class LangChain(Driver):
     """Agents are made by `create_agent`. Handoffs, parallel agents and text agents are graphs of nodes."""
 
     name = "LangChain, LangGraph (agl-langchain)"
+    packages = ("langchain", "langchain-core", "langchain-openai", "langgraph")
     apis = (CHAT, RESPONSES)
     without = {MESSAGES: "`langchain-anthropic` is not among the pinned packages."}  # noqa: RUF012
     forms = (ATTACH, CALLBACK)

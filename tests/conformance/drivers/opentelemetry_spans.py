@@ -64,6 +64,7 @@ class OpenTelemetry(Driver):
     """Spans in this process, or sent over OTLP. Calls of Anthropic's client get a span from the loop itself."""
 
     name = "OpenTelemetry (agl-otel, OTLP)"
+    packages = ("opentelemetry-sdk", "opentelemetry-instrumentation-openai")
     apis = (CHAT, RESPONSES, MESSAGES)
     forms = (ATTACH, PROCESSOR, OTLP)
     gaps = (

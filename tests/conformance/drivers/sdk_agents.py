@@ -46,6 +46,7 @@ class OpenAIAgents(Driver):
     """Agents, handoffs and agents as tools are the SDK's own."""
 
     name = "OpenAI Agents SDK (agl-openai-agents)"
+    packages = ("openai-agents",)
     apis = (CHAT, RESPONSES)
     without = {MESSAGES: "The SDK's own models speak the APIs of OpenAI."}  # noqa: RUF012
     forms = (ATTACH, PROCESSOR)

@@ -103,6 +103,8 @@ class Driver(ABC):
     forms: Sequence[str] = (ATTACH,)
     """The ways to bring agl in: ATTACH, and the adapter's one-line forms, named as the user writes them."""
     gaps: Sequence[Gap] = ()
+    packages: Sequence[str] = ()
+    """The framework's distributions, for reports that name their versions."""
 
     @abstractmethod
     def build(self, scenario: Scenario, setting: Setting) -> Program:

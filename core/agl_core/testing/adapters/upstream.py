@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
@@ -18,6 +19,17 @@ _MEET = 20.0
 """Seconds that requests which are to be there together wait for each other."""
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A request of an agent of the scenario, and the reply that it got."""
+
+    received: Received
+    agent: str
+    rollout: int
+    """Which of the scenario's rollouts it belongs to, by its question."""
+    step: Step
+
+
 class Play:
     """The answers of a scripted model server while a scenario is played.
 
@@ -27,10 +39,12 @@ class Play:
     def __init__(self, scenario: Scenario) -> None:
         self.faults: list[str] = []
         """What went against the script."""
+        self.answered: list[Answered] = []
+        """What was asked and answered by the script so far."""
         self._agents = {each.name: each for each in scenario.everyone()}
         self._together = scenario.together
         self._arrived: Counter[str] = Counter()
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._told: Counter[tuple[str, int]] = Counter()
         self._met = asyncio.Event()
 
     async def __call__(self, received: Received) -> Step:
@@ -39,13 +53,16 @@ class Play:
         if name is None:
             return self._fault("A request has the system prompt of no agent of the scenario", text)
         await self._meet(name)
-        rollout = re.search(r"#(\d+)", text)
-        place = (name, rollout[1] if rollout else "")
+        numbered = re.search(r"#(\d+)", text)
+        rollout = int(numbered[1]) if numbered else 0
+        place = (name, rollout)
         self._told[place] += 1
         says = self._agents[name].says
         if self._told[place] > len(says):
             return self._fault(f"{name} calls more often than its script has replies", text)
-        return says[self._told[place] - 1]
+        step = says[self._told[place] - 1]
+        self.answered.append(Answered(received, name, rollout, step))
+        return step
 
     async def _meet(self, name: str) -> None:
         self._arrived[name] += 1

@@ -1,0 +1,209 @@
+"""Under which conditions agents run: what users do with them, and what may be missing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import openai
+from aiohttp import web
+
+from agl_core.config.models import GatewaySection, PassthroughSection
+from agl_core.testing.adapters.bench import Bench, running_bench
+from agl_core.testing.adapters.catalogue import HANDOFF, PARALLEL_TOOLS, SUB_AGENTS, TWO_AGENTS
+from agl_core.testing.adapters.driver import Program, Question
+from agl_core.testing.adapters.scenario import Scenario
+from agl_core.testing.adapters.upstream import Play
+from agl_core.testing.scripts import Hold, Received, Say, Step
+
+NOTHING = "no adapter attached"
+"""The form in which requests are stamped, as they are in every worker, and no adapter says anything."""
+BEGUN_BY_ONE = (PARALLEL_TOOLS, HANDOFF, SUB_AGENTS)
+"""Scenarios whose first call is the only one at its time: with it, the whole run is held back."""
+
+
+class Condition:
+    """As the agent is: it is awaited."""
+
+    name = "as it is"
+    about = "the agent's program is awaited, as a worker does"
+    blind = False
+    """Whether evidence is withheld, so that the recorder can only say that it is missing."""
+    scenarios: Sequence[Scenario] = (PARALLEL_TOOLS, HANDOFF, SUB_AGENTS, TWO_AGENTS)
+    """What is played under it."""
+    form: str | None = None
+    """The form that the condition is played in; None: the driver's first."""
+
+    def play(self, scenario: Scenario) -> Play:
+        """The model."""
+        return Play(scenario)
+
+    async def run(self, program: Program, question: Question, play: Play) -> None:
+        """Run the agent."""
+        await program(question)
+
+    @contextlib.asynccontextmanager
+    async def bench(self, folder: Path) -> AsyncIterator[Bench]:
+        """Where it is played."""
+        async with running_bench(folder) as bench:
+            yield bench
+
+
+class InThread(Condition):
+    """A thread of the user's own, which inherits no context."""
+
+    name = "in a thread"
+    about = "the program runs in a `threading.Thread` with an event loop of its own"
+
+    async def run(self, program: Program, question: Question, play: Play) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        thread = threading.Thread(target=_run_and_tell, args=(program, question, done))
+        thread.start()
+        await done
+        thread.join()
+
+
+def _run_and_tell(program: Program, question: Question, done: asyncio.Future[None]) -> None:
+    loop = done.get_loop()
+    try:
+        asyncio.run(_awaited(program, question))
+    except Exception as error:
+        loop.call_soon_threadsafe(done.set_exception, error)
+    else:
+        loop.call_soon_threadsafe(done.set_result, None)
+
+
+async def _awaited(program: Program, question: Question) -> None:
+    await program(question)
+
+
+class _FirstHeld(Play):
+    """Holds the first request back; the script answers all others."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.hold = Hold(Say("This comes too late."))
+        self._is_first = True
+
+    async def __call__(self, received: Received) -> Step:
+        if self._is_first:
+            self._is_first = False
+            return self.hold
+        return await super().__call__(received)
+
+
+class GivenUp(Condition):
+    """What `asyncio.wait_for` does when the time is over."""
+
+    name = "given up"
+    scenarios = BEGUN_BY_ONE
+    about = "the agent is cancelled during its first call, as by `asyncio.wait_for`, and run again"
+
+    def play(self, scenario: Scenario) -> Play:
+        return _FirstHeld(scenario)
+
+    async def run(self, program: Program, question: Question, play: Play) -> None:
+        assert isinstance(play, _FirstHeld)
+        first = asyncio.create_task(_awaited(program, question))
+        await play.hold.arrived.wait()
+        await _cancelled(first)
+        play.hold.release.set()
+        await program(question)
+
+
+class Hedged(Condition):
+    """The first answer counts, and the slower agent is cancelled."""
+
+    name = "hedged"
+    scenarios = BEGUN_BY_ONE
+    about = "its first call is slow, so a second run is started beside it; the slower one is cancelled"
+
+    def play(self, scenario: Scenario) -> Play:
+        return _FirstHeld(scenario)
+
+    async def run(self, program: Program, question: Question, play: Play) -> None:
+        assert isinstance(play, _FirstHeld)
+        first = asyncio.create_task(_awaited(program, question))
+        await play.hold.arrived.wait()
+        await asyncio.create_task(_awaited(program, question))
+        await _cancelled(first)
+        play.hold.release.set()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+class BesideEmbeddings(Condition):
+    """Retrieval beside the model."""
+
+    name = "beside embeddings"
+    about = "embeddings are requested with the same base URL before and during the program"
+
+    @contextlib.asynccontextmanager
+    async def bench(self, folder: Path) -> AsyncIterator[Bench]:
+        async def embed(request: web.Request) -> web.Response:
+            vector = {"object": "embedding", "index": 0, "embedding": [0.5, 0.5]}
+            usage = {"prompt_tokens": 1, "total_tokens": 1}
+            return web.json_response({"object": "list", "data": [vector], "model": "embedder", "usage": usage})
+
+        app = web.Application()
+        app.router.add_post("/v1/embeddings", embed)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            async with running_bench(folder, gateway=GatewaySection(passthrough=PassthroughSection(url=url))) as bench:
+                yield bench
+        finally:
+            await runner.cleanup()
+
+    async def run(self, program: Program, question: Question, play: Play) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{question.root}/v1", api_key=question.api_key) as client:
+
+            async def embed() -> None:
+                await client.embeddings.create(model="embedder", input="hello", encoding_format="float")
+
+            await embed()
+            await asyncio.gather(program(question), embed())
+
+
+class NothingAttached(Condition):
+    """Nobody says who calls: agl has to say so."""
+
+    name = NOTHING
+    about = "nothing names agents or reports tools: names must be marked as unobserved"
+    blind = True
+    scenarios = (HANDOFF, SUB_AGENTS, TWO_AGENTS)  # one unnamed agent alone cannot be taken for another
+    form = NOTHING
+
+
+class WithoutTokenIds(Condition):
+    """A model server that does not return what it sampled."""
+
+    name = "no token ids"
+    about = "the model server returns no token ids: tokens must be marked as unobserved"
+    blind = True
+
+    @contextlib.asynccontextmanager
+    async def bench(self, folder: Path) -> AsyncIterator[Bench]:
+        async with running_bench(folder) as bench:
+            bench.stack.upstream.returns_ids = False
+            yield bench
+
+
+AS_IT_IS = Condition()
+CONDITIONS: tuple[Condition, ...] = (
+    AS_IT_IS,
+    InThread(),
+    GivenUp(),
+    Hedged(),
+    BesideEmbeddings(),
+    NothingAttached(),
+    WithoutTokenIds(),
+)

@@ -1,0 +1,98 @@
+"""Results as files: one for each framework, summed over APIs, streaming and forms, without dates and times."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from agl_core.testing.adapters.driver import Driver
+
+from .playing import Played, is_compared
+from .scores import Score, faults_by_kind
+
+FOLDER = Path(__file__).with_name("results")
+
+
+@dataclass
+class Row:
+    """One recorder, condition and scenario of a framework."""
+
+    recorder: str
+    condition: str
+    scenario: str
+    compared: bool
+    """Whether every recorder played these cells."""
+    score: Score
+    faults: list[str]
+    """`cell: what was wrong`"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A framework's results."""
+
+    framework: str
+    versions: Mapping[str, str]
+    rows: Sequence[Row]
+
+    def score(self, recorder: str, *, compared: bool = False, conditions: Iterable[str] | None = None) -> Score:
+        """The sum of a recorder's rows; of those that every recorder played, or of some conditions."""
+        chosen = [
+            row.score
+            for row in self.rows
+            if row.recorder == recorder
+            and (row.compared or not compared)
+            and (conditions is None or row.condition in conditions)
+        ]
+        return sum(chosen, Score())
+
+
+def result_of(driver: Driver, recorder: str, played: Iterable[Played]) -> Result:
+    """Sum up what a recorder saw."""
+    rows: dict[tuple[str, str, str, bool], Row] = {}
+    for one in played:
+        cell, condition = one.task.cell, one.task.condition.name
+        key = (recorder, condition, cell.scenario.name, is_compared(one.task))
+        row = rows.setdefault(key, Row(*key, Score(), []))
+        row.score += one.score
+        streaming = "streaming" if cell.streaming else "not streaming"
+        place = f"{cell.api}, {streaming}, {cell.form}"
+        row.faults += [f"{place}: {fault}" for fault in faults_by_kind(one.faults)]
+    return Result(driver.name, {name: version(name) for name in driver.packages}, list(rows.values()))
+
+
+def merged(results: Sequence[Result]) -> Result:
+    """The parts of one framework's results, as one."""
+    rows: dict[tuple[str, str, str, bool], Row] = {}
+    for row in (row for part in results for row in part.rows):
+        key = (row.recorder, row.condition, row.scenario, row.compared)
+        one = rows.setdefault(key, Row(*key, Score(), []))
+        one.score += row.score
+        one.faults += row.faults
+    return dataclasses.replace(results[0], rows=list(rows.values()))
+
+
+def write(result: Result, name: str, folder: Path = FOLDER) -> Path:
+    """Write a framework's file; one row is one line."""
+    rows = ",\n".join(json.dumps(dataclasses.asdict(row), ensure_ascii=False) for row in result.rows)
+    head = f'"framework": {json.dumps(result.framework)},\n"versions": {json.dumps(result.versions)}'
+    path = folder / f"{name}.json"
+    path.write_text(f'{{\n{head},\n"rows": [\n{rows}\n]\n}}\n')
+    return path
+
+
+def read(path: Path) -> Result:
+    """A framework's file."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    rows = [Row(**{**row, "score": Score(**row["score"])}) for row in found["rows"]]
+    return Result(found["framework"], found["versions"], rows)
+
+
+def read_all(folder: Path = FOLDER) -> list[Result]:
+    """Every framework's file, by their names."""
+    return [read(path) for path in sorted(folder.glob("*.json"))]

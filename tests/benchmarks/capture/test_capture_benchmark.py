@@ -1,0 +1,183 @@
+"""The capture benchmark: a few cells are scored as they should be, every planted fault lowers its score, and the pages
+say what the results say."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from agl_core.testing.adapters.catalogue import HANDOFF, PARALLEL_TOOLS, SUB_AGENTS
+from agl_core.testing.adapters.driver import CHAT
+from agl_core.testing.adapters.matrix import Cell
+from agl_core.testing.clients import fast_clients
+
+from . import page
+from .conditions import AS_IT_IS, CONDITIONS
+from .playing import Played, Task, play
+from .recorders import RECORDERS
+from .records import Recorded, Response, Tool, sampled
+from .results import merged, read, read_all, result_of, write
+from .scores import score
+
+NAMED = {each.name: each for each in CONDITIONS}
+
+
+def hand_driver() -> Any:
+    from ...conformance.drivers.by_hand import ByHand
+
+    return ByHand()
+
+
+async def played(folder: Path, recorder: Any, scenario: Any, condition: Any = AS_IT_IS) -> Played:
+    driver = hand_driver()
+    cell = Cell(scenario, driver, CHAT, False, condition.form or driver.forms[0])
+    with fast_clients():
+        async with condition.bench(folder) as bench:
+            return await play(recorder, bench, Task(cell, condition))
+
+
+@pytest.mark.parametrize("name", ["as it is", "in a thread", "given up", "hedged", "beside embeddings"])
+async def test_agl_records_everything_and_nothing_else(name: str, tmp_path: Path) -> None:
+    one = await played(tmp_path, RECORDERS["agl"], HANDOFF, NAMED[name])
+    assert one.faults == []
+    assert one.score.perfect
+    assert (one.score.of_responses, one.score.of_tools) == (4, 3)
+
+
+async def test_what_is_withheld_is_missing_and_said(tmp_path: Path) -> None:
+    one = await played(tmp_path, RECORDERS["agl"], HANDOFF, NAMED["no token ids"])
+    assert (one.score.tokens, one.score.missing, one.score.unobserved) == (0, 4, 4)
+
+
+async def test_other_recorders_have_what_they_can_have_and_no_more(tmp_path: Path) -> None:
+    for recorder in (RECORDERS["OpenTelemetry exporter"], RECORDERS["logging proxy"]):
+        folder = tmp_path / recorder.name
+        folder.mkdir()
+        one = await played(folder, recorder, PARALLEL_TOOLS)
+        score = one.score
+        assert (score.responses, score.of_responses, score.joins, score.of_tools) == (2, 2, 2, 2)
+        assert (score.tokens, score.names, score.statuses, score.false_joins, score.unobserved) == (0, 0, 0, 0, 0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Response], Recorded]:
+    """What was sampled in a cell, and what agl recorded of it."""
+    driver = hand_driver()
+    cell, script = Cell(SUB_AGENTS, driver, CHAT, False, driver.forms[0]), AS_IT_IS.play(SUB_AGENTS)
+    async with AS_IT_IS.bench(tmp_path_factory.mktemp("seen")) as bench:
+        log = bench.stack.upstream.log = []
+        recorded, failed = await RECORDERS["agl"].record(bench, cell, AS_IT_IS, script)
+    assert failed == []
+    return sampled(SUB_AGENTS, script, log), recorded
+
+
+def changed(recorded: Recorded, place: int, **fields: Any) -> Recorded:
+    responses = list(recorded.responses)
+    responses[place] = dataclasses.replace(responses[place], **fields)
+    return dataclasses.replace(recorded, responses=tuple(responses))
+
+
+def lost(recorded: Recorded) -> Recorded:
+    return dataclasses.replace(recorded, responses=recorded.responses[1:])
+
+
+def doubled(recorded: Recorded) -> Recorded:
+    return dataclasses.replace(recorded, responses=(*recorded.responses, recorded.responses[-1]))
+
+
+def in_another_rollout(recorded: Recorded) -> Recorded:
+    return changed(recorded, 0, rollout=1)
+
+
+def misnamed(recorded: Recorded) -> Recorded:
+    return changed(recorded, 0, agent="somebody else")
+
+
+def nameless(recorded: Recorded) -> Recorded:
+    return changed(recorded, 0, agent=None)
+
+
+def retokenised(recorded: Recorded) -> Recorded:
+    return changed(recorded, 0, response_ids=(1, 2, 3))
+
+
+def with_another_prompt(recorded: Recorded) -> Recorded:
+    return changed(recorded, 0, prompt_ids=recorded.responses[1].prompt_ids)
+
+
+def misjudged(recorded: Recorded) -> Recorded:
+    (tool, *others) = recorded.responses[0].tools
+    return changed(recorded, 0, tools=(dataclasses.replace(tool, status="error"), *others))
+
+
+def without_a_result(recorded: Recorded) -> Recorded:
+    return changed(recorded, 0, tools=recorded.responses[0].tools[1:])
+
+
+def joined_elsewhere(recorded: Recorded) -> Recorded:
+    moved = changed(recorded, 0, tools=())
+    return changed(moved, -1, tools=(*recorded.responses[-1].tools, *recorded.responses[0].tools))
+
+
+def joined_twice(recorded: Recorded) -> Recorded:
+    return changed(recorded, 0, tools=(*recorded.responses[0].tools, Tool("of nobody", "add", "{}", "ok")))
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        (lost, {"responses": -1, "missing": 1}),
+        (doubled, {"extra": 1}),
+        (in_another_rollout, {"responses": -1, "extra": 1}),
+        (misnamed, {"names": -1, "misnamed": 1}),
+        (nameless, {"names": -1, "missing": 1}),
+        (retokenised, {"tokens": -1}),
+        (with_another_prompt, {"tokens": -1}),
+        (misjudged, {"statuses": -1, "misjudged": 1}),
+        (without_a_result, {"joins": -1, "missing": 1}),
+        (joined_elsewhere, {"joins": -2, "false_joins": 2}),
+        (joined_twice, {"false_joins": 1}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_planted_fault_lowers_its_score(seen: Any, plant: Any, expected: dict[str, int]) -> None:
+    truth, recorded = seen
+    right, nothing = score(truth, recorded)
+    wrong, faults = score(truth, plant(recorded))
+    assert right.perfect
+    assert nothing == []
+    assert not wrong.perfect
+    assert faults
+    assert {name: getattr(wrong, name) - getattr(right, name) for name in expected} == expected
+
+
+async def test_results_of_a_framework_are_written_read_and_merged(tmp_path: Path) -> None:
+    one = await played(tmp_path, RECORDERS["agl"], HANDOFF)
+    parts = [result_of(hand_driver(), "agl", [one]), result_of(hand_driver(), "agl", [one])]
+    result = read(write(merged(parts), "hand", tmp_path))
+    assert result.framework == hand_driver().name
+    assert set(result.versions) == {"openai", "anthropic"}
+    assert [row.score.cells for row in result.rows] == [2]
+    assert result.score("agl").names == 8
+
+
+def test_the_pages_are_up_to_date() -> None:
+    for path, text in page.files(read_all()).items():
+        assert path.read_text() == text, "python -m tests.benchmarks.capture --page"
+
+
+def test_the_results_reach_the_goals() -> None:
+    """What docs/capture.md promises of agl."""
+    for result in read_all():
+        score = result.score("agl", conditions=page.SEEING)
+        assert score.responses == score.tokens == score.of_responses, result.framework
+        assert score.false_joins == score.extra == score.failed == 0, result.framework
+        assert score.names >= 0.99 * score.of_responses, result.framework
+        assert score.statuses >= 0.99 * score.of_tools, result.framework
+        withheld = result.score("agl", conditions=page.BLIND)
+        assert withheld.missing == withheld.unobserved, result.framework
+        assert withheld.misnamed == withheld.misjudged == withheld.false_joins == 0, result.framework
