@@ -30,6 +30,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 Message: TypeAlias = dict[str, Any]
 """A chat message as an OpenAI client sends it."""
@@ -57,6 +58,8 @@ class Demonstrations:
     """Demonstrations of nothing but the right behaviour, where it has to copy much of what it was told."""
     phrases: tuple[str, ...] = ()
     """Texts that are one token each. What every tool call begins with is written sooner so."""
+    names: tuple[str, ...] = ()
+    """More of them, whose embeddings are not trained: what has learned to copy some then copies all."""
 
     def render(
         self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = False
@@ -103,6 +106,8 @@ class Shape:
     kv_heads: int
     initializer_range: float = 0.02
     """Standard deviation of the first weights. One that is very narrow learns sooner from about 1/√hidden."""
+    copies: bool = False
+    """Begin with attention that copies what it looks at, so that copying is learned in far fewer steps."""
 
     def model(self, tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
         """A Qwen2 with random weights; its MLP is three times as wide as its hidden state."""
@@ -120,7 +125,22 @@ class Shape:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        return Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+        model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+        if self.copies:
+            for layer in model.model.layers:
+                begin_copying(layer.self_attn, self.heads // self.kv_heads)
+        return model
+
+
+def begin_copying(attention: Qwen2Attention, heads_per_value: int) -> None:
+    """Make each head's output projection the transpose of its value projection.
+
+    A head then adds a part of what it looks at to the residual stream, unturned (mimetic initialization, arXiv
+    2305.09828).
+    """
+    value_GDH = attention.v_proj.weight.detach().unflatten(0, (-1, attention.head_dim))
+    output = value_GDH.repeat_interleave(heads_per_value, dim=0).flatten(0, 1).T
+    attention.o_proj.weight.data.copy_(output)
 
 
 def make_tokenizer(shown: Demonstrations, vocabulary: int, seed: int) -> PreTrainedTokenizerBase:
@@ -132,7 +152,7 @@ def make_tokenizer(shown: Demonstrations, vocabulary: int, seed: int) -> PreTrai
     template = CHAT_TEMPLATE.read_text()
     control = [TURN_START, TURN_END]
     stock = Qwen2Tokenizer(eos_token=TURN_END, pad_token=END_OF_TEXT, chat_template=template, model_max_length=CONTEXT)
-    marks = (*MARKS, *shown.phrases)
+    marks = (*MARKS, *shown.phrases, *shown.names)
     taken_out = re.compile("|".join(map(re.escape, (*control, *marks))))
     texts = (
         part
@@ -177,6 +197,8 @@ def imitate(
     there are none, it learns to predict every token of the demonstrations, not only the replies.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, beta2), weight_decay=0.01)
+    names = torch.tensor(tokenizer.convert_tokens_to_ids(list(shown.names)), dtype=torch.long, device=model.device)
+    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient.index_fill(0, names, 0.0))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as progress:
         bar = progress.add_task("imitation", total=steps)

@@ -29,7 +29,7 @@ PHRASES = (
 )
 """What is always written alike is one token, and so is every sign of an expression."""
 DEMONSTRATIONS = Demonstrations(conversation, TOOLS, lesson, PHRASES)
-SHAPE = Shape(vocabulary=400, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09)
+SHAPE = Shape(vocabulary=400, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09, copies=True)
 
 if __name__ == "__main__":
     make(DEMONSTRATIONS, SHAPE, steps=1800, batch=32, learning_rate=2e-3, beta2=0.98, reading=0.8)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from search_tool import INSTRUCTIONS
-from searches import NO_ANSWER, TOOLS, conversation, lesson, names
+from searches import NO_ANSWER, TOOLS, conversation, lesson, written
 from worlds import KINDS
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -27,11 +27,20 @@ PHRASES = (
     *(f": A {each} of" for each in KINDS),
     ": A currency whose code is",
     ": A chemical element whose discovery country is",
-    *sorted({f" {name}" for each in names().values() for name in each}),
 )
-"""One token each: what is always the same, and every name of the questions. A tiny policy can copy single tokens."""
-DEMONSTRATIONS = Demonstrations(conversation, TOOLS, lesson, PHRASES)
-SHAPE = Shape(vocabulary=len(PHRASES) + 400, hidden=96, layers=3, heads=2, kv_heads=2, initializer_range=0.1)
+"""One token each: what is always the same."""
+NAMES = tuple(f" {name}" for name in written())
+"""Every name of the corpus is one token too: a tiny policy can copy single tokens."""
+DEMONSTRATIONS = Demonstrations(conversation, TOOLS, lesson, PHRASES, NAMES)
+SHAPE = Shape(
+    vocabulary=len(PHRASES) + len(NAMES) + 400,
+    hidden=96,
+    layers=3,
+    heads=4,
+    kv_heads=4,
+    initializer_range=0.1,
+    copies=True,
+)
 
 if __name__ == "__main__":
-    make(DEMONSTRATIONS, SHAPE, steps=1000, batch=16, learning_rate=3e-3, beta2=0.98, reading=0.8)
+    make(DEMONSTRATIONS, SHAPE, steps=1200, batch=16, learning_rate=3e-3, beta2=0.98, reading=5 / 6)

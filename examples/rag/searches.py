@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +17,7 @@ from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 from musique import read_questions
-from retrieval import CORPUS, Index
+from retrieval import CORPUS, Index, read_passages
 from search_tool import INSTRUCTIONS, PASSAGES, listed, search
 from worlds import KINDS, Entity, World, ask, city, country, currency, district, element, region
 
@@ -50,6 +51,8 @@ SUBJECTS = {
 """What a relation is of, by kind."""
 VALUES = {"region": "place", "discovery country": "country"}
 """What it leads to, where that is not the kind of the same name."""
+VALUE = re.compile(r" (?:of|in|is) ([A-Z0-9+].*)\.$")
+"""What a passage tells: it ends with it."""
 HOPS = {2: 0.45, 3: 0.35, 4: 0.20}
 
 
@@ -235,6 +238,14 @@ def names() -> dict[str, list[str]]:
             subject = step.answer
     taken: set[str] = set()
     return {kind: sorted(_new(values, taken)) for kind, values in found.items()}
+
+
+@cache
+def written() -> list[str]:
+    """Every name that the corpus writes: what its passages are about, and what they tell of it."""
+    passages = list(read_passages(CORPUS))
+    values = {found[1] for each in passages if (found := VALUE.search(each.text))}
+    return sorted(values.union(*names().values(), (each.title for each in passages)))
 
 
 def _new(values: set[str], taken: set[str]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from imitation import (
     Message,
     Shape,
     collate,
+    imitate,
     imitation_step,
     make_tokenizer,
 )
@@ -129,6 +131,34 @@ def test_logits_at_labels_alone_give_the_loss_and_the_gradients_of_all_logits() 
             torch.testing.assert_close(found[name], each.grad, rtol=1e-5, atol=1e-7)
 
 
+def test_a_policy_that_copies_from_the_start_prefers_the_tokens_that_it_has_read(made: Made) -> None:
+    def preference(copies: bool) -> float:
+        """How far the logits of tokens read are above the mean of all, in their standard deviations."""
+        torch.manual_seed(0)
+        shape = Shape(vocabulary=0, hidden=96, layers=2, heads=4, kv_heads=2, initializer_range=0.1, copies=copies)
+        model = shape.model(made.tokenizer)
+        read_BT = torch.stack([torch.randperm(len(made.tokenizer))[:16] for _ in range(64)])
+        with torch.inference_mode():
+            logits_BV = model(input_ids=read_BT).logits[:, -1]
+        # The last token has an advantage of its own: it is what the logits are computed at.
+        read_BT = read_BT[:, :-1]
+        return float((logits_BV.gather(1, read_BT).mean() - logits_BV.mean()) / logits_BV.std())
+
+    assert preference(copies=True) > 0.3
+    assert abs(preference(copies=False)) < 0.15
+
+
+def test_the_embeddings_of_names_are_not_trained(made: Made) -> None:
+    torch.manual_seed(0)
+    shown = replace(made.shown, phrases=(), names=("<tools>", "</tools>"))
+    model = Shape(vocabulary=0, hidden=32, layers=1, heads=2, kv_heads=2).model(made.tokenizer)
+    embeddings = model.get_input_embeddings().weight
+    before = embeddings.detach().clone()
+    imitate(model, made.tokenizer, shown, seed=0, steps=2, batch=2, learning_rate=1e-2, beta2=0.98, reading=0.5)
+    kept = torch.isclose(embeddings, before, rtol=1e-3).all(dim=1)
+    assert set(kept.nonzero().flatten().tolist()) == set(made.tokenizer.convert_tokens_to_ids(["<tools>", "</tools>"]))
+
+
 def test_a_template_that_changes_earlier_turns_is_refused(made: Made) -> None:
     def forgetful(messages: list[Message], **_: Any) -> str:
         return f"{len(messages)} messages"
@@ -148,7 +178,7 @@ def test_any_ascii_text_survives_the_tokenizer(made: Made, text: str) -> None:
 
 def test_digits_are_single_and_marks_are_text(made: Made) -> None:
     assert made.tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
-    for mark in (*MARKS, *made.shown.phrases):
+    for mark in (*MARKS, *made.shown.phrases, *made.shown.names):
         [token] = made.tokenizer.encode(mark, add_special_tokens=False)
         assert made.tokenizer.decode([token], skip_special_tokens=True) == mark
     ends = made.tokenizer.encode("<|im_end|>", add_special_tokens=False)
