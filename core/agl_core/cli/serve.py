@@ -17,7 +17,7 @@ from agl_core.cli.shared.options import Set
 if TYPE_CHECKING:
     from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import ServerConfig
-    from agl_core.config.models import OnlineSection
+    from agl_core.config.online import OnlineSection
     from agl_core.protocols import Upstream
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from agl_core.config.online import OnlineSection
 from agl_core.config.policies import PolicySection
 from agl_core.config.sections import FOLDER_NAME, OpenSection, PluginChoice, Section, is_among
 from agl_core.types import AlarmName, Ending, Mode
@@ -261,67 +261,6 @@ class GatewaySection(Section):
         64, ge=1, le=1024, description="The largest request of an agent, in MiB; images and audio need space."
     )
     passthrough: PassthroughSection = PassthroughSection()
-
-
-class OnlineSection(Section):
-    """Sessions of real use, which `agl serve` records and takes feedback on (docs/deploy-and-learn.md)."""
-
-    upstream: str = Field(
-        pattern=r"^https?://[^\s?#]+$",
-        description="The model server that answers: an OpenAI-compatible base URL, ending in /v1.",
-    )
-    upstream_key_env: str | None = Field(
-        None, min_length=1, description="The environment variable with that server's key."
-    )
-    model: str | None = Field(
-        None,
-        min_length=1,
-        description="The model there that answers, whatever the application asks for; absent: its only one, or the one "
-        "that the application asks for.",
-    )
-    applications: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        min_length=1,
-        description="By the name of each application, the number of its keys. Another number makes other keys, and the "
-        "old ones invalid.",
-    )
-    idle_minutes: float = Field(30.0, gt=0, description="Minutes without a call after which a session has ended.")
-    redact: tuple[str, ...] = Field(
-        (),
-        description="What is replaced in texts before they are stored: names of patterns ('email', 'card', 'phone', "
-        "'ip', 'secret') and regular expressions of your own.",
-    )
-    keep_days: float | None = Field(
-        None, gt=0, description="Days after its end when a session is removed for good; absent: it is kept."
-    )
-    max_store_gib: float | None = Field(
-        None, gt=0, description="The size of the store, in GiB, from which on no session is recorded; absent: any size."
-    )
-    min_free_gib: float = Field(
-        1.0, ge=0, description="Free space of the store's disk, in GiB, below which no session is recorded."
-    )
-
-    @field_validator("applications")
-    @classmethod
-    def _are_named(cls, value: dict[str, int]) -> dict[str, int]:
-        for name in value:
-            if not FOLDER_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} cannot be an application's name: use letters, digits, '.', '_' and '-', and begin with "
-                    f"a letter or a digit"
-                )
-        return value
-
-    @field_validator("redact")
-    @classmethod
-    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in value:
-            try:
-                found = re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
-            if found.match(""):
-                raise ValueError(f"{pattern!r} matches an empty text, and so would change every text")
-        return value
 
 
 class RewardSection(OpenSection):

@@ -75,6 +75,15 @@ CHANGED: dict[str, Any] = {
     "workers.isolation": "process",
     "train.patience": 5,
     "train.serving_gap": 0.5,
+    "online.upstream": "http://127.0.0.1:8000/v1",
+    "online.upstream_key_env": "MODEL_KEY",
+    "online.model": "served",
+    "online.applications.shop": 2,
+    "online.idle_minutes": 5.0,
+    "online.redact": ["email"],
+    "online.keep_days": 30.0,
+    "online.max_store_gib": 2.5,
+    "online.min_free_gib": 0.5,
     "workers.memory_mib": 512,
     "workers.timeout": 1.5,
     "workers.attempts": 1,
@@ -185,6 +194,8 @@ def _put(config: dict[str, Any], dotted: str, value: Any) -> None:
         return
     if dotted == "agent.command":
         del config["agent"]["entry"]
+    if parents[:1] == ["online"]:
+        config["online"] = {"upstream": "http://127.0.0.1:9/v1", "applications": {"shop": 1}}
     for parent in parents:
         config = config.setdefault(parent, {})
     config[last] = value

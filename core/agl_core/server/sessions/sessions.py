@@ -19,7 +19,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from agl_core.config.models import OnlineSection
+from agl_core.config.online import OnlineSection
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.protocols import Upstream
 from agl_core.server.errors import ApiError

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 
-from agl_core.config.models import OnlineSection
+from agl_core.config.online import OnlineSection
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.sessions.sessions import Online
