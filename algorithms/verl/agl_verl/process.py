@@ -21,7 +21,7 @@ from agl_core.engines.wire import in_one_line
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest
-from agl_verl.cluster import reaches, versions
+from agl_verl.cluster import internals, versions
 from agl_verl.cluster.environment import variables
 from agl_verl.config.chosen import built, choose
 from agl_verl.config.composing import compose
@@ -83,7 +83,7 @@ class Driver:
         from agl_verl.registries import check_registered
         from agl_verl.serving.servers import register_servers
 
-        reaches.check(cpu=cpu)
+        internals.check(cpu=cpu)
         if native is not None:
             check_registered(native)
         connect(options, cpu=cpu, variables=environment, verl_environment=get_ppo_ray_runtime_env(composed))

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from agl_core.errors import CheckpointError, ConfigError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_verl.cluster import reaches, versions
+from agl_verl.cluster import internals, versions
 from agl_verl.cluster.faults import remedy_of
 from agl_verl.driver.checkpoint import Described, finish, read, shards
 from agl_verl.engine import VerlEngine
@@ -93,19 +93,19 @@ def test_package_constraints_and_guard_allow_the_same_versions() -> None:
 
 
 def test_what_verl_has_moved_is_named_with_what_it_was_for() -> None:
-    there = reaches.Reach("json", ("loads", "JSONDecoder.decode"), "texts are read")
-    moved = reaches.Reach("json", ("dumps", "JSONDecoder.decode_all"), "texts are written")
-    gone = reaches.Reach("json.no_such_module", ("f",), "there is one", cpu_only=True)
-    reaches.check(cpu=True, reaches=[there])
-    reaches.check(cpu=False, reaches=[there, gone])
+    there = internals.Internal("json", ("loads", "JSONDecoder.decode"), "texts are read")
+    moved = internals.Internal("json", ("dumps", "JSONDecoder.decode_all"), "texts are written")
+    gone = internals.Internal("json.no_such_module", ("f",), "there is one", cpu_only=True)
+    internals.check(cpu=True, internals=[there])
+    internals.check(cpu=False, internals=[there, gone])
     with pytest.raises(EngineError) as raised:
-        reaches.check(cpu=True, reaches=[there, moved, gone])
+        internals.check(cpu=True, internals=[there, moved, gone])
     assert "json.JSONDecoder.decode_all (texts are written); json.no_such_module.f (there is one)." in str(raised.value)
     assert "json.dumps" not in str(raised.value)
 
 
 def test_the_readme_lists_every_place_that_reaches_into_verl() -> None:
-    assert reaches.table() in (PACKAGE / "README.md").read_text()
+    assert internals.table() in (PACKAGE / "README.md").read_text()
 
 
 def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import re
 import secrets
-import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Collection
@@ -26,6 +25,7 @@ from agl_core.server.errors import ApiError
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.lifecycle import AttemptState
 from agl_core.server.sessions.redaction import Redaction
+from agl_core.server.sessions.room import Room
 from agl_core.server.sessions.session import (
     RECORDED,
     SESSION_ID,
@@ -46,7 +46,7 @@ USE_SPLIT = "use"
 """The split of the tasks of sessions."""
 _REMEMBERED = 10_000
 """Ended sessions that memory keeps."""
-_DAY, _GIB = 86_400.0, 1 << 30
+_DAY = 86_400.0
 _LONGEST_LOOK = 5.0
 _BETWEEN_REMOVALS = 600.0
 
@@ -70,7 +70,8 @@ class Sessions:
     def __init__(self, online: Online, store: SessionStore, keys: Keys) -> None:
         self.counters = SessionCounters()
         self.redaction = Redaction(online.settings.redact)
-        self._settings, self._run, self._folder = online.settings, online.run, online.folder
+        self._settings, self._run = online.settings, online.run
+        self._room = Room(online.folder, online.settings.max_store_gib, online.settings.min_free_gib)
         self._store, self._keys = store, keys
         self._recorder = Recorder(store, self.redaction, self.counters)
         self._open: dict[str, ActiveSession] = {}
@@ -93,7 +94,7 @@ class Sessions:
 
     async def take_up(self) -> None:
         """Go on with the sessions that an earlier server left open."""
-        await self._look_for_room()
+        self._recorder.is_full = not await self._room.is_there()
         for rollout in await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.RUNNING):
             session = await self._recalled(rollout)
             if session is not None:
@@ -219,7 +220,7 @@ class Sessions:
         while True:
             await asyncio.sleep(min(_LONGEST_LOOK, idle / 4))
             try:
-                await self._look_for_room()
+                self._recorder.is_full = not await self._room.is_there()
                 before = time.time() - idle
                 for session in [each for each in self._open.values() if each.used < before and not each.asking]:
                     await self.end(session, "idle")
@@ -386,21 +387,6 @@ class Sessions:
         if old:
             await self.delete(old)
         self._removed = time.monotonic()
-
-    async def _look_for_room(self) -> None:
-        full = await asyncio.to_thread(self._has_no_room)
-        if full and not self._recorder.is_full:
-            logger.warning(
-                "There is no room for more sessions in %s: they are answered, and not recorded.", self._folder
-            )
-        self._recorder.is_full = full
-
-    def _has_no_room(self) -> bool:
-        files = [each.stat().st_size for each in self._folder.glob("store.sqlite*")]
-        largest = self._settings.max_store_gib
-        if largest is not None and sum(files) >= largest * _GIB:
-            return True
-        return shutil.disk_usage(self._folder).free < self._settings.min_free_gib * _GIB
 
 
 async def _settled(session: ActiveSession) -> bool:

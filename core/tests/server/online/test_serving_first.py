@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,15 +97,13 @@ async def test_at_its_limit_nothing_more_is_recorded(tmp_path: Path, limit: dict
 
 
 async def test_room_that_comes_back_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agl_core.server.sessions.sessions import Sessions
-
     with monkeypatch.context() as full:
-        full.setattr(Sessions, "_has_no_room", lambda self: True)
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
         async with deployed(tmp_path, idle_minutes=0.02) as use:
             assert use.server.sessions is not None
             await use.ask("hello", "talk")
             assert await use.calls() == []
-            full.setattr(Sessions, "_has_no_room", lambda self: False)
+            full.undo()
             await until(lambda: not use.server.sessions._recorder.is_full)  # type: ignore[union-attr]
             await use.ask("hello", "talk-2")
             assert len(await use.calls()) == 1

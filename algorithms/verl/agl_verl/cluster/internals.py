@@ -1,4 +1,4 @@
-"""Where this package reaches into what veRL promises nobody to keep, and whether it is all still there.
+"""Where this package uses parts of veRL that are not its public interface, and whether they are all still there.
 
 What it overrides or replaces would do nothing, in silence, if veRL had moved it.
 """
@@ -13,7 +13,7 @@ from agl_core.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Internal:
     """One place."""
 
     module: str
@@ -34,8 +34,8 @@ class Reach:
 
 _TRAINER, _SERVER = "verl.trainer.ppo.v1", "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
-REACHES = (
-    Reach(
+INTERNALS = (
+    Internal(
         _TRAINER,
         tuple(
             f"PPOTrainer.{name}"
@@ -58,7 +58,7 @@ REACHES = (
         ),
         "an update is agl's: its rows, their order, advantages and weights",
     ),
-    Reach(
+    Internal(
         _TRAINER,
         (
             "PPOTrainerColocateAsync.on_sample_end",
@@ -67,24 +67,24 @@ REACHES = (
         ),
         "nothing is served while weights are trained, or servers of their own go on",
     ),
-    Reach(
+    Internal(
         "verl.single_controller.base.worker_group",
         ("WorkerGroup",),
         "`_dispatch_info` says how many workers the rows are dealt out to",
     ),
-    Reach(
+    Internal(
         "verl.workers.engine_workers",
         ("ActorRolloutRefWorker.set_loss_fn", "TrainingWorker.set_loss_fn", "TrainingWorker.train_mini_batch"),
         "the workers compute agl's losses",
     ),
-    Reach(
+    Internal(
         "verl.workers.engine.base",
         ("BaseEngine.train_batch",),
         "the step size follows the run's training steps",
     ),
-    Reach("verl.utils.model", ("load_valuehead_model",), "a critic's values start at zero"),
-    Reach("verl.workers.rollout.replica", ("RolloutReplicaRegistry.register",), "vLLM's servers are agl's"),
-    Reach(
+    Internal("verl.utils.model", ("load_valuehead_model",), "a critic's values start at zero"),
+    Internal("verl.workers.rollout.replica", ("RolloutReplicaRegistry.register",), "vLLM's servers are agl's"),
+    Internal(
         _SERVER,
         (
             "vLLMReplica",
@@ -95,17 +95,17 @@ REACHES = (
         ),
         "replies are of one version, and only the run gets any",
     ),
-    Reach(
+    Internal(
         "verl.plugin.platform.platform_manager", ("PlatformRegistry.register",), "a CPU is a platform", cpu_only=True
     ),
-    Reach(
+    Internal(
         "verl.utils.distributed",
         ("initialize_global_process_group_ray",),
         "the process group is gloo's",
         cpu_only=True,
     ),
-    Reach("verl.utils.fsdp_utils", ("CPUOffloadPolicy",), "the reference is in plain memory", cpu_only=True),
-    Reach(
+    Internal("verl.utils.fsdp_utils", ("CPUOffloadPolicy",), "the reference is in plain memory", cpu_only=True),
+    Internal(
         "verl.workers.rollout.vllm_rollout.utils",
         ("vLLMColocateWorkerExtension.update_weights_from_ipc",),
         "vLLM takes new weights as it loads a checkpoint",
@@ -115,10 +115,10 @@ REACHES = (
 """All of them; the README has the same table."""
 
 
-def check(*, cpu: bool, reaches: Iterable[Reach] = REACHES) -> None:
+def check(*, cpu: bool, internals: Iterable[Internal] = INTERNALS) -> None:
     """EngineError with everything that veRL has moved, and what agl did with it. Imports veRL and vLLM."""
-    wanted = [reach for reach in reaches if cpu or not reach.cpu_only]
-    moved = [f"{name} ({reach.use})" for reach in wanted for name in reach.missing()]
+    wanted = [each for each in internals if cpu or not each.cpu_only]
+    moved = [f"{name} ({each.use})" for each in wanted for name in each.missing()]
     if moved:
         raise EngineError(
             f"This veRL has moved what agl-verl overrides or replaces: {'; '.join(moved)}. Without that a run would "
@@ -131,7 +131,7 @@ def table() -> str:
     rows = [
         f"| `{reach.module}`{' (CPU)' if reach.cpu_only else ''} | {', '.join(f'`{name}`' for name in reach.names)} "
         f"| {reach.use} |"
-        for reach in REACHES
+        for reach in INTERNALS
     ]
     return "\n".join(["| module | what | so that |", "|---|---|---|", *rows])
 
