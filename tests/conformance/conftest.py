@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-import ssl
 from collections.abc import AsyncIterator, Iterator
 from types import ModuleType
 
@@ -15,6 +13,7 @@ import pytest_asyncio
 from agl_core.testing.adapters.bench import Bench, running_bench
 from agl_core.testing.adapters.driver import Driver
 from agl_core.testing.adapters.matrix import cells, pairwise
+from agl_core.testing.clients import fast_clients
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,13 +79,8 @@ def process_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def fast_clients() -> Iterator[None]:
-    """Clients retry at once, and read the certificates, which nobody asks for here, once instead of each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
-        for client in _installed("openai._base_client", "anthropic._base_client"):
-            patch.setattr(client, "INITIAL_RETRY_DELAY", 0.001)
-            patch.setattr(client, "MAX_RETRY_DELAY", 0.001)
+def no_waiting() -> Iterator[None]:
+    with fast_clients():
         yield
 
 

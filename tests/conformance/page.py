@@ -33,10 +33,7 @@ is a gap is tested too: the test fails if the gap passes, so a gap cannot outliv
 
 _LEGEND = """✓ passes; a number names a gap. In the form `attach` the agent's code has no line of agl, and every
 installed adapter is attached at once, as agl's workers do. A driver's first form is played with and without streaming.
-Each further form is played once for each API, alternating between streaming and not.
-
-CrewAI and smolagents do not install beside these frameworks. `make test-adapters` plays the same scenarios with them in
-environments of their own; their gaps, with the reasons, are in `tests/driver.py` of each adapter."""
+Each further form is played once for each API, alternating between streaming and not."""
 
 _APART = """## The matrix of frameworks with an environment of their own
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,9 +15,13 @@ from opentelemetry.sdk.trace import TracerProvider
 
 import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
+from agl_core.testing.privacy import NO_TELEMETRY
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import RunningAttempt, Stack, running_stack
 from agl_otel.plugin import OtelAdapter
+
+# LiteLLM reads it when it is imported.
+os.environ.update(NO_TELEMETRY)
 
 ASKED = CallTools(
     [

@@ -12,8 +12,7 @@ from crewai import Process
 from pydantic import BaseModel
 
 from agl_core.capture import installed_adapters
-from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.testing.server import Stack
 
 from .world import (  # noqa: F401
@@ -24,7 +23,6 @@ from .world import (  # noqa: F401
     calls,
     crew_of,
     llm_of,
-    nothing_leaves_the_machine,
     play,
     seen,
     slow,
@@ -127,7 +125,7 @@ async def test_an_agent_alone_and_a_call_that_makes_json_of_its_answer(stack: St
 
 async def test_rollouts_at_the_same_time_share_a_crews_agents(stack: Stack) -> None:
     agent = agent_of(llm_of(stack.url()), "Solver", (add,))
-    stack.upstream.script(ADDS, ADDS, Say("3"), Say("3"))
+    stack.upstream.answer = in_turn(ADDS, Say("3"))
     attempts = [await stack.attempt() for _ in range(2)]
 
     async def run(attempt: Any) -> None:

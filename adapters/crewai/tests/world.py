@@ -1,34 +1,20 @@
-"""The gateway in front of a scripted model, and crews that keep what they do on this machine."""
+"""The gateway in front of a scripted model, and crews of a few tools."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-# CrewAI reads them when it is imported: no telemetry to its vendor, no traces, no question for them, no version check.
-PRIVATE = {
-    "CREWAI_DISABLE_TELEMETRY": "true",
-    "CREWAI_TRACING_ENABLED": "false",
-    "CREWAI_DISABLE_VERSION_CHECK": "true",
-    "CREWAI_TESTING": "true",
-}
-os.environ.update(PRIVATE)
+import pytest
+from crewai import LLM, Agent, Crew, Task
+from crewai.tools import BaseTool, tool
 
-import pytest  # noqa: E402
-from crewai import LLM, Agent, Crew, Task  # noqa: E402
-from crewai.tools import BaseTool, tool  # noqa: E402
-
-import agl_core  # noqa: E402
-from agl_core.testing.scripts import CallTools  # noqa: E402
-from agl_core.testing.server import Stack, running_stack  # noqa: E402
-from agl_core.types import Episode  # noqa: E402
-from agl_core.worker.environment import PLACEHOLDER_KEY  # noqa: E402
-from agl_crewai.plugin import CrewAIAdapter  # noqa: E402
-
-_OURS = ("127.0.0.1", "localhost", "::1", None)
+import agl_core
+from agl_core.testing.scripts import CallTools
+from agl_core.testing.server import Stack, running_stack
+from agl_core.types import Episode
+from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_crewai.plugin import CrewAIAdapter
 
 
 @tool("add")
@@ -97,21 +83,3 @@ async def a_stack() -> AsyncIterator[Stack]:
     async with running_stack(timeout=300) as running:
         yield running
     attachment.detach()
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaves_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A test fails if a name of another machine is looked up; what CrewAI stores is not in the user's home."""
-    monkeypatch.setenv("CREWAI_STORAGE_DIR", str(tmp_path))
-    asked: list[Any] = []
-    look_up = socket.getaddrinfo
-
-    def watched(host: Any, *args: Any, **kwargs: Any) -> Any:
-        if host not in _OURS:
-            asked.append(host)
-            raise OSError(f"{host} is another machine")
-        return look_up(host, *args, **kwargs)
-
-    monkeypatch.setattr(socket, "getaddrinfo", watched)
-    yield
-    assert asked == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 
 import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
+from agl_core.testing.privacy import NO_TELEMETRY
 from agl_core.testing.server import RunningAttempt, Stack, running_stack
 from agl_core.worker.environment import PLACEHOLDER_KEY
+
+os.environ.update(NO_TELEMETRY)
 
 
 @dataclass

@@ -6,11 +6,19 @@ plays, for the page; the module beside it builds the agents.
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import Driver
+import os
 
+from agl_core.testing.adapters.driver import Driver
+from agl_core.testing.privacy import NO_TELEMETRY
+
+from .crewai import CrewAI
 from .haystack import Haystack
 from .llama_index import LlamaIndex
+from .smolagents import Smolagents
 
 __all__ = ["APART"]
 
-APART: tuple[Driver, ...] = (LlamaIndex(), Haystack())
+APART: tuple[Driver, ...] = (LlamaIndex(), Haystack(), CrewAI(), Smolagents())
+
+# Before the module beside a driver imports its framework.
+os.environ.update(NO_TELEMETRY)

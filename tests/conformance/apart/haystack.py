@@ -20,6 +20,7 @@ class Haystack(Driver):
         Gap("three choices (n)", "`OpenAIChatGenerator` refuses `n` when it streams.", apis=(CHAT,), streaming=(True,)),
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
     )
+    packages = ("haystack-ai",)
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
         from .haystack_agents import program

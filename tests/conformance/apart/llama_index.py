@@ -22,6 +22,7 @@ class LlamaIndex(Driver):
         ),
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
     )
+    packages = ("llama-index-core", "llama-index-llms-openai-like")
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
         from .llama_index_agents import program

@@ -1,4 +1,4 @@
-"""smolagents' agents as the scenarios of the conformance suite need them."""
+"""smolagents' ToolCallingAgents, with managed agents."""
 
 from __future__ import annotations
 
@@ -11,52 +11,24 @@ from smolagents import LogLevel, OpenAIServerModel, Tool, ToolCallingAgent
 from smolagents.models import ChatMessage
 
 import agl_smolagents
-from agl_core.testing.adapters import (
-    ATTACH,
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Agent,
-    Driver,
-    Gap,
-    InexpressibleError,
-    Program,
-    Question,
-    Scenario,
-    Setting,
-)
+from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
+from agl_core.testing.adapters.scenario import Agent, Scenario
 from agl_core.testing.adapters.tools import TOOLS, action
 
-ONE_LINE = "agl_smolagents.attach()"
 
+def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:
+    """The scenario's models, made once; the agents are made for each question."""
+    if any(each.handoffs for each in scenario.everyone()):
+        raise InexpressibleError
+    if with_line:
+        agl_smolagents.attach()
+    models = {each.name: _model(each, scenario, setting) for each in scenario.everyone()}
 
-class Smolagents(Driver):
-    """Agents are `ToolCallingAgent`s, experts are managed agents. A model of its own takes plain text for an answer.
+    async def run(question: Question) -> None:
+        agents = [_agent(each, models, setting) for each in scenario.agents for _ in range(scenario.samples)]
+        await asyncio.gather(*(asyncio.to_thread(_run, each, question.text, setting) for each in agents))
 
-    smolagents' agents keep their conversation: rollouts share the model, and each has agents of its own.
-    """
-
-    name = "smolagents (agl-smolagents)"
-    apis = (CHAT,)
-    without = {  # noqa: RUF012
-        RESPONSES: "smolagents' models do not speak it.",
-        MESSAGES: "smolagents' models speak it only through LiteLLM.",
-    }
-    forms = (ATTACH, ONE_LINE)
-    gaps = (Gap("handoff", "smolagents has no handoff: a managed agent returns to the one that called it."),)
-
-    def build(self, scenario: Scenario, setting: Setting) -> Program:
-        if any(each.handoffs for each in scenario.everyone()):
-            raise InexpressibleError
-        if setting.form == ONE_LINE:
-            agl_smolagents.attach()
-        models = {each.name: _model(each, scenario, setting) for each in scenario.everyone()}
-
-        async def program(question: Question) -> None:
-            agents = [_agent(each, models, setting) for each in scenario.agents for _ in range(scenario.samples)]
-            await asyncio.gather(*(asyncio.to_thread(_run, each, question.text, setting) for each in agents))
-
-        return program
+    return run
 
 
 class _PlainModel(OpenAIServerModel):
