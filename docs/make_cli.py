@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import typer.main
+from generated import write_or_check
 
 from agl_core.cli import app
 
@@ -84,15 +85,5 @@ def render() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        OUT.write_text(render())
-        return 0
-    if OUT.read_text() != render():
-        sys.stderr.write(f"{OUT.name} is not up to date: make docs\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(OUT, render()))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from generated import write_or_check
 
 DOCS = Path(__file__).parent
 OUT = DOCS / "llms.txt"
@@ -56,15 +57,5 @@ def render() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        OUT.write_text(render())
-        return 0
-    if OUT.read_text() != render():
-        sys.stderr.write(f"{OUT.name} is not up to date: make docs\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(OUT, render()))
