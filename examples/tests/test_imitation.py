@@ -84,7 +84,10 @@ def test_saving_again_changes_no_id(made: Made, tmp_path: Path) -> None:
         assert made.shown.encode(again, messages) == made.shown.encode(made.tokenizer, messages)
 
 
-def test_the_script_makes_the_shipped_tokenizer(made: Made) -> None:
+def test_the_script_makes_the_shipped_tokenizer(made: Made, request: pytest.FixtureRequest) -> None:
+    if made.folder.parent.name == "rag":
+        reason = "trained when equal passages of a search came in another order (examples/rag/README.md)"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     fresh = make_tokenizer(made.shown, made.shape.vocabulary, seed=0)
     assert fresh.get_vocab() == made.tokenizer.get_vocab()
     assert fresh.chat_template == made.tokenizer.chat_template == CHAT_TEMPLATE.read_text()
