@@ -116,7 +116,7 @@ class Keys:
         return self._made(f"session/{self.applications[application]}/{application}/{session}")
 
     def name_of_session(self, application: str, name: str) -> str:
-        """What stands for the name that an application gave a session, in ids: nobody can find out one by it."""
+        """What stands for the name that an application gave a session, in ids; it does not reveal the name."""
         return hmac.digest(self.secret.encode(), f"name/{application}/{name}".encode(), "sha256").hex()[:24]
 
     def application_of(self, request: Request) -> str | None:

@@ -174,7 +174,7 @@ class BesideEmbeddings(Condition):
 
 
 class NothingAttached(Condition):
-    """Nobody says who calls: agl has to say so."""
+    """Nothing names the caller: agl has to say so."""
 
     name = NOTHING
     about = "nothing names agents or reports tools: names must be marked as unobserved"

@@ -84,7 +84,7 @@ a later call, which have no status; in text ReAct it is not known at all. Agents
 a function of agl, which no other recorder can know.
 
 **The logging proxy** sees every call, whatever the client. It does not know who calls: a system prompt distinguishes
-agents, but it is no name. A reply that was lost and sent again is logged twice. A reply that nobody waited for is
+agents, but it is no name. A reply that was lost and sent again is logged twice. A reply that no client waited for is
 logged too: the proxy gets it from the model server, and does not notice that its client is gone. Tokens, statuses and
 results without ids are not in the messages.
 

@@ -16,7 +16,7 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc]
     ) -> None:
         """Called by veRL on every exchange of weights."""
         if peft_config is not None and base_sync_done:
-            raise NotImplementedError("LoRA adapters cannot be served on a CPU: train all weights, or use a GPU.")
+            raise NotImplementedError("An adapter came unmerged. agl merges it before each exchange (lora.merge).")
         self.device = torch.device("cpu")
         received: list[tuple[str, Tensor]] = []
 

@@ -271,7 +271,7 @@ class Sessions:
         return session
 
     async def _may_be_recorded(self, place: str) -> bool:
-        """Whether nobody opted out of the sessions of a name; not if that cannot be found out."""
+        """Whether the sessions of a name have not opted out; False if the store cannot be read."""
         try:
             return not await self._store.erased([place])
         except StoreError as error:
