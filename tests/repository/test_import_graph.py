@@ -56,6 +56,7 @@ NEVER_IN_THE_CORE = {
     "openai",
     "crewai",
     "smolagents",
+    "dspy",
 }
 
 

@@ -33,10 +33,10 @@ def new_span() -> str:
 class Step:
     """A call, and what follows until the next one."""
 
-    __slots__ = ("_is_running", "followed", "span", "steps")
+    __slots__ = ("_is_running", "agent", "followed", "span", "steps")
 
-    def __init__(self, steps: Steps) -> None:
-        self.steps, self.span = steps, new_span()
+    def __init__(self, steps: Steps, agent: str | None) -> None:
+        self.steps, self.agent, self.span = steps, agent, new_span()
         self.followed = False
         """Whether a context that inherited this step has begun another."""
         self._is_running = True
@@ -71,9 +71,9 @@ class Steps:
         """The latest step whose call was made in a task or thread of its own, for instance by `asyncio.wait_for`."""
         self._is_ambiguous = False
 
-    def begin(self) -> Step:
-        """A call is sent from here."""
-        step, before = Step(self), self._here()
+    def begin(self, agent: str | None) -> Step:
+        """A call of this agent is sent from here."""
+        step, before = Step(self, agent), self._here()
         with self._lock:
             if before is not None:
                 before.followed = True
@@ -91,10 +91,15 @@ class Steps:
 
     def span(self) -> str | None:
         """The span of the step that a tool run here belongs to; None before any call, and if it is not clear."""
+        step = self.step()
+        return None if step is None else step.span
+
+    def step(self) -> Step | None:
+        """The step that a tool run here belongs to; None before any call, and if it is not clear."""
         here = self._here()
         if here is not None:
-            return None if here.followed else here.span
-        return self._elsewhere.span if self._elsewhere is not None and not self._is_ambiguous else None
+            return None if here.followed else here
+        return None if self._is_ambiguous else self._elsewhere
 
     def _here(self) -> Step | None:
         step = _step.get()

@@ -119,24 +119,27 @@ class Marker(Generic[R]):
 
 
 class AgentRun:
-    """One run of an agent."""
+    """One run of an agent. If it `only_calls`, the code around it runs the tools that its calls ask for."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, only_calls: bool = False) -> None:
         self.result: Any = None
-        self._name = name
+        self._name, self._only_calls = name, only_calls
         self._scope: IdentityScope | None = None
         self._outer: Step | None = None
 
     @guarded
     def start(self, arguments: Callable[[], Any]) -> None:
+        around = current_scope()
+        steps = around.steps if around is not None and self._only_calls else None
         self._outer = current_step()
-        self._scope = enter_identity(Identity(self._name, span=new_span()), Steps())
+        self._scope = enter_identity(Identity(self._name, span=new_span()), steps or Steps())
 
     @guarded
     def end(self, error: BaseException | None) -> None:
         if self._scope is not None:
             self._scope.close()
-            set_step(self._outer)
+            if not self._only_calls:
+                set_step(self._outer)
 
 
 class ToolRun:
@@ -159,8 +162,9 @@ class ToolRun:
             return
         around = current_scope()
         if around is not None:
-            self._agent = around.identity.agent
-            self._parent_span = around.steps.span() if around.steps else around.identity.parent_span
+            step = around.steps.step() if around.steps is not None else None
+            self._agent = around.identity.agent if step is None else step.agent
+            self._parent_span = around.identity.parent_span if around.steps is None else around.steps.span()
         if self._arguments is None:
             self._arguments = arguments()
         self._outer, self._started = current_step(), time.time()

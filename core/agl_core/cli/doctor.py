@@ -42,6 +42,7 @@ UpstreamOption = Annotated[
 FRAMEWORKS = {
     "autogen-agentchat": "autogen_agentchat",
     "crewai": "crewai",
+    "dspy": "dspy",
     "haystack-ai": "haystack.tracing.tracer",
     "langchain-core": "langchain_core",
     "llama-index-core": "llama_index.core",

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Recording, current_identity, running
+from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
 from agl_core.learning import build_episode
 from agl_core.testing.scripts import CallTools, Hold, Say
@@ -208,6 +209,30 @@ async def test_what_cannot_be_told_is_not_guessed() -> None:
         episode = await episode_of(stack, key, attempt.recording)
     assert [tools for _, tools in told(episode)] == [[], []]
     assert len(episode.unjoined) == 2
+
+
+async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs_them() -> None:
+    async with running_stack() as stack:
+        key = await stack.lease()
+        attempt = active(key, stack.server.base_url, stack.key(key))
+        client = stack.client(key)
+        with running(attempt), agl_core.agent("program"):
+            for name in ("writer", "checker"):
+                run = AgentRun(name, only_calls=True)
+                run.start(lambda: None)
+                await ask(client, name)
+                run.end(None)
+                look_up("Oslo")
+            await ask(client, "so")
+            look_up("Atlantis")
+        await client.close()
+        episode = await episode_of(stack, key, attempt.recording)
+    assert told(episode) == [
+        ("writer", [("look_up", "ok")]),
+        ("checker", [("look_up", "ok")]),
+        ("program", [("look_up", "empty")]),
+    ]
+    assert [each.agent for t in episode.transitions for each in t.tool_results] == ["writer", "checker", "program"]
 
 
 async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:

@@ -12,13 +12,14 @@ from agl_core.testing.adapters.driver import Driver
 from agl_core.testing.privacy import NO_TELEMETRY
 
 from .crewai import CrewAI
+from .dspy import DSPy
 from .haystack import Haystack
 from .llama_index import LlamaIndex
 from .smolagents import Smolagents
 
 __all__ = ["APART"]
 
-APART: tuple[Driver, ...] = (LlamaIndex(), Haystack(), CrewAI(), Smolagents())
+APART: tuple[Driver, ...] = (LlamaIndex(), Haystack(), CrewAI(), Smolagents(), DSPy())
 
 # Before the module beside a driver imports its framework.
 os.environ.update(NO_TELEMETRY)

@@ -156,7 +156,9 @@ def _begun_step(request: Outgoing) -> Step | None:
         return None
     step = current_step()
     is_retry = request.headers.get(_RETRY_COUNT, "0") != "0"
-    return step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin()
+    return (
+        step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin(scope.identity.agent)
+    )
 
 
 def _retry_marker(request: Outgoing) -> str | None:
