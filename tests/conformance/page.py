@@ -38,7 +38,8 @@ Each further form is played once for each API, alternating between streaming and
 _APART = """## The matrix of frameworks with an environment of their own
 
 The pins of these frameworks do not go together. `make test-frameworks` makes an environment for each, with its newest
-release, and plays the same scenarios there.
+release, and plays the same scenarios there. `make newest` also plays the matrix above with the newest releases of its
+frameworks, and says what breaks.
 """
 
 _OWN = """## Your own adapter

@@ -264,7 +264,10 @@ def test_an_agent_used_as_a_tool_that_waits_for_approval_has_no_tool_result_yet(
 
 
 MCP_SERVER = """
-from mcp.server.fastmcp import FastMCP
+try:
+    from mcp.server.fastmcp import FastMCP
+except ImportError:  # mcp 2
+    from mcp.server.mcpserver import MCPServer as FastMCP
 
 server = FastMCP("test")
 
