@@ -88,7 +88,7 @@ class Agl:
 
     def calc(self, *settings: str) -> list[str]:
         """The arguments for a small run of the calc example."""
-        small = ["train.steps=4", "train.groups_per_step=2", "train.group_size=8", "eval.every=2", "eval.tasks=6"]
+        small = ["train.steps=4", "train.groups_per_step=2", "train.group_size=8", "eval.every=2", "eval.tasks=2"]
         return ["train", str(CALC), *(f"--set={each}" for each in (*small, "train.checkpoint_every=1", *settings))]
 
     def metrics(self, run: str) -> list[dict[str, Any]]:

@@ -1,15 +1,20 @@
-"""Fixtures for tests of adapters; import those that you want into your `conftest.py`.
+"""Fixtures for tests of plugins; import those that you want into your `conftest.py`.
 
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
+from typing import TypeAlias
 
 import pytest
 
 from agl_core.capture import reports
+
+Agl: TypeAlias = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +23,21 @@ def no_problems(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
     yield
     if "expects_problems" not in request.keywords:
         assert [each.getMessage() for each in caplog.get_records("call") if each.name == reports.__name__] == []
+
+
+@pytest.fixture(name="agl")
+def agl_in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Agl:
+    """Runs an `agl` command in this process, from its first line to the exit status; a process takes a second more."""
+    from agl_core.cli import main
+
+    def run(*arguments: str) -> CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["agl", *arguments])
+        status: object = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code or 0
+        said = capsys.readouterr()
+        return CompletedProcess(["agl", *arguments], int(str(status)), said.out, said.err)
+
+    return run
