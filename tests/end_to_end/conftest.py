@@ -15,6 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
+
+from agl_core.cli import app
 
 ROOT = Path(__file__).parents[2]
 CALC = ROOT / "examples" / "calc" / "train.toml"
@@ -85,6 +88,12 @@ class Agl:
         code = command.wait()
         assert code == 0, command.output()
         return command.output()
+
+    def look(self, *arguments: str | Path) -> str:
+        """What a command prints that only reads. It runs in this process, which has imported everything already."""
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
 
     def calc(self, *settings: str) -> list[str]:
         """The arguments for a small run of the calc example."""

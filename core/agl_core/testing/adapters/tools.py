@@ -73,7 +73,8 @@ ASK_WEATHER = CallTools([("weather", {"city": city}, f"c-{city}") for city in WE
 
 def weather_statuses(results: Iterable[ToolResult | ToolResultReport]) -> dict[str, str]:
     """How the calls of `weather` ended, by city."""
-    return {each.arguments["city"]: str(each.status) for each in results}
+    asked: list[tuple[Any, str]] = [(each.arguments, str(each.status)) for each in results]
+    return {arguments["city"]: status for arguments, status in asked}
 
 
 def tools_by_call(episode: Episode) -> list[tuple[Any, ...]]:
