@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agl_core.cli import app
+from agl_core.testing.fixtures import working_folder  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 CALC = ROOT / "examples" / "calc" / "train.toml"

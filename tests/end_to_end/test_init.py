@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,17 +56,11 @@ PLAIN = "def helper(a, b): ...\ndef work(text, context, depth=1):\n    other = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder with two agents; what is imported from it here goes with it."""
-    (tmp_path / "my_agent.py").write_text(AGENT)
-    (tmp_path / "plain.py").write_text(PLAIN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = {*sys.modules}
-    yield tmp_path
-    for name in {*sys.modules} - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
+def folder(working_folder: Path) -> Path:
+    """A user's, with two agents."""
+    (working_folder / "my_agent.py").write_text(AGENT)
+    (working_folder / "plain.py").write_text(PLAIN)
+    return working_folder
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TypeAlias
 
@@ -28,7 +30,8 @@ def no_problems(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 @pytest.fixture(name="agl")
 def agl_in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Agl:
     """Runs an `agl` command in this process, from its first line to the exit status; a process takes a second more."""
-    from agl_core.cli import main
+    [command] = entry_points(group="console_scripts", name="agl")
+    main = command.load()
 
     def run(*arguments: str) -> CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["agl", *arguments])
@@ -41,3 +44,15 @@ def agl_in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         return CompletedProcess(["agl", *arguments], int(str(status)), said.out, said.err)
 
     return run
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The test's folder as the one in which a user runs a command here; what is imported from it goes with it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]

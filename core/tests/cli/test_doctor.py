@@ -70,9 +70,9 @@ def test_what_is_missing_is_named(field: str) -> None:
     assert (probe.returns_ids, probe.missing) == (False, f"its replies lack {field}")
 
 
-def test_what_only_limits_is_a_note(running: Bench, agl: Agl) -> None:
+def test_what_only_limits_is_a_note(running: Bench) -> None:
     running.upstream.returns_ids = False
-    found = agl("doctor", "--upstream", running.upstream.url)
+    found = running.agl("doctor", "--upstream", running.upstream.url)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "ok    langchain_core: agl attaches to it" in found.stdout
     assert f"ok    model server: {running.upstream.url} answers, with served" in found.stdout
@@ -80,7 +80,8 @@ def test_what_only_limits_is_a_note(running: Bench, agl: Agl) -> None:
     assert "→ its replies can be recorded and scored, but not trained on" in found.stdout
 
 
-def test_what_is_broken_is_an_error_with_a_remedy(running: Bench, agl: Agl) -> None:
+def test_what_is_broken_is_an_error_with_a_remedy(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "installed_adapters", list)  # They would stay attached to this process.
     running.answers(Raw(json.dumps(completion(prompt_token_ids=[1])).encode()))
     found = agl("doctor", "no-such.toml", "--upstream", running.upstream.url)
     assert found.returncode == 1
