@@ -67,10 +67,11 @@ storms: install ## Run the long tests: many faults, every setting, every adapter
 
 test-all: test storms oracles trackers test-verl ## Everything: `make test`, the storms, veRL's and TRL's own algorithms, W&B and MLflow, the veRL engine
 
-# TESTS limits the run to some files or folders. Files go side by side, one process for each core; then those that a
-# busy machine disturbs go one at a time, and those of them that fail once more. pytest's status 5: no such test.
+# TESTS limits the run to some files or folders. Files go side by side, one process for each core, in the order of
+# pyproject.toml's testpaths; then those that a busy machine disturbs go one at a time, and those of them that fail
+# once more. pytest's status 5: no such test.
 define run_tests
-@status=0; $(PYTEST) -n logical --maxprocesses 8 --dist loadfile -m "($(1)) and not timing" $(TESTS) || status=$$?; \
+@status=0; $(PYTEST) -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "($(1)) and not timing" $(TESTS) || status=$$?; \
 	[ $$status -eq 0 ] || [ $$status -eq 5 ]
 @status=0; files=$$($(call files_with,mark\.timing)) && $(PYTEST) -m "($(1)) and timing" $$files || status=$$?; \
 	[ -z "$$files" ] || [ $$status -eq 0 ] || [ $$status -eq 5 ] || { \

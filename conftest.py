@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from agl_core.testing.clients import certificates_read_once
+
 VERL = Path(__file__).parent / "algorithms" / "verl"
 
 STORM_TIMEOUT = 600
@@ -38,6 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("storm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(STORM_TIMEOUT))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates() -> Iterator[None]:
+    """Hundreds of clients are made, and none of them speaks TLS."""
+    with certificates_read_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,10 @@ SCRIPTS: dict[str, Any] = {
 }
 
 
+QUICKLY_MADE = ("calc", "beds")
+"""Whose tokenizers are trained in a second; the others take five and differ in their texts alone."""
+
+
 @pytest.fixture(scope="module", params=SCRIPTS)
 def made(request: pytest.FixtureRequest) -> Made:
     script = SCRIPTS[request.param]
@@ -84,6 +88,11 @@ def test_saving_again_changes_no_id(made: Made, tmp_path: Path) -> None:
         assert made.shown.encode(again, messages) == made.shown.encode(made.tokenizer, messages)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [name if name in QUICKLY_MADE else pytest.param(name, marks=pytest.mark.storm) for name in SCRIPTS],
+    indirect=True,
+)
 def test_the_script_makes_the_shipped_tokenizer(made: Made, request: pytest.FixtureRequest) -> None:
     if made.folder.parent.name == "rag":
         reason = "trained when equal passages of a search came in another order (examples/rag/README.md)"

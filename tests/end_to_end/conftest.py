@@ -15,6 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
+
+from agl_core.cli import app
+from agl_core.testing.fixtures import working_folder  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 CALC = ROOT / "examples" / "calc" / "train.toml"
@@ -86,9 +90,15 @@ class Agl:
         assert code == 0, command.output()
         return command.output()
 
+    def look(self, *arguments: str | Path) -> str:
+        """What a command prints that only reads. It runs in this process, which has imported everything already."""
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
     def calc(self, *settings: str) -> list[str]:
         """The arguments for a small run of the calc example."""
-        small = ["train.steps=4", "train.groups_per_step=2", "train.group_size=8", "eval.every=2", "eval.tasks=6"]
+        small = ["train.steps=4", "train.groups_per_step=2", "train.group_size=8", "eval.every=2", "eval.tasks=2"]
         return ["train", str(CALC), *(f"--set={each}" for each in (*small, "train.checkpoint_every=1", *settings))]
 
     def metrics(self, run: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from agl_core.config import load
 from agl_core.errors import AgentError, ConfigError
 from agl_core.starting.agent_file import read_agent_file
 from agl_core.starting.files import write_files
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 AGENT = '''
 """A LangChain agent that knows nothing of agl."""
@@ -45,15 +46,21 @@ async def solve(task: dict) -> str:
 '''
 
 
-def agl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("agl")), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
 
 
+PLAIN = "def helper(a, b): ...\ndef work(text, context, depth=1):\n    other = {}\n    return other['x'] + text\n"
+"""Without a framework, which takes seconds to import."""
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my_agent.py").write_text(AGENT)
-    return tmp_path
+def folder(working_folder: Path) -> Path:
+    """A user's, with two agents."""
+    (working_folder / "my_agent.py").write_text(AGENT)
+    (working_folder / "plain.py").write_text(PLAIN)
+    return working_folder
 
 
 @pytest.fixture
@@ -62,12 +69,12 @@ def policy(pytestconfig: pytest.Config) -> str:
 
 
 def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> None:
-    made = agl(folder, "init", "my_agent.py", "--model", policy)
+    made = in_a_process(folder, "init", "my_agent.py", "--model", policy)
     assert made.returncode == 0, made.stderr
     assert "agent: async def solve in my_agent.py, which takes an object with question" in made.stdout
     assert "framework: langchain_core" in made.stdout
 
-    trained = agl(folder, "train", "train.toml")
+    trained = in_a_process(folder, "train", "train.toml")
     assert trained.returncode == 0, trained.stdout + trained.stderr
 
     lines = [json.loads(line) for line in (folder / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()]
@@ -75,30 +82,30 @@ def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> Non
     assert [line["rollouts"] for line in steps] == [16.0] * 3
     assert all("reward/right" in line for line in steps)
     assert sum(line.get("update/transitions_trained", 0) for line in steps) > 0
-    rollouts = json.loads(agl(folder, "rollouts", "--json").stdout)
+    rollouts = json.loads(in_a_process(folder, "rollouts", "--json").stdout)
     assert {each["ending"] for each in rollouts} == {"finished"}
 
 
-def test_nothing_is_overwritten_without_force(folder: Path, policy: str) -> None:
+def test_nothing_is_overwritten_without_force(folder: Path, policy: str, agl: Agl) -> None:
     (folder / "reward.py").write_text("# mine")
-    found = agl(folder, "init", "my_agent.py", "--model", policy)
+    found = agl("init", "plain.py", "--model", policy)
     assert found.returncode == 2
     assert "reward.py: there already. Nothing was written" in found.stderr
-    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "reward.py"}
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "plain.py", "reward.py"}
     assert (folder / "reward.py").read_text() == "# mine"
 
-    assert agl(folder, "init", "my_agent.py", "--model", policy, "--force").returncode == 0
+    assert agl("init", "plain.py", "--model", policy, "--force").returncode == 0
     assert "agl_core.reward_rule" in (folder / "reward.py").read_text()
 
 
-def test_a_model_that_is_not_there_leaves_no_file(folder: Path) -> None:
+def test_a_model_that_is_not_there_leaves_no_file(folder: Path, agl: Agl) -> None:
     (folder / "tasks.jsonl").write_text("mine")
-    found = agl(folder, "init", "my_agent.py", "--model", "./nowhere", "--force")
+    found = agl("init", "plain.py", "--model", "./nowhere", "--force")
     assert found.returncode == 2
     assert "there is no folder" in found.stderr
-    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "tasks.jsonl"}
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "plain.py", "tasks.jsonl"}
     assert (folder / "tasks.jsonl").read_text() == "mine"
-    assert "--model" in agl(folder, "init", "my_agent.py").stderr
+    assert "--model" in agl("init", "plain.py").stderr
 
 
 @pytest.mark.parametrize(
@@ -120,11 +127,8 @@ def test_an_agent_file_that_cannot_be_used(folder: Path, policy: str, name: str,
     assert not (folder / "train.toml").exists()
 
 
-def test_what_the_agent_takes_is_seen(folder: Path, policy: str) -> None:
-    (folder / "plain.py").write_text(
-        "def helper(a, b): ...\ndef work(text, context, depth=1):\n    other = {}\n    return other['x'] + text\n"
-    )
-    found = agl(folder, "init", "plain.py", "--model", policy)
+def test_what_the_agent_takes_is_seen(folder: Path, policy: str, agl: Agl) -> None:
+    found = agl("init", "plain.py", "--model", policy)
     assert "agent: def work in plain.py, which takes a text" in found.stdout
     assert "none that an installed adapter knows" in found.stdout
     assert tomllib.loads((folder / "train.toml").read_text())["agent"]["entry"] == "plain:work"

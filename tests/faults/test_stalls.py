@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import orjson
 import psutil
+from typer.testing import CliRunner
 
-from .fault_run import AGL, TinyRun
+from agl_core.cli import app
+
+from .fault_run import TinyRun
 from .stall_agent import HELD
 
 STALL = 2.0
@@ -41,8 +43,7 @@ def stalls(run: TinyRun) -> list[str]:
 
 
 def doctor(run: TinyRun) -> str:
-    asked = subprocess.run([AGL, "doctor", str(run.folder)], capture_output=True, text=True, timeout=120, check=False)
-    return asked.stdout + asked.stderr
+    return CliRunner().invoke(app, ["doctor", str(run.folder)]).output
 
 
 def finish(run: TinyRun) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.capture.status import RULES, message_status
+from agl_core.capture.status import message_status
+from agl_core.capture.status_rules import RULES
 from agl_core.training.alarms import ALARMS
 from agl_core.types import Evidence, Symptom
 

@@ -138,6 +138,8 @@ async def stored(use: Use) -> list[Any]:
     return [call.request["messages"][0]["content"] for call in await use.calls()]
 
 
+WHAT_IS_STORED = using(stored)
+
 GIVEN: Given = {
     "online.upstream": MODEL,
     "online.applications": {"shop": 1},
@@ -155,8 +157,8 @@ EFFECTS: Mapping[str, Effect] = {
     ),
     "online.applications": Effect(using(takes_keys_of_number_one), {"online.applications": {"shop": 2}}, GIVEN),
     "online.idle_minutes": Effect(using(ends_without_calls), {"online.idle_minutes": 0.005}, GIVEN),
-    "online.redact": Effect(using(stored), {"online.redact": ["email"]}, GIVEN),
+    "online.redact": Effect(WHAT_IS_STORED, {"online.redact": ["email"]}, GIVEN),
     "online.keep_days": Effect(using(is_removed, restarted=True), {"online.keep_days": 1.0}, OFTEN),
-    "online.max_store_gib": Effect(using(stored), {"online.max_store_gib": 1e-9}, GIVEN),
-    "online.min_free_gib": Effect(using(stored), {"online.min_free_gib": 1e9}, GIVEN),
+    "online.max_store_gib": Effect(WHAT_IS_STORED, {"online.max_store_gib": 1e-9}, GIVEN),
+    "online.min_free_gib": Effect(WHAT_IS_STORED, {"online.min_free_gib": 1e9}, GIVEN),
 }

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ import pyarrow.parquet
 from aiohttp import web
 
 from agl_core.errors import ConfigError
+from agl_core.testing.http import served
 from agl_core.types import (
     Ending,
     Episode,
@@ -121,22 +122,15 @@ async def endpoint(delay: float) -> AsyncIterator[tuple[str, list[tuple[str, str
         await asyncio.sleep(delay)
         return web.json_response({"choices": [{"message": {"content": '{"score": 7}'}}]})
 
-    async with served(answer) as url:
+    async with answering(answer) as url:
         yield url, asked
 
 
-@asynccontextmanager
-async def served(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+def answering(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AbstractAsyncContextManager[str]:
     """A server on this machine that answers every request so: its URL."""
     app = web.Application()
     app.router.add_post("/{path:.*}", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    return served(app)
 
 
 async def judged(bench: Bench, given: Given) -> Any:
@@ -175,7 +169,7 @@ async def judged_at_once(bench: Bench, given: Given) -> list[bool]:
         return web.json_response({"choices": [{"message": {"content": '{"score": 7}'}}]})
 
     found: list[bool] = []
-    async with served(answer) as url:
+    async with answering(answer) as url:
         settings = {key.removeprefix("rewards.judge."): value for key, value in given.items()}
         settings |= {"base_url": url, "model": "m", "rubric": "Polite."}
         judge = bench.load({"rewards": {"judge": settings}}).rewards["judge"].build()

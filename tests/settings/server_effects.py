@@ -19,6 +19,7 @@ from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.viewing import shown
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
+from agl_core.testing.http import served
 from agl_core.training.report import Silent
 from agl_core.training.run import new_run_dir
 from agl_core.training.serving import local_server
@@ -115,9 +116,6 @@ def passed_on(setting: str) -> Callable[[Bench, Given], Awaitable[Any]]:
 
         app = web.Application()
         app.router.add_post("/v1/embeddings", embed)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", OTHER_PORT).start()
         os.environ["OTHER_KEY"] = "the-other-key"
 
         async def ask(server: LightningServer, url: str) -> Any:
@@ -129,14 +127,15 @@ def passed_on(setting: str) -> Callable[[Bench, Given], Awaitable[Any]]:
             return reply.status_code, "OTHER_KEY" in os.environ
 
         try:
-            return await serving(ask)(bench, given), seen
+            async with served(app, port=OTHER_PORT):
+                return await serving(ask)(bench, given), seen
         finally:
             os.environ.pop("OTHER_KEY", None)
-            await runner.cleanup()
 
     return observe
 
 
+TERMS = serving(terms)
 APART: Given = {"workers.embedded": False}
 
 OTHER: Given = {"gateway.passthrough.url": OTHER_URL}
@@ -146,7 +145,7 @@ EFFECTS: Mapping[str, Effect] = {
     "server.port": Effect(serving(has_the_port), {"server.port": PORT}, APART),
     "server.otlp_port": Effect(serving(takes_spans_over_grpc), {"server.otlp_port": 0}, APART),
     "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
-    "server.heartbeat": Effect(serving(terms), {"server.heartbeat": 2.0}, APART),
+    "server.heartbeat": Effect(TERMS, {"server.heartbeat": 2.0}, APART),
     "gateway.max_body_mib": Effect(serving(largest_request_of_an_agent), {"gateway.max_body_mib": 1}, APART),
     "gateway.passthrough.url": Effect(passed_on("url"), {"gateway.passthrough.url": OTHER_URL}, APART),
     "gateway.passthrough.api_key_env": Effect(
@@ -155,5 +154,5 @@ EFFECTS: Mapping[str, Effect] = {
     "gateway.passthrough.timeout": Effect(
         passed_on("timeout"), {"gateway.passthrough.timeout": 0.1}, {**APART, **OTHER}
     ),
-    "server.lease": Effect(serving(terms), {"server.lease": 60.0}, APART),
+    "server.lease": Effect(TERMS, {"server.lease": 60.0}, APART),
 }

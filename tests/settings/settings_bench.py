@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,11 +47,15 @@ TASKS: Mapping[str, list[dict[str, Any]]] = {
 """Files of tasks beside the configuration."""
 
 
+Observe: TypeAlias = "Callable[[Bench, Given], Any | Awaitable[Any]]"
+"""Looks at the bench with these changes."""
+
+
 @dataclass(frozen=True)
 class Effect:
     """`observe` sees something else once `change` is made to a run that has `given`."""
 
-    observe: Callable[[Bench, Given], Any | Awaitable[Any]]
+    observe: Observe
     change: Given
     given: Given = field(default_factory=dict)
 
@@ -79,7 +84,10 @@ class Ran:
 
 
 class Bench:
-    """A folder with a configuration to change; runs are kept, since most effects are seen against the same one."""
+    """A folder with a configuration to change.
+
+    Runs and observations are kept, since most effects are seen against the same ones.
+    """
 
     def __init__(self, folder: Path, weights: Path) -> None:
         self.folder, self.weights = folder, weights
@@ -107,6 +115,7 @@ class Bench:
         (folder / "below").mkdir()
         (folder / "below" / "tasks.jsonl").write_bytes((folder / "other.jsonl").read_bytes())
         self._runs: dict[str, Ran] = {}
+        self._observed: dict[tuple[Observe, str], Any] = {}
 
     def written(self, given: Given = {}) -> dict[str, Any]:  # noqa: B006
         """The configuration with these changes, as a file would have it."""
@@ -124,6 +133,14 @@ class Bench:
         file = self.folder / "train.toml"
         file.write_text(tomli_w.dumps(self.written(given)))
         return load(file)
+
+    async def observed(self, observe: Observe, given: Given) -> Any:
+        """What is seen with these changes; it is looked at once."""
+        key = observe, json.dumps(given, sort_keys=True)
+        if key not in self._observed:
+            found = observe(self, given)
+            self._observed[key] = await found if inspect.isawaitable(found) else found
+        return self._observed[key]
 
     async def run(self, given: Given) -> Ran:
         """Train with these changes, from the queue to the last checkpoint; the engine is a scripted one."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import doctest
-import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from . import (
     tracker_effects,
     training_effects,
 )
-from .settings_bench import Bench, Effect, Given
+from .settings_bench import Bench, Effect
 from .settings_found import every_setting
 
 PLUGINS = Plugins.load()
@@ -41,11 +39,6 @@ EFFECTS: Mapping[str, Effect] = {
 }
 
 
-async def seen(effect: Effect, bench: Bench, given: Given) -> Any:
-    found = effect.observe(bench, given)
-    return await found if inspect.isawaitable(found) else found
-
-
 PROCESSES = ("agent.command", "engine.torch.host", "workers.isolation", "workers.memory_mib")
 """To see these, an engine or a process for each attempt is started: a third of the time of all."""
 
@@ -58,9 +51,9 @@ async def test_it_has_an_effect(name: str, benches: tuple[Bench, Bench]) -> None
         pytest.fail(f"The setting '{name}' has no entry in a table of effects: say how changing it is seen.")
     effect = EFFECTS[name]
     bench, another = benches
-    before = await seen(effect, bench, effect.given)
-    assert await seen(effect, another, effect.given) == before, "not a function of the settings"
-    assert await seen(effect, bench, {**effect.given, **effect.change}) != before
+    before = await bench.observed(effect.observe, effect.given)
+    assert await another.observed(effect.observe, effect.given) == before, "not a function of the settings"
+    assert await bench.observed(effect.observe, {**effect.given, **effect.change}) != before
 
 
 def test_no_entry_is_out_of_date() -> None:

@@ -12,11 +12,10 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-import agl_core
 from agl_autogen.plugin import AgentChatAdapter, AutoGenCoreAdapter
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.server import RunningAttempt, Stack, attached_stack
 from agl_core.worker.environment import PLACEHOLDER_KEY
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
@@ -46,11 +45,8 @@ class World:
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    attachment = agl_core.attach([AutoGenCoreAdapter(), AgentChatAdapter()])
-    assert not attachment.failed
-    async with running_stack() as stack:
+    async with attached_stack(AutoGenCoreAdapter(), AgentChatAdapter()) as stack:
         yield World(stack)
-    attachment.detach()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from crewai import Process
 from pydantic import BaseModel
 
 from agl_core.capture import installed_adapters
+from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.testing.server import Stack
 
@@ -24,7 +25,6 @@ from .world import (  # noqa: F401
     crew_of,
     llm_of,
     play,
-    seen,
     slow,
     task_of,
 )
@@ -43,7 +43,7 @@ async def test_the_agents_of_a_sequential_crew_are_named_by_their_roles(way: str
     writer, critic = agent_of(llm, "Writer", (add,)), agent_of(llm, "Critic")
     crew = crew_of(task_of(writer), task_of(critic))
     episode = await play(stack, lambda: kicked_off(crew, way), ADDS, Say("3"), Say("Right."))
-    assert seen(episode) == [("Writer", ("add", "ok")), ("Writer",), ("Critic",)]
+    assert tools_by_call(episode) == [("Writer", ("add", "ok")), ("Writer",), ("Critic",)]
     (result,) = episode.transitions[0].tool_results
     assert (result.arguments, result.result, result.adapter) == ({"a": 1, "b": 2}, "3", "crewai")
     assert result.tool_call_id == episode.transitions[0].response["tool_calls"][0]["id"]
@@ -61,7 +61,7 @@ async def test_delegated_work_is_that_of_the_coworker_and_a_tool_result(stack: S
     script = (delegates("Expert"), ADDS, Say("3"), delegates("Nobody"), Say("It is 3."))
     episode = await play(stack, crew.kickoff_async, *script)
     delegated = "delegate_work_to_coworker"
-    assert seen(episode) == [
+    assert tools_by_call(episode) == [
         ("Boss", (delegated, "ok")),
         ("Expert", ("add", "ok")),
         ("Expert",),
@@ -77,7 +77,7 @@ async def test_the_manager_of_a_hierarchical_crew_has_crewais_name_for_it(stack:
     given = {"task": "Answer.", "context": "None.", "coworker": "Expert"}
     script = (calls(("delegate_work_to_coworker", given)), Say("4"), Say("It is 4."))
     episode = await play(stack, crew.kickoff_async, *script)
-    assert seen(episode) == [
+    assert tools_by_call(episode) == [
         ("Crew Manager", ("delegate_work_to_coworker", "ok")),
         ("Expert",),
         ("Crew Manager",),
@@ -88,7 +88,7 @@ async def test_failures_in_crewais_own_words(stack: Stack) -> None:
     agent = agent_of(llm_of(stack.url()), "Solver", (broken, slow))
     asked = (calls(("broken", {"reason": "no city"})), calls(("slow", {})), calls(("nowhere", {})))
     episode = await play(stack, crew_of(task_of(agent)).kickoff_async, *asked, Say("Sorry."))
-    assert seen(episode) == [
+    assert tools_by_call(episode) == [
         ("Solver", ("broken", "error")),
         ("Solver", ("slow", "timeout")),
         ("Solver", ("nowhere", "error")),
@@ -104,7 +104,7 @@ async def test_tools_that_are_asked_for_in_crewais_text_format(stack: Stack, mon
     said = Say('Thought: I add.\nAction: add\nAction Input: {"a": 1, "b": 2}')
     script = (said, Say("Thought: I now know it.\nFinal Answer: 3"))
     episode = await play(stack, crew_of(task_of(agent)).kickoff_async, *script)
-    assert seen(episode) == [("Solver", ("add", "ok")), ("Solver",)]
+    assert tools_by_call(episode) == [("Solver", ("add", "ok")), ("Solver",)]
 
 
 class Number(BaseModel):
@@ -117,7 +117,7 @@ async def test_an_agent_alone_and_a_call_that_makes_json_of_its_answer(stack: St
     llm = llm_of(stack.url())
     alone = agent_of(llm, "Loner", (add,))
     episode = await play(stack, lambda: alone.kickoff_async("1 + 2?"), ADDS, Say("3"))
-    assert seen(episode) == [("Loner", ("add", "ok")), ("Loner",)]
+    assert tools_by_call(episode) == [("Loner", ("add", "ok")), ("Loner",)]
     crew = crew_of(task_of(agent_of(llm, "Clerk"), output_pydantic=Number))
     episode = await play(stack, crew.kickoff_async, *[Say('{"value": 3}')] * 3)
     assert {each.agent for each in episode.transitions} == {"Clerk"}
@@ -133,7 +133,7 @@ async def test_rollouts_at_the_same_time_share_a_crews_agents(stack: Stack) -> N
             await crew_of(task_of(agent.copy())).kickoff_async()
 
     await asyncio.gather(*map(run, attempts))
-    assert [seen(await each.close()) for each in attempts] == [[("Solver", ("add", "ok")), ("Solver",)]] * 2
+    assert [tools_by_call(await each.close()) for each in attempts] == [[("Solver", ("add", "ok")), ("Solver",)]] * 2
 
 
 async def test_outside_any_rollout_nothing_changes(stack: Stack) -> None:

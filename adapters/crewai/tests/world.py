@@ -9,9 +9,8 @@ import pytest
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import BaseTool, tool
 
-import agl_core
 from agl_core.testing.scripts import CallTools
-from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.server import Stack, attached_stack
 from agl_core.types import Episode
 from agl_core.worker.environment import PLACEHOLDER_KEY
 from agl_crewai.plugin import CrewAIAdapter
@@ -68,18 +67,7 @@ async def play(stack: Stack, run: Callable[[], Any], *script: Any) -> Episode:
     return episode
 
 
-def seen(episode: Episode) -> list[tuple[Any, ...]]:
-    """Who called, and the tools of the call with their statuses."""
-    return [
-        (each.agent, *((result.tool, str(result.status)) for result in each.tool_results))
-        for each in episode.transitions
-    ]
-
-
 @pytest.fixture(name="stack")
 async def a_stack() -> AsyncIterator[Stack]:
-    attachment = agl_core.attach([CrewAIAdapter()])
-    assert attachment.failed == {}
-    async with running_stack(timeout=300) as running:
+    async with attached_stack(CrewAIAdapter(), timeout=300) as running:
         yield running
-    attachment.detach()

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.privacy import NO_TELEMETRY
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.server import RunningAttempt, Stack, attached_stack
 from agl_core.worker.environment import PLACEHOLDER_KEY
 
 os.environ.update(NO_TELEMETRY)
@@ -40,11 +39,8 @@ class World:
 async def world() -> AsyncIterator[World]:
     from agl_haystack.plugin import HaystackAdapter, HaystackAgentsAdapter
 
-    attachment = agl_core.attach([HaystackAdapter(), HaystackAgentsAdapter()])
-    assert attachment.failed == {}
-    async with running_stack() as stack:
+    async with attached_stack(HaystackAdapter(), HaystackAgentsAdapter()) as stack:
         yield World(stack)
-    attachment.detach()
 
 
 @pytest.fixture

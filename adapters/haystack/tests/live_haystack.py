@@ -12,24 +12,8 @@ from haystack.tools import ComponentTool, Tool, create_tool_from_function
 from haystack.tracing.tracer import NullTracer, Span, Tracer
 
 from agl_core.capture import identify, installed_adapters
+from agl_core.testing.adapters.tools import ASK_WEATHER, WEATHER_STATUSES, weather, weather_statuses
 from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
-
-
-def weather(city: str) -> str:
-    """Weather of a city."""
-    if city == "Atlantis":
-        raise ValueError("no such city")
-    if city == "Far":
-        raise TimeoutError("no answer")
-    return "" if city == "Nowhere" else "22 °C"
-
-
-ASK = CallTools([("weather", {"city": city}, f"c-{city}") for city in ("Bern", "Atlantis", "Far", "Nowhere")])
-STATUSES = {"Bern": "ok", "Atlantis": "error", "Far": "timeout", "Nowhere": "empty"}
-
-
-def statuses(results: Any) -> dict[str, str]:
-    return {each.arguments["city"]: str(each.status) for each in results}
 
 
 def test_it_is_found_as_an_installed_plugin() -> None:
@@ -38,15 +22,15 @@ def test_it_is_found_as_an_installed_plugin() -> None:
 
 
 async def test_tools_that_fail(world: Any, attempt: Any, agent: Any, run: Any) -> None:
-    world.stack.upstream.script(ASK, Say("Warm."))
+    world.stack.upstream.script(ASK_WEATHER, Say("Warm."))
     with attempt.running():
         await run("solver", agent("solver", [weather]))
     episode = await attempt.close()
     assert [each.agent for each in episode.transitions] == ["solver", "solver"]
     assert episode.unjoined == ()
     results = episode.transitions[0].tool_results
-    assert statuses(results) == STATUSES
-    assert {each.tool_call_id for each in results} == {f"c-{city}" for city in STATUSES}
+    assert weather_statuses(results) == WEATHER_STATUSES
+    assert {each.tool_call_id for each in results} == {f"c-{city}" for city in WEATHER_STATUSES}
     assert {(each.tool, each.agent, each.adapter) for each in results} == {("weather", "solver", "haystack")}
     failed = next(each.error for each in results if each.arguments["city"] == "Atlantis")
     assert failed == (
@@ -120,7 +104,7 @@ async def test_components_of_a_pipeline_are_known_by_their_names(world: Any, att
 
 
 async def test_an_agent_alone_has_the_name_that_is_given_around_it(world: Any, attempt: Any, agent: Any) -> None:
-    world.stack.upstream.script(ASK, Say("Warm."))
+    world.stack.upstream.script(ASK_WEATHER, Say("Warm."))
     with attempt.running(), identify("solver"):
         await agent("solver", [weather]).run_async([ChatMessage.from_user("How warm is it?")])
     assert await attempt.agents() == ["solver", "solver"]
@@ -131,7 +115,7 @@ async def test_rollouts_share_a_pipeline(world: Any, agent: Any) -> None:
     pipeline = Pipeline()
     pipeline.add_component("solver", agent("solver", [weather]))
     attempts = [await world.attempt() for _ in range(3)]
-    world.stack.upstream.answer = in_turn(ASK, Say("Warm."))
+    world.stack.upstream.answer = in_turn(ASK_WEATHER, Say("Warm."))
 
     async def one(attempt: Any) -> None:
         with attempt.running():
@@ -141,7 +125,7 @@ async def test_rollouts_share_a_pipeline(world: Any, agent: Any) -> None:
     for attempt in attempts:
         episode = await attempt.close()
         assert [each.agent for each in episode.transitions] == ["solver", "solver"]
-        assert statuses(episode.transitions[0].tool_results) == STATUSES
+        assert weather_statuses(episode.transitions[0].tool_results) == WEATHER_STATUSES
         assert episode.unjoined == ()
 
 
@@ -151,7 +135,7 @@ async def test_streaming(world: Any, attempt: Any, agent: Any, run: Any) -> None
     async def seen(piece: Any) -> None:
         pieces.append(piece)
 
-    world.stack.upstream.script(ASK, Say("Warm."))
+    world.stack.upstream.script(ASK_WEATHER, Say("Warm."))
     made = agent("solver", [weather])
     pipeline = Pipeline()
     pipeline.add_component("solver", made)
@@ -160,7 +144,7 @@ async def test_streaming(world: Any, attempt: Any, agent: Any, run: Any) -> None
         await pipeline.run_async({"solver": question})
     assert pieces
     assert all(call.request["stream"] for call in await attempt.calls())
-    assert statuses(attempt.tool_results) == STATUSES
+    assert weather_statuses(attempt.tool_results) == WEATHER_STATUSES
 
 
 async def test_a_tracer_of_the_users_own_stays(world: Any, attempt: Any, agent: Any, run: Any) -> None:
@@ -191,7 +175,7 @@ async def test_tools_by_class(world: Any, attempt: Any, agent: Any, run: Any) ->
 
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     tool = Tool(name="weather", description="Weather.", parameters=schema, function=weather, async_function=later)
-    world.stack.upstream.script(ASK, Say("Warm."))
+    world.stack.upstream.script(ASK_WEATHER, Say("Warm."))
     with attempt.running():
         await run("solver", agent("solver", [tool, create_tool_from_function(test_it_is_found_as_an_installed_plugin)]))
-    assert statuses(attempt.tool_results) == STATUSES
+    assert weather_statuses(attempt.tool_results) == WEATHER_STATUSES

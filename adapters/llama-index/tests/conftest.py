@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.server import RunningAttempt, Stack, attached_stack
 from agl_core.worker.environment import PLACEHOLDER_KEY
 
 
@@ -42,11 +41,8 @@ class World:
 async def world() -> AsyncIterator[World]:
     from agl_llama_index.plugin import LlamaIndexAdapter
 
-    attachment = agl_core.attach([LlamaIndexAdapter()])
-    assert attachment.failed == {}
-    async with running_stack() as stack:
+    async with attached_stack(LlamaIndexAdapter()) as stack:
         yield World(stack)
-    attachment.detach()
 
 
 @pytest.fixture

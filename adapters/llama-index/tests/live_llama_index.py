@@ -21,25 +21,9 @@ from pydantic import BaseModel
 from workflows.errors import WorkflowCancelledByUser
 
 from agl_core.capture import installed_adapters
+from agl_core.testing.adapters.tools import ASK_WEATHER, WEATHER_STATUSES, weather, weather_statuses
 from agl_core.testing.scripts import CallTools, Hold, Say, by_agent, in_turn
 from agl_core.testing.server import until
-
-
-def weather(city: str) -> str:
-    """Weather of a city."""
-    if city == "Atlantis":
-        raise ValueError("no such city")
-    if city == "Far":
-        raise TimeoutError("no answer")
-    return "" if city == "Nowhere" else "22 °C"
-
-
-ASK = CallTools([("weather", {"city": city}, f"c-{city}") for city in ("Bern", "Atlantis", "Far", "Nowhere")])
-STATUSES = {"Bern": "ok", "Atlantis": "error", "Far": "timeout", "Nowhere": "empty"}
-
-
-def statuses(results: Any) -> dict[str, str]:
-    return {each.arguments["city"]: str(each.status) for each in results}
 
 
 def test_it_is_found_as_an_installed_plugin() -> None:
@@ -47,15 +31,15 @@ def test_it_is_found_as_an_installed_plugin() -> None:
 
 
 async def test_tools_that_fail(world: Any, attempt: Any, agent: Any) -> None:
-    world.stack.upstream.script(ASK, Say("Warm."))
+    world.stack.upstream.script(ASK_WEATHER, Say("Warm."))
     with attempt.running():
         await agent("solver", [weather]).run("How warm is it?")
     episode = await attempt.close()
     assert [each.agent for each in episode.transitions] == ["solver", "solver"]
     assert episode.unjoined == ()
     results = episode.transitions[0].tool_results
-    assert statuses(results) == STATUSES
-    assert {each.tool_call_id for each in results} == {f"c-{city}" for city in STATUSES}
+    assert weather_statuses(results) == WEATHER_STATUSES
+    assert {each.tool_call_id for each in results} == {f"c-{city}" for city in WEATHER_STATUSES}
     assert {(each.tool, each.agent, each.adapter) for each in results} == {("weather", "solver", "llama-index")}
     said = {each.arguments["city"]: each.error or each.result for each in results}
     assert said == {
@@ -97,7 +81,7 @@ async def test_results_that_are_no_text(world: Any, attempt: Any, agent: Any) ->
 async def test_llama_index_own_handoff(world: Any, attempt: Any, agent: Any) -> None:
     handoff = ("handoff", {"to_agent": "bob", "reason": "He knows."}, "c1")
     # Alice's reply is the first of bob's conversation.
-    bob = in_turn(Say("That was alice."), ASK, Say("Warm."))
+    bob = in_turn(Say("That was alice."), ASK_WEATHER, Say("Warm."))
     world.stack.upstream.answer = by_agent(alice=in_turn(CallTools([handoff])), bob=bob)
     workflow = AgentWorkflow([agent("alice"), agent("bob", [weather])], root_agent="alice")
     with attempt.running():
@@ -107,7 +91,7 @@ async def test_llama_index_own_handoff(world: Any, attempt: Any, agent: Any) -> 
     assert [(each.tool, str(each.status), each.agent) for each in episode.transitions[0].tool_results] == [
         ("handoff", "ok", "alice")
     ]
-    assert statuses(episode.transitions[1].tool_results) == STATUSES
+    assert weather_statuses(episode.transitions[1].tool_results) == WEATHER_STATUSES
 
 
 async def test_an_agent_as_a_tool_and_what_comes_after_it(world: Any, attempt: Any, agent: Any) -> None:
@@ -137,15 +121,15 @@ async def test_an_agent_as_a_tool_and_what_comes_after_it(world: Any, attempt: A
 
 
 async def test_react_reads_its_tools_from_the_text(world: Any, attempt: Any) -> None:
-    said = [f'Thought: I ask.\nAction: weather\nAction Input: {{"city": "{city}"}}' for city in STATUSES]
+    said = [f'Thought: I ask.\nAction: weather\nAction Input: {{"city": "{city}"}}' for city in WEATHER_STATUSES]
     world.stack.upstream.script(*map(Say, said), Say("Thought: I know.\nAnswer: Warm."))
     thinker = ReActAgent(name="thinker", tools=[weather], llm=world.llm(), streaming=False)
     with attempt.running():
         await thinker.run("How warm is it?")
     episode = await attempt.close()
     assert {each.agent for each in episode.transitions} == {"thinker"}
-    assert [statuses(each.tool_results) for each in episode.transitions] == [
-        *({city: status} for city, status in STATUSES.items()),
+    assert [weather_statuses(each.tool_results) for each in episode.transitions] == [
+        *({city: status} for city, status in WEATHER_STATUSES.items()),
         {},
     ]
     assert [each.tool_call_id for each in attempt.tool_results] == [None] * 4
@@ -168,7 +152,7 @@ async def test_structured_output_is_one_more_call_of_the_agent(world: Any, attem
 
 async def test_rollouts_share_an_agent(world: Any, agent: Any) -> None:
     shared, attempts = agent("solver", [weather]), [await world.attempt() for _ in range(3)]
-    world.stack.upstream.answer = in_turn(ASK, Say("Warm."))
+    world.stack.upstream.answer = in_turn(ASK_WEATHER, Say("Warm."))
 
     async def one(attempt: Any) -> None:
         with attempt.running():
@@ -178,7 +162,7 @@ async def test_rollouts_share_an_agent(world: Any, agent: Any) -> None:
     for attempt in attempts:
         episode = await attempt.close()
         assert [each.agent for each in episode.transitions] == ["solver", "solver"]
-        assert statuses(episode.transitions[0].tool_results) == STATUSES
+        assert weather_statuses(episode.transitions[0].tool_results) == WEATHER_STATUSES
         assert episode.unjoined == ()
 
 
@@ -281,7 +265,7 @@ async def test_synchronous_calls_in_threads(world: Any, attempt: Any) -> None:
 
 async def test_outside_a_rollout_nothing_is_kept(world: Any, agent: Any) -> None:
     attempt = await world.attempt()
-    world.stack.upstream.answer = in_turn(ASK, Say("Warm."))
+    world.stack.upstream.answer = in_turn(ASK_WEATHER, Say("Warm."))
     llm = world.llm().model_copy(update={"api_base": world.stack.upstream.url, "api_key": "key"})
     await agent("solver", [weather], llm=llm).run("How warm is it?")
     assert [each.agent for each in world.stack.upstream.received] == [None, None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agl_core.testing.readme import blocks, run_snippets
 from agl_core.testing.scripts import CallTools, Say, in_turn
 
 README = Path(__file__).parent.parent / "README.md"
@@ -15,11 +15,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_the_snippets(use: str, detached: None, server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    snippets = [text for language, text in blocks if language == "python"]
-    assert len(snippets) == 3
-    names: dict[str, Any] = {}
-    for snippet in snippets:
-        exec(compile(snippet, README.name, "exec"), names)
+    assert len(blocks(README, "python")) == 3
+    names = run_snippets(README)
     assert names["result"].final_output == "3"
-    assert capsys.readouterr().out == blocks[-1][1]
+    assert capsys.readouterr().out == blocks(README)[-1]

@@ -13,17 +13,18 @@ import pytest
 from smolagents import CodeAgent, LocalPythonExecutor, ToolCallingAgent
 
 from agl_core.capture import identify, installed_adapters
+from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import Say
 from agl_core.testing.server import Stack
 
-from .world import ANSWER, a_stack, add, broken, calls, code, in_attempt, made, model_of, play, seen  # noqa: F401
+from .world import ANSWER, a_stack, add, broken, calls, code, in_attempt, made, model_of, play  # noqa: F401
 
 
 async def test_tools_that_code_calls_belong_to_the_call_that_wrote_the_code(stack: Stack) -> None:
     writes = code("x = add(1, 2)\ny = add(a=x, b=4)\nprint(y)")
     episode = await play(stack, made(CodeAgent, model_of(stack), name="coder"), writes, code("final_answer('7')"))
-    assert seen(episode) == [
+    assert tools_by_call(episode) == [
         ("coder", ("add", "ok"), ("add", "ok"), ("python_interpreter", "ok")),
         ("coder", ("python_interpreter", "ok")),
     ]
@@ -43,7 +44,7 @@ async def test_an_exception_of_the_code_is_its_error_and_that_of_a_tool_is_the_t
     episode = await play(
         stack, agent, code("1 / 0"), code("broken('no city')"), code(caught), code("x = ("), code("final_answer(1)")
     )
-    assert seen(episode) == [
+    assert tools_by_call(episode) == [
         ("coder", ("python_interpreter", "error")),
         ("coder", ("broken", "error")),
         ("coder", ("broken", "error"), ("python_interpreter", "ok")),
@@ -64,7 +65,7 @@ async def test_an_executor_of_the_users_own_is_seen_once(stack: Stack) -> None:
     agent = made(CodeAgent, model_of(stack), name="coder")
     agent.python_executor = Own([])
     episode = await play(stack, agent, code("print(add(1, 2))"), code("final_answer(3)"))
-    assert seen(episode)[0] == ("coder", ("add", "ok"), ("python_interpreter", "ok"))
+    assert tools_by_call(episode)[0] == ("coder", ("add", "ok"), ("python_interpreter", "ok"))
 
 
 async def test_managed_agents_speak_for_themselves_in_code_and_in_tool_calls(stack: Stack) -> None:
@@ -76,7 +77,7 @@ async def test_managed_agents_speak_for_themselves_in_code_and_in_tool_calls(sta
 
     inner = [calls(("add", {"a": 1, "b": 2})), ANSWER]
     in_code = await play(stack, boss(CodeAgent), code("print(expert('1 + 2'))"), *inner, code("final_answer(3)"))
-    assert seen(in_code) == [
+    assert tools_by_call(in_code) == [
         ("boss", ("expert", "ok"), ("python_interpreter", "ok")),
         ("expert", ("add", "ok")),
         ("expert",),
@@ -85,14 +86,14 @@ async def test_managed_agents_speak_for_themselves_in_code_and_in_tool_calls(sta
     by_call = await play(
         stack, boss(ToolCallingAgent), calls(("expert", {"task": "1 + 2", "additional_args": {}})), *inner, ANSWER
     )
-    assert seen(by_call) == [("boss", ("expert", "ok")), ("expert", ("add", "ok")), ("expert",), ("boss",)]
+    assert tools_by_call(by_call) == [("boss", ("expert", "ok")), ("expert", ("add", "ok")), ("expert",), ("boss",)]
 
 
 async def test_failures_in_smolagents_own_words(stack: Stack) -> None:
     agent = made(ToolCallingAgent, model_of(stack), name="solver")
     asked = [("broken", {"reason": "no city"}), ("nowhere", {}), ("add", {"a": 1}), ("final_answer", {})]
     episode = await play(stack, agent, *(calls(each) for each in asked), ANSWER)
-    assert seen(episode)[:4] == [("solver", (tool, "error")) for tool, _ in asked]
+    assert tools_by_call(episode)[:4] == [("solver", (tool, "error")) for tool, _ in asked]
     errors = [each.tool_results[0].error for each in episode.transitions[:3]]
     assert "Error executing tool 'broken' with arguments {'reason': 'no city'}: ValueError: no city" in errors[0]
     assert "nknown tool nowhere, should be one of" in errors[1]
@@ -110,7 +111,7 @@ async def test_a_tool_call_in_text_belongs_to_the_call_that_said_it(stack: Stack
     agent = made(ToolCallingAgent, model_of(stack), name="solver")
     said = Say('Action:\n{"name": "add", "arguments": {"a": 1, "b": 2}}')
     episode = await play(stack, agent, said, ANSWER)
-    assert seen(episode) == [("solver", ("add", "ok")), ("solver",)]
+    assert tools_by_call(episode) == [("solver", ("add", "ok")), ("solver",)]
     assert episode.transitions[0].tool_results[0].tool_call_id is None
 
 
@@ -120,8 +121,8 @@ async def test_an_agent_without_a_name_has_that_of_the_code_around_it_or_of_its_
             agent.run("hello")
 
     agent = made(ToolCallingAgent, model_of(stack))
-    assert seen(await play(stack, agent, ANSWER)) == [("ToolCallingAgent",)]
-    assert seen(await play(stack, agent, ANSWER, run=with_a_name)) == [("critic",)]
+    assert tools_by_call(await play(stack, agent, ANSWER)) == [("ToolCallingAgent",)]
+    assert tools_by_call(await play(stack, agent, ANSWER, run=with_a_name)) == [("critic",)]
 
 
 async def test_code_that_reads_a_stream_is_not_the_agent(stack: Stack) -> None:
@@ -134,7 +135,7 @@ async def test_code_that_reads_a_stream_is_not_the_agent(stack: Stack) -> None:
 
     agent = made(ToolCallingAgent, model_of(stack), name="solver", stream_outputs=True)
     episode = await play(stack, agent, calls(("add", {"a": 1, "b": 2})), Say("Hm."), ANSWER, run=between_steps)
-    assert seen(episode) == [("solver", ("add", "ok")), ("reader",), ("solver",)]
+    assert tools_by_call(episode) == [("solver", ("add", "ok")), ("reader",), ("solver",)]
 
 
 async def test_rollouts_at_the_same_time_share_a_model(stack: Stack) -> None:
@@ -147,7 +148,7 @@ async def test_rollouts_at_the_same_time_share_a_model(stack: Stack) -> None:
     attempts = [await stack.attempt() for _ in range(2)]
     agents = [made(ToolCallingAgent, model, name=name, step_callbacks=[waits]) for name in ("left", "right")]
     await asyncio.gather(*map(in_attempt, attempts, agents))
-    assert [seen(await each.close()) for each in attempts] == [
+    assert [tools_by_call(await each.close()) for each in attempts] == [
         [(name, ("add", "ok")), (name,)] for name in ("left", "right")
     ]
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from smolagents import LogLevel, OpenAIServerModel, tool
 
-import agl_core
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.server import RunningAttempt, Stack, attached_stack
 from agl_core.types import Episode
 from agl_core.worker.environment import PLACEHOLDER_KEY
 from agl_smolagents.plugin import SmolagentsAdapter
@@ -75,18 +74,7 @@ async def in_attempt(attempt: RunningAttempt, agent: Any, run: Callable[[Any], A
         await asyncio.to_thread(run or (lambda agent: agent.run("hello")), agent)
 
 
-def seen(episode: Episode) -> list[tuple[Any, ...]]:
-    """Who called, and the tools of the call with their statuses."""
-    return [
-        (each.agent, *((result.tool, str(result.status)) for result in each.tool_results))
-        for each in episode.transitions
-    ]
-
-
 @pytest.fixture(name="stack")
 async def a_stack() -> AsyncIterator[Stack]:
-    attachment = agl_core.attach([SmolagentsAdapter()])
-    assert attachment.failed == {}
-    async with running_stack(timeout=300) as running:
+    async with attached_stack(SmolagentsAdapter(), timeout=300) as running:
         yield running
-    attachment.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -236,9 +237,9 @@ class LightningServer:
             counted["online_open"] = self.sessions.open
         return counted
 
-    @property
+    @functools.cached_property
     def openapi(self) -> dict[str, Any]:
-        """What it serves, as an OpenAPI document; also at /openapi.json."""
+        """What it serves, as an OpenAPI document; also at /openapi.json. Made when it is first asked for."""
         return document(
             [*DIALECTS, "/v1/models", "/v1/traces"], _PREFIX, version("agl-core"), online=self.sessions is not None
         )
@@ -256,7 +257,6 @@ class LightningServer:
 
     def _app(self) -> Starlette:
         gateway = self._gateway
-        described = orjson.dumps(self.openapi)
         started = int(time.time())
 
         async def models(request: Request) -> Response:
@@ -270,7 +270,7 @@ class LightningServer:
             return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
 
         async def openapi(request: Request) -> Response:
-            return Response(described, media_type="application/json")
+            return Response(orjson.dumps(self.openapi), media_type="application/json")
 
         async def unknown(request: Request, error: Exception) -> Response:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404

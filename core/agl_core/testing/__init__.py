@@ -5,6 +5,8 @@
 - `episodes` makes sample records and episodes.
 - `adapters` plays scenarios with a framework's real API and checks what comes of it.
 - `engines` has the checks that every engine must pass.
+- `http` serves a test's own application, and has a relay to put before a server.
+- `readme` runs the code of a page.
 - `privacy` keeps frameworks from speaking to their vendors, `clients` takes the waiting out of model clients.
 - `fixtures` are pytest's, to be imported into a `conftest.py`.
 """

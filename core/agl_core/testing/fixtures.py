@@ -1,15 +1,22 @@
-"""Fixtures for tests of adapters; import those that you want into your `conftest.py`.
+"""Fixtures for tests of plugins; import those that you want into your `conftest.py`.
 
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import TypeAlias
 
 import pytest
 
 from agl_core.capture import reports
+
+Agl: TypeAlias = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +25,34 @@ def no_problems(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
     yield
     if "expects_problems" not in request.keywords:
         assert [each.getMessage() for each in caplog.get_records("call") if each.name == reports.__name__] == []
+
+
+@pytest.fixture(name="agl")
+def agl_in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Agl:
+    """Runs an `agl` command in this process, from its first line to the exit status; a process takes a second more."""
+    [command] = entry_points(group="console_scripts", name="agl")
+    main = command.load()
+
+    def run(*arguments: str) -> CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["agl", *arguments])
+        status: object = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code or 0
+        said = capsys.readouterr()
+        return CompletedProcess(["agl", *arguments], int(str(status)), said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The test's folder as the one in which a user runs a command here; what is imported from it goes with it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]

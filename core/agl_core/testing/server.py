@@ -20,10 +20,10 @@ from typing import Any
 
 import openai
 
-from agl_core.capture import ActiveAttempt, Recording, running
+from agl_core.capture import ActiveAttempt, Recording, attach, running
 from agl_core.config.models import SamplingSection
 from agl_core.learning import build_episode
-from agl_core.protocols import Upstream
+from agl_core.protocols import Adapter, Upstream
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
@@ -171,6 +171,18 @@ async def running_stack(
             made = Stack(server, store, scripted)
             yield made
             await made.close_clients()
+
+
+@contextlib.asynccontextmanager
+async def attached_stack(*adapters: Adapter, **options: Any) -> AsyncIterator[Stack]:
+    """A `running_stack` for agents that only these adapters observe."""
+    attachment = attach(adapters)
+    assert attachment.failed == {}
+    try:
+        async with running_stack(**options) as stack:
+            yield stack
+    finally:
+        attachment.detach()
 
 
 @dataclass(frozen=True)

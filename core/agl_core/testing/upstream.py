@@ -13,6 +13,7 @@ queues steps that answer the next requests instead; `answer` is a function that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import threading
@@ -24,6 +25,7 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
+from agl_core.testing.http import served
 from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Received, Say, Step, fitting
 
 END_TOKEN = 256
@@ -56,7 +58,7 @@ class ScriptedUpstream:
         self.root = ""
         """The address without a path."""
         self._script: deque[Step] = deque()
-        self._runner: web.AppRunner | None = None
+        self._serves = contextlib.AsyncExitStack()
         self._blocking = ThreadPoolExecutor(64)
         self._serving: tuple[threading.Thread, asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
@@ -78,15 +80,11 @@ class ScriptedUpstream:
         for path in ("chat/completions", "completions", "responses"):
             app.router.add_post(f"/v1/{path}", self._complete)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.root = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.root = await self._serves.enter_async_context(served(app))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._serves.aclose()
         self._blocking.shutdown(wait=False)
 
     def __enter__(self) -> ScriptedUpstream:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.fixtures import working_folder  # noqa: F401
 from agl_core.types import (
     Attempt,
     Call,

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from agl_core import capture
 from agl_core.cli import app
 from agl_core.cli.shared.upstreams import examine
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.scripts import Raw
 
 from .run_stack import Bench, bench
@@ -79,11 +80,12 @@ def test_what_only_limits_is_a_note(running: Bench) -> None:
     assert "→ its replies can be recorded and scored, but not trained on" in found.stdout
 
 
-def test_what_is_broken_is_an_error_with_a_remedy(running: Bench) -> None:
+def test_what_is_broken_is_an_error_with_a_remedy(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "installed_adapters", list)  # They would stay attached to this process.
     running.answers(Raw(json.dumps(completion(prompt_token_ids=[1])).encode()))
-    found = running.agl("doctor", "no-such.toml", "--upstream", running.upstream.url)
+    found = agl("doctor", "no-such.toml", "--upstream", running.upstream.url)
     assert found.returncode == 1
-    listed = running.agl("doctor", "no-such.toml", "--json")
+    listed = agl("doctor", "no-such.toml", "--json")
     assert listed.returncode == 1
     broken = [each for each in json.loads(listed.stdout) if each["mark"] == "FAIL"]
     assert [each["what"] for each in broken] == ["configuration"]

@@ -12,8 +12,8 @@ import pytest
 import tomli_w
 
 import agl_core.cli
-from agl_core.cli import main
 from agl_core.cli.doctor import SERVER_MODULES
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 
 PLUGIN = """
@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def agl(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(folder: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Runs a command that fails, and returns what it says."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))  # So that what the agent's import adds to the path goes with it.
@@ -72,11 +72,9 @@ def agl(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["agl", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        return capsys.readouterr().err
+        ended = agl(*arguments)
+        assert ended.returncode == 2
+        return ended.stderr
 
     return run
 
@@ -92,30 +90,30 @@ def agl(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     ],
     ids=["an agent", "an engine", "eval", "run", "serve"],
 )
-def test_no_folder_is_left_behind(agl: Callable[..., str], folder: Path, command: list[str], told: str) -> None:
-    assert told in agl(*command)
+def test_no_folder_is_left_behind(refused: Callable[..., str], folder: Path, command: list[str], told: str) -> None:
+    assert told in refused(*command)
     assert list((folder / "runs").iterdir()) == []
 
 
-def test_what_an_engine_said_stays(agl: Callable[..., str], folder: Path) -> None:
-    agl("train", "train.toml", "--set=engine.name=telling")
+def test_what_an_engine_said_stays(refused: Callable[..., str], folder: Path) -> None:
+    refused("train", "train.toml", "--set=engine.name=telling")
     assert (folder / "runs" / "mine" / "engine.log").read_text() == "what the engine had to say"
 
 
-def test_what_was_there_before_stays(agl: Callable[..., str], folder: Path) -> None:
+def test_what_was_there_before_stays(refused: Callable[..., str], folder: Path) -> None:
     run = folder / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "notes.txt").write_text("mine")
-    agl("serve", "train.toml", "--host=0.0.0.0")
+    refused("serve", "train.toml", "--host=0.0.0.0")
     assert (run / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     "command", [["train", "train.toml"], ["serve", "train.toml"], ["run", "--config", "train.toml", "--", "true"]]
 )
-def test_a_folder_that_cannot_be_made_is_named(agl: Callable[..., str], folder: Path, command: list[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_named(refused: Callable[..., str], folder: Path, command: list[str]) -> None:
     (folder / "runs").write_text("a file")
-    said = agl(*command)
+    said = refused(*command)
     assert "The run's folder" in said
     assert "cannot be made or written (Not a directory: " in said
     assert "--set runs=FOLDER" in said
@@ -131,7 +129,7 @@ def test_run_without_the_servers_packages_makes_no_folder(folder: Path) -> None:
 
 
 def test_what_the_system_says_of_a_file_is_a_sentence(
-    agl: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(agl_core.cli, "app", lambda: (tmp_path / "gone" / "file").write_text(""))
-    assert f"{tmp_path}/gone/file cannot be read, made or written (No such file or directory)" in agl("train")
+    assert f"{tmp_path}/gone/file cannot be read, made or written (No such file or directory)" in refused("train")

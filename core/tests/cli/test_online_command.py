@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import openai
 import pytest
 import tomli_w
 
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.upstream import ScriptedUpstream
 
 CONFIG: dict[str, Any] = {
@@ -38,17 +38,8 @@ class Place:
 
     folder: Path
     model: ScriptedUpstream
-
-    def agl(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*AGL, *arguments],
-            cwd=self.folder,
-            env={**os.environ, "COLUMNS": "200", **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    agl: Agl
+    """In this process; the server alone has one of its own."""
 
     def key(self, *arguments: str) -> str:
         found = self.agl("sessions", "key", "shop", "support", *arguments)
@@ -76,11 +67,13 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(tmp_path: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     with ScriptedUpstream() as model:
         online = {"upstream": model.url, "applications": {"support": 1}, "min_free_gib": 0.0}
         (tmp_path / "shop.toml").write_text(tomli_w.dumps({**CONFIG, "online": online}))
-        yield Place(tmp_path, model)
+        yield Place(tmp_path, model, agl)
 
 
 def ask(url: str, key: str, text: str, name: str, **headers: str) -> Any:

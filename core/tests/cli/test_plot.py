@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import orjson
 import pytest
+
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 BEGINNINGS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
 
@@ -23,50 +23,42 @@ def made(folder: Path, name: str, seed: int, rewards: tuple[float, ...], credit:
     (run / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
 
-def plot(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from agl_core.cli import main; main()", "plot", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.parametrize("kind", BEGINNINGS)
-def test_seeds_are_one_line_with_a_band(tmp_path: Path, kind: str) -> None:
-    made(tmp_path, "a", 0, (0.1, 0.5))
-    made(tmp_path, "a-2", 1, (0.2, 0.7))
-    made(tmp_path, "b", 0, (0.3, 0.4), "discounted")
+def test_seeds_are_one_line_with_a_band(working_folder: Path, agl: Agl, kind: str) -> None:
+    made(working_folder, "a", 0, (0.1, 0.5))
+    made(working_folder, "a-2", 1, (0.2, 0.7))
+    made(working_folder, "b", 0, (0.3, 0.4), "discounted")
 
-    done = plot(tmp_path, "a", "a-2", "b", "--out", f"curves.{kind}")
+    done = agl("plot", "a", "a-2", "b", "--out", f"curves.{kind}")
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"curves.{kind}: a (2 seeds); b (1 seeds)\n"
-    assert (tmp_path / f"curves.{kind}").read_bytes().startswith(BEGINNINGS[kind])
+    assert (working_folder / f"curves.{kind}").read_bytes().startswith(BEGINNINGS[kind])
 
 
-def test_a_band_is_drawn_for_several_seeds_only(tmp_path: Path) -> None:
-    made(tmp_path, "a", 0, (0.1, 0.5))
-    made(tmp_path, "a-2", 1, (0.2, 0.7))
+def test_a_band_is_drawn_for_several_seeds_only(working_folder: Path, agl: Agl) -> None:
+    made(working_folder, "a", 0, (0.1, 0.5))
+    made(working_folder, "a-2", 1, (0.2, 0.7))
 
     bands = []
     for runs in (["a"], ["a", "a-2"]):
-        assert plot(tmp_path, *runs).returncode == 0
-        picture = ET.parse(tmp_path / "curves.svg").getroot()
+        assert agl("plot", *runs).returncode == 0
+        picture = ET.parse(working_folder / "curves.svg").getroot()
         bands.append(sum("FillBetween" in each.get("id", "") for each in picture.iter()))
 
     assert bands == [0, 2]
 
 
-def test_what_cannot_be_drawn_is_named(tmp_path: Path) -> None:
-    made(tmp_path, "a", 0, (0.1, 0.5))
-    (tmp_path / "runs" / "new").mkdir()
-    (tmp_path / "runs" / "new" / "config.toml").write_text("seed = 1\n")
-    (tmp_path / "hidden" / "matplotlib").mkdir(parents=True)
-    (tmp_path / "hidden" / "matplotlib" / "__init__.py").write_text("raise ImportError")
+def test_what_cannot_be_drawn_is_named(working_folder: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(working_folder, "a", 0, (0.1, 0.5))
+    (working_folder / "runs" / "new").mkdir()
+    (working_folder / "runs" / "new" / "config.toml").write_text("seed = 1\n")
 
-    assert "end in .svg or .png or .pdf" in plot(tmp_path, "a", "--out", "curves.gif").stderr
-    assert "runs/new has no curves" in plot(tmp_path, "new").stderr
-    assert "nope is not a run's folder" in plot(tmp_path, "nope").stderr
-    missing = plot(tmp_path, "a", PYTHONPATH=str(tmp_path / "hidden"))
+    assert "end in .svg or .png or .pdf" in agl("plot", "a", "--out", "curves.gif").stderr
+    assert "runs/new has no curves" in agl("plot", "new").stderr
+    assert "nope is not a run's folder" in agl("plot", "nope").stderr
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    missing = agl("plot", "a")
     assert missing.returncode == 2
     assert "pip install 'agl-core[plot]'" in missing.stderr
-    assert not (tmp_path / "curves.svg").exists()
+    assert not (working_folder / "curves.svg").exists()

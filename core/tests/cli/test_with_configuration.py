@@ -1,14 +1,18 @@
-"""`agl doctor CONFIG` and `agl run --config CONFIG`: real processes, with an engine from the user's own plugin file."""
+"""`agl doctor CONFIG` and `agl run --config CONFIG`, with an engine from the user's own plugin file."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
+from agl_core import capture
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
 
@@ -109,18 +113,29 @@ PROGRAM = """
 """
 
 
+Doctor: TypeAlias = Callable[[str], subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Bench]:
+def running(working_folder: Path) -> Iterator[Bench]:
     """A folder with a configuration in front of the upstream."""
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "tasks.jsonl").write_text('{"input": "1 + 2?"}\n')
-    with bench(tmp_path) as found:
+    (working_folder / "weights").mkdir()
+    (working_folder / "tasks.jsonl").write_text('{"input": "1 + 2?"}\n')
+    with bench(working_folder) as found:
         found.script("elsewhere.py", PLUGIN)
         found.script("train.toml", CONFIG)
         found.script("agent.py", AGENT)
         found.script("my_framework.py", "")
         found.script("program.py", PROGRAM)
         yield found
+
+
+@pytest.fixture
+def doctor(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """`agl doctor` in this process, to which it attaches no adapter, since that would stay."""
+    monkeypatch.setattr(capture, "installed_adapters", list)
+    monkeypatch.setenv("MODEL_SERVER", running.upstream.url)
+    return lambda config: agl("doctor", config)
 
 
 def log(running: Bench) -> list[str]:
@@ -144,35 +159,35 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
     assert not (running.folder / "runs").exists()
 
 
-def test_doctor_finds_an_engine_that_returns_no_ids_and_an_agent_that_is_broken(running: Bench) -> None:
+def test_doctor_finds_an_engine_that_returns_no_ids_and_an_agent_that_is_broken(running: Bench, doctor: Doctor) -> None:
     running.upstream.returns_ids = False
     running.script("agent.py", "import nowhere_to_be_found\n")
-    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    found = doctor("train.toml")
     assert found.returncode == 1, found.stdout + found.stderr
     assert "FAIL  agent: agent.entry = 'agent:solve': the module 'agent' cannot be imported" in found.stdout
     assert "FAIL  engine, policy 'default': its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
     assert log(running) == ["started", "stopped"]
 
 
-def test_doctor_notes_what_does_not_fit_into_memory(running: Bench) -> None:
+def test_doctor_notes_what_does_not_fit_into_memory(running: Bench, doctor: Doctor) -> None:
     held_out = '\n[tasks.eval]\nsource = "jsonl"\npath = "tasks.jsonl"\n\n[eval]\nevery = 1\n'
     running.script("train.toml", CONFIG + textwrap.indent(held_out, "    "))
-    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    found = doctor("train.toml")
     assert found.returncode == 0, found.stdout + found.stderr
     (noted,) = (line for line in found.stdout.splitlines() if line.startswith("note  resources: "))
     assert "202 rollouts in evaluations" in noted  # one task, before training and after each of 100 steps, in two modes
     assert "train a LoRA adapter" in found.stdout
 
 
-def test_doctor_finds_tasks_that_cannot_be_made(running: Bench) -> None:
+def test_doctor_finds_tasks_that_cannot_be_made(running: Bench, doctor: Doctor) -> None:
     (running.folder / "tasks.jsonl").write_text("")
-    found = running.agl("doctor", "train.toml", MODEL_SERVER=running.upstream.url)
+    found = doctor("train.toml")
     assert found.returncode == 1, found.stdout + found.stderr
     assert "FAIL  tasks: " in found.stdout
     assert "resources" not in found.stdout
 
 
-def test_doctor_checks_a_command_too(running: Bench) -> None:
+def test_doctor_checks_a_command_too(running: Bench, doctor: Doctor) -> None:
     place = running.folder / "place"
     place.mkdir()
     for name in ("elsewhere.py", "tasks.jsonl", "weights"):
@@ -180,7 +195,7 @@ def test_doctor_checks_a_command_too(running: Bench) -> None:
     (place / "agent.sh").touch(0o755)
     for command, code in (("no-such-program agent.py", 1), ("./agent.sh", 0)):
         running.script("place/train.toml", CONFIG.replace('entry = "agent:solve"', f'command = "{command}"'))
-        found = running.agl("doctor", "place/train.toml", MODEL_SERVER=running.upstream.url)
+        found = doctor("place/train.toml")
         assert found.returncode == code, found.stdout
         is_there = "      → name a program" not in found.stdout
         assert is_there is (code == 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agl_core.errors import AgentError
+from agl_core.testing.readme import blocks
 from agl_core.types import Ending
 from agl_core.worker import Agent, InProcess, RemoteAgent, load_agent
 
@@ -79,7 +79,7 @@ async def test_the_documented_agent_and_service_work(
     workplace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    agent, service = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    agent, service = blocks(PAGE, "python")
     names: dict[str, Any] = {}
     exec(compile(service, PAGE.name, "exec"), names)
     async with serving(names["solve"]) as url:

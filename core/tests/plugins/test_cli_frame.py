@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
 
-from agl_core.cli import app, main
+from agl_core.cli import app
 from agl_core.errors import AglError, PluginError, StoreError
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 PLUGIN = '''
 import agl_core
@@ -30,35 +28,6 @@ class Options(BaseModel):
 def register_rewards(register):
     register("torn", print, options=Options, needs=lambda o: {agl_core.Capability.CRITIC} if o.model else ())
 '''
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A command that has ended."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Agl: TypeAlias = Callable[..., Ended]
-
-
-@pytest.fixture
-def agl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Agl:
-    """Runs a command in this process, from its first line to the exit status."""
-
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["agl", *arguments])
-        try:
-            main()
-            status: Any = 0
-        except SystemExit as ended:
-            status = ended.code or 0
-        said = capsys.readouterr()
-        return Ended(status, said.out, said.err)
-
-    return run
 
 
 def test_plugins_lists_what_the_core_and_a_users_file_bring(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from agl_core.server import Keys, RolloutQueue
+from agl_core.testing.clients import fast_clients
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks, Stack, running_stack
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clients() -> Iterator[None]:
+    """What is retried is retried at once."""
+    with fast_clients():
+        yield
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[1]
 SETTINGS = {
     "runs": "runs",
     "train.steps": 1,
-    "train.groups_per_step": 6,
+    "train.groups_per_step": 3,
     "eval.every": 0,
     "engine.torch.threads": 1,
     "trackers.tensorboard": "false",

@@ -17,6 +17,7 @@ from agl_core.testing.adapters.catalogue import HANDOFF, PARALLEL_TOOLS, SUB_AGE
 from agl_core.testing.adapters.driver import Program, Question
 from agl_core.testing.adapters.scenario import Scenario
 from agl_core.testing.adapters.upstream import Play
+from agl_core.testing.http import served
 from agl_core.testing.scripts import Hold, Received, Say, Step
 
 NOTHING = "no adapter attached"
@@ -101,6 +102,8 @@ class GivenUp(Condition):
     name = "given up"
     scenarios = BEGUN_BY_ONE
     about = "the agent is cancelled during its first call, as by `asyncio.wait_for`, and run again"
+    runs_beside = False
+    """Whether the second run takes place before the first is cancelled."""
 
     def play(self, scenario: Scenario) -> Play:
         return _FirstHeld(scenario)
@@ -109,28 +112,20 @@ class GivenUp(Condition):
         assert isinstance(play, _FirstHeld)
         first = asyncio.create_task(_awaited(program, question))
         await play.hold.arrived.wait()
+        if self.runs_beside:
+            await asyncio.create_task(_awaited(program, question))
         await _cancelled(first)
         play.hold.release.set()
-        await program(question)
+        if not self.runs_beside:
+            await program(question)
 
 
-class Hedged(Condition):
+class Hedged(GivenUp):
     """The first answer counts, and the slower agent is cancelled."""
 
     name = "hedged"
-    scenarios = BEGUN_BY_ONE
     about = "its first call is slow, so a second run is started beside it; the slower one is cancelled"
-
-    def play(self, scenario: Scenario) -> Play:
-        return _FirstHeld(scenario)
-
-    async def run(self, program: Program, question: Question, play: Play) -> None:
-        assert isinstance(play, _FirstHeld)
-        first = asyncio.create_task(_awaited(program, question))
-        await play.hold.arrived.wait()
-        await asyncio.create_task(_awaited(program, question))
-        await _cancelled(first)
-        play.hold.release.set()
+    runs_beside = True
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
@@ -153,15 +148,11 @@ class BesideEmbeddings(Condition):
 
         app = web.Application()
         app.router.add_post("/v1/embeddings", embed)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-            async with running_bench(folder, gateway=GatewaySection(passthrough=PassthroughSection(url=url))) as bench:
-                yield bench
-        finally:
-            await runner.cleanup()
+        async with (
+            served(app) as url,
+            running_bench(folder, gateway=GatewaySection(passthrough=PassthroughSection(url=f"{url}/v1"))) as bench,
+        ):
+            yield bench
 
     async def run(self, program: Program, question: Question, play: Play) -> None:
         async with openai.AsyncOpenAI(base_url=f"{question.root}/v1", api_key=question.api_key) as client:

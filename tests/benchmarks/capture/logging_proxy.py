@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from aiohttp import web
+
+from agl_core.testing.http import Relay
 
 from .records import Response, Tool, as_json
 
@@ -22,37 +23,19 @@ class Logged:
     """As messages: the pieces of a stream are put together."""
 
 
-class LoggingProxy:
+class LoggingProxy(Relay):
     """Stands before a model server, and logs its chat completions."""
 
     def __init__(self, target: str) -> None:
-        self._target = target
+        super().__init__(target)
         self.log: list[Logged] = []
-        self.url = ""
 
-    async def __aenter__(self) -> LoggingProxy:
-        self._client = aiohttp.ClientSession(auto_decompress=False)
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/{path:.*}", self._relay)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-        await self._client.close()
-
-    async def _relay(self, request: web.Request) -> web.StreamResponse:
-        asked = await request.read()
-        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
-        headers["Accept-Encoding"] = "identity"
-        async with self._client.post(f"{self._target}{request.path}", data=asked, headers=headers) as got:
-            payload = await got.read()
-        if got.status == 200 and request.path.endswith("/chat/completions"):
-            self.log.append(Logged(json.loads(asked), _choices(payload, got.content_type)))
-        return web.Response(body=payload, status=got.status, content_type=got.content_type)
+    async def relay(self, request: web.Request) -> web.StreamResponse:
+        passed = await self.pass_on(request, **{"Accept-Encoding": "identity"})
+        response = passed.response()
+        if passed.status == 200 and request.path.endswith("/chat/completions"):
+            self.log.append(Logged(json.loads(passed.asked), _choices(passed.reply, response.content_type)))
+        return response
 
 
 def _choices(payload: bytes, content_type: str) -> list[dict[str, Any]]:

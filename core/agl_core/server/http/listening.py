@@ -19,6 +19,10 @@ from agl_core.server.http.protocol import CorkedHttp, Refusals
 
 _GRACEFUL = 5
 """Seconds that requests in flight get at the end."""
+_TICK = 1.0
+"""Seconds after which the date that replies carry is made anew."""
+_LOOK = 0.005
+"""Seconds between two looks, at the end, whether the last connection is closed; uvicorn has no event for that."""
 _KEEP_ALIVE = 75
 """Seconds an idle connection is kept: longer than clients do (5 in httpx), so that none is closed under a request."""
 
@@ -54,7 +58,6 @@ class Listening:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=_GRACEFUL,
         )
         self._http = _Uvicorn(config)
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._socket]))
@@ -68,7 +71,7 @@ class Listening:
         """Finish the requests in flight, which get a few seconds, and close the port."""
         if self._http is None or self._serving is None:
             return
-        self._http.should_exit = True
+        self._http.end()
         await asyncio.gather(self._serving, return_exceptions=True)
 
 
@@ -79,11 +82,44 @@ def url_of(host: str, port: int) -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn as a guest in a loop that is not its own: it leaves signals alone and says when it listens."""
+    """uvicorn as a guest in a loop that is not its own: it leaves signals alone and says when it listens.
+
+    It ends at once where uvicorn looks ten times a second whether it should, and waits a tenth of a second in any case.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Finish the requests in flight; `serve` returns after that."""
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        while not self._ending.is_set():
+            await self.on_tick(0)  # The date of replies.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _TICK)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for each in sockets or ():
+            each.close()
+        for connection in [*self.server_state.connections]:
+            connection.shutdown()
+        try:
+            await asyncio.wait_for(self._finished(), _GRACEFUL)
+        except TimeoutError:
+            for task in self.server_state.tasks:
+                task.cancel()
+
+    async def _finished(self) -> None:
+        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK)
+        for server in self.servers:
+            await server.wait_closed()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

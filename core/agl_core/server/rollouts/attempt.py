@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, ApiError
 from agl_core.server.gateway.retries import RetryBook
@@ -21,7 +21,6 @@ _NO_CALL = (
     "it `context.base_url` and `context.api_key`."
 )
 _INTERRUPTED = "The server, its store, or the model behind it was away while the agent ran, which may be why it failed:"
-_LATE = "Its worker reported later that it was"
 _NOT_AWAITED = "The agent finished before its first LLM call did: let it wait for the reply."
 
 
@@ -158,15 +157,3 @@ def reported(key: AttemptKey, request: CloseRequest) -> list[Record]:
         totals[reward.name] = totals.get(reward.name, 0.0) + reward.value
     rewards = [Reward(*key, name=name, value=total, source="agent") for name, total in totals.items()]
     return [*tool_results, *rewards]
-
-
-def reported_late(record: Attempt, request: CloseRequest) -> Attempt:
-    """The record of a lost and superseded attempt, with its worker's late report; it keeps its ending.
-
-    Only the first such report is kept; the same record comes back if there is nothing to add.
-    """
-    error = record.error or ""
-    if record.ending is not Ending.LOST or request.ending is Ending.LOST or _LATE in error:
-        return record
-    error = f"{error} {_LATE} {request.ending}; that does not count.".lstrip()
-    return replace(record, result=request.result, error=error)

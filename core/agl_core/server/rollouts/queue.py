@@ -21,8 +21,9 @@ from agl_core.errors import StoreError
 from agl_core.run_hooks import RunHooks
 from agl_core.server.errors import ApiError
 from agl_core.server.keys import Keys
-from agl_core.server.rollouts.attempt import ActiveAttempt, decided, is_tried_again, reported, reported_late
+from agl_core.server.rollouts.attempt import ActiveAttempt, decided, is_tried_again, reported
 from agl_core.server.rollouts.finished import Finished
+from agl_core.server.rollouts.late import LateReports
 from agl_core.server.rollouts.leases import Leases
 from agl_core.server.rollouts.lifecycle import AttemptState, as_created, is_of, moved
 from agl_core.store.interface import Store
@@ -73,6 +74,7 @@ class RolloutQueue:
         self._running: dict[AttemptKey, ActiveAttempt] = {}
         self._ended: deque[AttemptKey] = deque()
         self._finished = Finished(store, _REMEMBERED)
+        self._late = LateReports(store)
         self._enqueuing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._waiting = 0
@@ -196,10 +198,10 @@ class RolloutQueue:
         """
         active = self._attempts.get(key)
         if active is None:
-            return await self._closed_before(key, request)
+            return await self._late.answer(key, request)
         reply = await self._end(active, request)
         if active.state is AttemptState.SUPERSEDED and request.ending is not active.reported:
-            active.record = await self._record_late(active.record, request)
+            active.record = await self._late.record(active.record, request)
         return reply
 
     async def done(self, ids: Collection[str], wait: float | None = None) -> list[Rollout]:
@@ -372,28 +374,6 @@ class RolloutQueue:
         named = set(request.undelivered)
         calls = await self._store.calls([key]) if named else ()
         return [replace(call, undelivered=True) for call in calls if call.id in named]
-
-    async def _closed_before(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
-        """The answer for an attempt that is not in memory: one that ended long ago, or before a restart."""
-        ended = [each for each in await self._store.attempts(key.rollout) if each.key == key and each.ending]
-        if not ended:
-            raise ApiError(
-                404,
-                f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
-                f"from this server can be closed; check the server's address and the ids.",
-                code="attempt_unknown",
-            )
-        rollout = await self._store.rollout(key.rollout)
-        counted = rollout.counted_attempt == key.attempt
-        if not counted:
-            await self._record_late(ended[0], request)
-        return CloseReply(counted=counted)
-
-    async def _record_late(self, record: Attempt, request: CloseRequest) -> Attempt:
-        late = reported_late(record, request)
-        if late is not record:
-            await self._store.put(*reported(record.key, request), late)
-        return late
 
     async def _left(self, run: str, state: RolloutState) -> list[Rollout]:
         """What an earlier server left in this state. Sessions of real use belong to no queue."""

@@ -1,10 +1,14 @@
-"""What the agents of the scenarios can do."""
+"""What the agents of the scenarios can do, and a tool that ends in every way."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from agl_core.testing.scripts import CallTools
+from agl_core.types import Episode, ToolResult
+from agl_core.wire.workers import ToolResultReport
 
 
 def add(a: int, b: int) -> int:
@@ -50,3 +54,32 @@ def action(text: str) -> tuple[str, str] | None:
     """
     found = _ACTION.search(text)
     return (found[1], found[2]) if found else None
+
+
+def weather(city: str) -> str:
+    """Weather of a city."""
+    if city == "Atlantis":
+        raise ValueError("no such city")
+    if city == "Far":
+        raise TimeoutError("no answer")
+    return "" if city == "Nowhere" else "22 °C"
+
+
+WEATHER_STATUSES = {"Bern": "ok", "Atlantis": "error", "Far": "timeout", "Nowhere": "empty"}
+"""How `weather` ends, by city."""
+ASK_WEATHER = CallTools([("weather", {"city": city}, f"c-{city}") for city in WEATHER_STATUSES])
+"""A reply that asks for all of these at once."""
+
+
+def weather_statuses(results: Iterable[ToolResult | ToolResultReport]) -> dict[str, str]:
+    """How the calls of `weather` ended, by city."""
+    asked: list[tuple[Any, str]] = [(each.arguments, str(each.status)) for each in results]
+    return {arguments["city"]: status for arguments, status in asked}
+
+
+def tools_by_call(episode: Episode) -> list[tuple[Any, ...]]:
+    """Of each call, the agent, and each tool that it asked for with its status."""
+    return [
+        (each.agent, *((result.tool, str(result.status)) for result in each.tool_results))
+        for each in episode.transitions
+    ]

@@ -8,11 +8,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-import aiohttp
 from aiohttp import web
 
 from agl_core.server.gateway.retries import HEADER_STAINLESS
 from agl_core.testing.adapters.scenario import Scenario
+from agl_core.testing.http import Relay
 from agl_core.testing.scripts import Fail, Received, Step
 
 _MEET = 20.0
@@ -80,44 +80,25 @@ class Play:
         return Fail(400)
 
 
-class LossyRelay:
+class LossyRelay(Relay):
     """Stands before the gateway; of each scenario's `lost` requests, it hears the reply out and hangs up."""
 
     def __init__(self, target: str) -> None:
-        self._target = target
+        super().__init__(target)
         self._lost: frozenset[int] = frozenset()
         self._count = 0
-        self.url = ""
 
     def lose(self, lost: frozenset[int]) -> None:
         """These requests from now on, counted without their retries."""
         self._lost, self._count = lost, 0
 
-    async def __aenter__(self) -> LossyRelay:
-        self._client = aiohttp.ClientSession(auto_decompress=False)
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/{path:.*}", self._relay)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-        await self._client.close()
-
-    async def _relay(self, request: web.Request) -> web.StreamResponse:
+    async def relay(self, request: web.Request) -> web.StreamResponse:
+        """Pass it on, and hang up on one that is to be lost."""
         is_retry = request.headers.get(HEADER_STAINLESS, "0") != "0"
         number = self._count
         self._count += not is_retry
-        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
-        async with self._client.post(
-            f"{self._target}{request.path}", data=await request.read(), headers=headers
-        ) as got:
-            payload = await got.read()
+        passed = await self.pass_on(request)
         if number in self._lost and not is_retry:
             assert request.transport is not None
             request.transport.close()
-        kept = {name: got.headers[name] for name in ("Content-Type",) if name in got.headers}
-        return web.Response(body=payload, status=got.status, headers=kept)
+        return passed.response()

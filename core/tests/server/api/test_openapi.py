@@ -27,6 +27,8 @@ from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.trainers import OF_TRAINERS, BeginRequest, Registration, RunSettings
 from agl_core.wire.workers import OF_WORKERS, LeaseRequest
 
+pytest_plugins = ["schemathesis.pytest.plugin"]
+
 DOCUMENT = LightningServer(MemoryStore(), None, sampling=None, seed=0, timeout=30, attempts=1, hook=Hooks()).openapi
 api = schemathesis.openapi.from_dict(DOCUMENT)
 

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from agl_core.config.models import GatewaySection, PassthroughSection
+from agl_core.testing.http import served
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Ending
 from agl_core.wire.workers import CloseRequest
@@ -36,14 +37,9 @@ class OtherServer:
         app.router.add_post("/v1/audio/transcriptions", self.transcribe)
         app.router.add_get("/v1/models/{name:.*}", self.model)
         app.router.add_get("/v1/files", self.embed)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        try:
+        async with served(app) as url:
+            self.url = f"{url}/v1"
             yield self
-        finally:
-            await runner.cleanup()
 
     async def embed(self, request: web.Request) -> web.Response:
         self.received.append(request)

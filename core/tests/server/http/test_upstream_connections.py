@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.server.http.client import BrokenReplyError, Endpoint, HttpReply
+from agl_core.testing.http import served
 from agl_core.testing.server import until
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Policy: 3\r\n\r\nhello"
@@ -262,17 +263,11 @@ async def test_an_upstream_over_tls_is_believed_only_with_a_known_certificate(
     context.load_cert_chain(certificate)
     app = web.Application()
     app.router.add_post("/", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-    url = f"https://127.0.0.1:{runner.addresses[0][1]}/"
-    try:
+    async with served(app, ssl_context=context) as url:
         with pytest.raises(ssl.SSLCertVerificationError):
-            await Endpoint(url, {}, connect=10, idle=1).post({}, b"hello")
+            await Endpoint(f"{url}/", {}, connect=10, idle=1).post({}, b"hello")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        endpoint = Endpoint(url, {}, connect=10, idle=1)
+        endpoint = Endpoint(f"{url}/", {}, connect=10, idle=1)
         for _ in range(2):
             assert (await endpoint.post({}, b"hello" * 100_000)).body == b"hello" * 100_000
         endpoint.close()
-    finally:
-        await runner.cleanup()
