@@ -6,5 +6,6 @@
 - `adapters` plays scenarios with a framework's real API and checks what comes of it.
 - `engines` has the checks that every engine must pass.
 - `privacy` keeps frameworks from speaking to their vendors, `clients` takes the waiting out of model clients.
+- `browser` drives a real Chromium, for the pages of runs and their pictures.
 - `fixtures` are pytest's, to be imported into a `conftest.py`.
 """

@@ -126,11 +126,15 @@ def try_rewards(
     """
     if run is not None and run.is_file():
         return _try_episodes(run, loaded, chosen_episodes(run, ids, step))
-    return _try_run(run_of(config, loaded) if run is None else find_run(run), loaded, ids, step)
+    folder = run_of(config, loaded) if run is None else find_run(run)
+    return try_run(folder, open_store(folder), loaded, ids, step)
 
 
-async def _try_run(folder: Path, loaded: ScoredConfig, ids: Sequence[str], step: int | None) -> Trial:
-    async with open_store(folder) as store:
+async def try_run(
+    folder: Path, opened: Store, loaded: ScoredConfig, ids: Sequence[str] = (), step: int | None = None
+) -> Trial:
+    """`try_rewards` on the run in this folder, by its store."""
+    async with opened as store:
         return await _try_rollouts(folder, store, loaded, await chosen_rollouts(store, folder, ids, step))
 
 
