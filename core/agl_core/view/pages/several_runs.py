@@ -12,7 +12,7 @@ from agl_core.analysis.comparisons.side_by_side import align, read_side
 from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.types import Mode
 from agl_core.view.charts import Chart, Points, line_chart
-from agl_core.view.pages import BadQueryError, Pages, member, number, run_line
+from agl_core.view.pages.base import BadQueryError, Pages, member, number, run_line
 from agl_core.view.templating import page_address
 
 MOST_RUNS = 4

@@ -9,7 +9,7 @@ from agl_core.analysis.health import read_health
 from agl_core.analysis.rollouts import healths_of
 from agl_core.analysis.runs import read_entry
 from agl_core.types import Verdict
-from agl_core.view.pages import Pages
+from agl_core.view.pages.base import Pages
 from agl_core.view.templating import page_address
 
 _LOOKED_AT, _SHOWN = 400, 20

@@ -14,7 +14,7 @@ from agl_core.config import CONFIG_FILE, ScoredConfig, check
 from agl_core.config.load import load_for_scoring
 from agl_core.errors import AglError
 from agl_core.plugins import Kind
-from agl_core.view.pages import Pages, read_query
+from agl_core.view.pages.base import Pages, read_query
 
 
 async def try_page(pages: Pages, request: Request) -> Response:

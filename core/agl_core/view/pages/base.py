@@ -1,4 +1,7 @@
-"""The pages: what each needs is read by `agl_core.analysis`, and a template makes HTML of it."""
+"""The pages of runs, rollouts, groups and calls, and what all pages share.
+
+What a page needs is read by `agl_core.analysis`, and a template makes HTML of it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_core.view import charts
 from agl_core.view.folders import RunFolders
-from agl_core.view.steps import RewardsOfSteps
+from agl_core.view.pages.steps import RewardsOfSteps
 from agl_core.view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
