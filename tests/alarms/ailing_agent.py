@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+import agl_core
 from agl_core.wire.headers import HEADER_AGENT
 from agl_core.worker import AgentContext
 
@@ -15,7 +16,7 @@ PLACES = {"table": "5 apples"}
 async def solve(task_input: Any, context: AgentContext) -> Any:
     """Look where the policy wants to, and say what it says; "crash" and "report" are done instead."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task_input["question"]}]
-    async with httpx.AsyncClient(base_url=context.base_url, trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=context.base_url, trust_env=False, verify=False, timeout=60) as client:
         while True:
             asked = {"model": "default", "messages": messages}
             headers = {"Authorization": f"Bearer {context.api_key}", HEADER_AGENT: "solver"}
@@ -34,7 +35,10 @@ async def solve(task_input: Any, context: AgentContext) -> Any:
 
 
 def _look(tool_call: Any) -> str:
+    place = tool_call["function"]["arguments"]
     try:
-        return PLACES[tool_call["function"]["arguments"]]
+        with agl_core.tool("look", call_id=tool_call["id"], arguments={"at": place}) as run:
+            run.result = PLACES[place]
+            return str(run.result)
     except KeyError as error:
         return f"Error: KeyError: {error}"

@@ -83,8 +83,8 @@ class AilingEngine:
         found = re.match(r"s(\d+)-g(\d+)-m(\d+)", received.rollout or "")
         assert found is not None
         step, group, member = map(int, found.groups())
-        ill = step > WELL
-        if ill and self._ailment is AlarmName.STALE and group % 2:
+        ill, version = step > WELL, self._versions["default"]
+        if ill and self._ailment is AlarmName.STALE and group == 0 and step <= WELL + 3:  # A late one would never end.
             async with self._updated:  # Until its step and the next one are over.
                 await self._updated.wait_for(lambda: self._versions["default"] > step)
         message: dict[str, Any] = {"role": "assistant", "content": RIGHT if member % 2 else WRONG}
@@ -96,7 +96,8 @@ class AilingEngine:
             call = {"id": f"call-{received.rollout}", "type": "function", "function": function}
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         reason = "length" if ill and self._ailment is AlarmName.TRUNCATED else "stop"
-        return Raw(json.dumps(_completion(message, reason, ILL_EXTRAS.get(self._ailment, {}) if ill else {})).encode())
+        extras = {"version": version, **(ILL_EXTRAS.get(self._ailment, {}) if ill else {})}
+        return Raw(json.dumps(_completion(message, reason, extras)).encode())
 
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None

@@ -25,7 +25,7 @@ from .ailing_parts import WELL
 
 HERE = Path(__file__).parent
 GIVEN: Mapping[AlarmName, Mapping[str, Any]] = {
-    AlarmName.STALE: {"async": {"max_staleness": 1}},
+    AlarmName.STALE: {"async": {"max_staleness": 1}, "workers": {"concurrency": 32}},
     AlarmName.NO_REWARD: {"rewards": {"silent": {}}},
     AlarmName.NOTHING_TO_TRAIN: {"train": {"agents": ["writer"]}},
     AlarmName.ASSERTED_REWARDS: {"rewards": {}},
