@@ -45,44 +45,44 @@ async def telling(run: Path) -> Group:
     return max((group for each in found for group in each.groups), key=lambda each: (each.std or 0.0, each.step))
 
 
-def photograph(page: Page, name: str, height: int) -> None:
+def photograph(page: Page, file: Path, height: int) -> None:
     """Write what the page shows, down to `height` pixels."""
     page.look(width=WIDTH, height=height)
-    page.until("document.readyState === 'complete'")
-    (PICTURES / f"{name}.webp").write_bytes(page.picture())
+    file.write_bytes(page.picture())
 
 
-async def make(run: Path) -> None:
-    """All pictures of this run."""
+async def make(run: Path, out: Path) -> None:
+    """All pictures of this run, in the folder `out`."""
     group = await telling(run)
     best = max(group.members, key=lambda each: (each.entry.reward or 0.0, -each.entry.rollout.member))
-    PICTURES.mkdir(exist_ok=True)
+    out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         async with shown_beside(run, "127.0.0.1", 0, None) as shown:
-            await asyncio.to_thread(_visit, httpx.URL(shown.address), best.entry.rollout.id, Path(profile))
+            await asyncio.to_thread(_visit, httpx.URL(shown.address), best.entry.rollout.id, Path(profile), out)
 
 
-def _visit(address: httpx.URL, rollout: str, profile: Path) -> None:
+def _visit(address: httpx.URL, rollout: str, profile: Path, out: Path) -> None:
     of_run = str(address.copy_with(query=None))
     with opened(profile) as page:
         page.look()
         page.open(str(address))
-        photograph(page, "run", 900)
+        photograph(page, out / "run.webp", 900)
         page.open(f"{of_run}/groups/{rollout}")
-        photograph(page, "group", 700)
+        photograph(page, out / "group.webp", 700)
         page.open(f"{of_run}/rollouts/{rollout}")
-        photograph(page, "rollout", 860)
+        photograph(page, out / "rollout.webp", 860)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", type=Path)
-    run = parser.parse_args().run
+    parser.add_argument("--out", type=Path, default=PICTURES)
+    options = parser.parse_args()
     if CHROMIUM is None:
         parser.error(MISSING)
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(make(train(Path(folder)) if run is None else run))
-    print(*sorted(PICTURES.iterdir()), sep="\n")
+        asyncio.run(make(train(Path(folder)) if options.run is None else options.run, options.out))
+    print(*sorted(options.out.iterdir()), sep="\n")
 
 
 if __name__ == "__main__":
