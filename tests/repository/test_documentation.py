@@ -87,3 +87,12 @@ def test_the_page_of_metrics_has_every_number_that_an_alarm_looks_at() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     read = {key for kind in ALARMS.values() if kind.condition for key in kind.condition.keys}
     assert [key for key in sorted(read) if f"`{key}`" not in page and not key.startswith("dropped/")] == []
+
+
+def test_every_picture_is_small_and_shown_by_a_page() -> None:
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    pictures = list((ROOT / "docs" / "pictures").iterdir())
+
+    assert pictures
+    assert [each.name for each in pictures if f"pictures/{each.name})" not in pages] == []
+    assert [each.name for each in pictures if each.stat().st_size > 200_000] == []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.config import CONFIG_FILE
@@ -16,14 +16,15 @@ from agl_core.store.files import is_written
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import Checkpoints
+from agl_core.training.report import SUMMARY_FILE
 from agl_core.wire.keys import SERVER_FILE
 
 RUNS = Path("runs")
 """Where commands look for runs."""
 
 RunStatus: TypeAlias = Literal["running", "finished", "stopped", "capture"]
-"""running: a process of this machine writes its store; finished: all steps made; stopped: can be resumed; capture: by
-`agl run`."""
+"""running: a process of this machine writes its store; finished: all steps made, though `agl eval` may write to it;
+stopped: can be resumed; capture: by `agl run`."""
 
 
 @runtime_checkable
@@ -92,10 +93,15 @@ def find_run(folder: Path | None) -> Path:
 
 def open_store(folder: Path, *, read_only: bool = True) -> Store:
     """The store of a run or of a capture, to be opened with `async with`."""
+    return find_store(folder)(read_only)
+
+
+def find_store(folder: Path) -> Callable[[bool], Store]:
+    """What `open_store` does with `read_only`, for those who open it often: finding its plugin takes a while."""
     if "capture" in _toml(folder / CONFIG_FILE):
-        return SqliteStore(folder / "store.sqlite", read_only=read_only)
-    store: Store = load_store(folder / CONFIG_FILE).build(folder, read_only)
-    return store
+        return lambda read_only: SqliteStore(folder / "store.sqlite", read_only=read_only)
+    chosen = load_store(folder / CONFIG_FILE)
+    return lambda read_only: cast(Store, chosen.build(folder, read_only))
 
 
 def list_runs(runs: Path) -> list[RunEntry]:
@@ -152,12 +158,13 @@ def read_entry(folder: Path) -> RunEntry:
     steps = max((line.step for line in lines if line.kind == "train"), default=0)
     planned = None if "capture" in config else int(config.get("train", {}).get("steps", 0))
     rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]
+    all_made = bool(planned) and steps >= (planned or 0)
     state: RunStatus = "stopped"
-    if is_written(folder / "store.sqlite"):
+    if is_written(folder / "store.sqlite") and not (all_made and (folder / SUMMARY_FILE).exists()):
         state = "running"
     elif planned is None:
         state = "capture"
-    elif planned and steps >= planned:
+    elif all_made:
         state = "finished"
     return RunEntry(
         folder=folder,

@@ -176,7 +176,7 @@ def print_summary(console: Screen, summary: Summary) -> None:
         "checkpoint": str(summary.checkpoint or "none"),
         "model": ", ".join(map(str, summary.models)) or "none",
         "store": f"that of {summary.server}" if summary.server else str(summary.run_dir / "store.sqlite"),
-        "summary": str(summary.run_dir / "summary.json"),
+        "summary": str(summary.file),
     }.items():
         facts.add_row(name, value)
     if summary.abandoned:

@@ -115,14 +115,15 @@ def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
     return ServerConfig(config=config, folder=folder, plugins=plugins, **_only(ServerConfig, chosen))
 
 
-def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
+def load_for_scoring(path: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> ScoredConfig:
     """Read a run's configuration as far as rewards and credit of recorded rollouts need it.
 
-    Engine, tasks, trackers and weights need not be there, nor plugin files unless they bring what is chosen.
+    Engine, tasks, trackers and weights need not be there, nor plugin files unless they bring what is chosen. `plugins`
+    are those that an earlier reading has found.
     """
     config, folder, report = _validated(path, overrides)
     missing = ", ".join(str(file) for file in config.plugin_files if not file.is_file())
-    plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
+    plugins = plugins or Plugins.load([file for file in config.plugin_files if file.is_file()])
     required = (Kind.STORE, Kind.REWARD, Kind.CREDIT, Kind.ALGORITHM)
     try:
         config, chosen = resolve(config, plugins, folder, report, required)

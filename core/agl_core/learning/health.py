@@ -73,6 +73,8 @@ def is_repetitive(text: str) -> bool:
     """
     end = text[-LOOKED_AT:].rstrip()
     for length in range(1, len(end) // LOOP_REPEATS + 1):
+        if end[-1 - length] != end[-1]:  # It cannot be a repeated piece, and looking costs less than comparing.
+            continue
         repeats = max(LOOP_REPEATS, -(-LOOP_CHARACTERS // length))
         piece = end[-length:]
         if not piece.strip() or repeats * length > len(end) or end[-2 * length : -length] != piece:
@@ -90,7 +92,8 @@ def response_text(transition: Transition) -> str:
 def is_gibberish(transition: Transition) -> bool:
     """Whether a response holds much that is no text, or was sampled nearly by chance."""
     text = response_text(transition)
-    no_text = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
+    solid = "".join(text.split())
+    no_text = solid.count("\ufffd") + (0 if solid.isprintable() else sum(not each.isprintable() for each in solid))
     if no_text > NO_TEXT_SHARE * len(text):
         return True
     logprobs = transition.logprobs
@@ -145,10 +148,6 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
     prompts = {_system_prompt(each) for each in transitions if each.agent is None}
     if prompts and (len(prompts) > 1 or any(each.agent is not None for each in transitions)):
         yield Evidence.AGENT_NAMES
-
-
-def _text(transition: Transition) -> str:
-    return message_text(transition.response.get("content"))
 
 
 def _tool_calls(message: Mapping[str, Any]) -> bool:

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _ROWS_PER_STATEMENT = 64
 _LARGE_LOG = 16 << 20
 """Bytes of the write-ahead log from which on it is folded into the store's file."""
+_HELD_UP_LOG = 4 * _LARGE_LOG
+"""Bytes of it from which on readers are worth a warning: short ones, such as pages of a run, only delay the folding."""
 _PAUSE = 2.0
 """Seconds without a write after which the log is folded in at any size, and between tries if a reader has it."""
 _READERS_MILLISECONDS = 20
@@ -180,7 +182,7 @@ class GroupWriter:
             self._fold_after, self._warned_of_readers = 0.0, False
             return True
         self._fold_after = time.monotonic() + _PAUSE
-        if self._files.log_size >= _LARGE_LOG and not self._warned_of_readers:
+        if self._files.log_size >= _HELD_UP_LOG and not self._warned_of_readers:
             self._warned_of_readers = True
             logger.warning(
                 "A program has been reading the store %s for long: until it is done the log beside the store, of %d "

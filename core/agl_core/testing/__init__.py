@@ -8,5 +8,6 @@
 - `http` serves a test's own application, and has a relay to put before a server.
 - `readme` runs the code of a page.
 - `privacy` keeps frameworks from speaking to their vendors, `clients` takes the waiting out of model clients.
+- `browser` drives a real Chromium, for the pages of runs and their pictures.
 - `fixtures` are pytest's, to be imported into a `conftest.py`.
 """

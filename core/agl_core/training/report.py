@@ -16,6 +16,8 @@ from agl_core import private
 from agl_core.protocols import Upstream
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
 
+SUMMARY_FILE = "summary.json"
+
 
 class Phase(Protocol):
     """One phase under way: rollouts, update or evaluation."""
@@ -115,6 +117,11 @@ class Summary:
         return {"before": at(steps[:1]), "after": at(steps[1:][-1:])}
 
     @property
+    def file(self) -> Path:
+        """Where `write` puts it."""
+        return self.run_dir / SUMMARY_FILE
+
+    @property
     def sets(self) -> list[str]:
         """The held-out sets, in the order of their evaluation."""
         return list(dict.fromkeys(e["set"] for e in self.state.evaluations))
@@ -153,6 +160,6 @@ class Summary:
 
     def write(self) -> None:
         """Write `summary.json` as a whole."""
-        part = self.run_dir / "summary.json.part"
+        part = self.file.with_name(f"{SUMMARY_FILE}.part")
         private.write(part, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
-        os.replace(part, self.run_dir / "summary.json")
+        os.replace(part, self.file)

@@ -15,14 +15,14 @@ from starlette.staticfiles import StaticFiles
 
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
 from agl_core.view.folders import RunFolders
-from agl_core.view.health_page import health_page
-from agl_core.view.pages import BadQueryError, Pages, Served
-from agl_core.view.run_page import run_page
+from agl_core.view.pages.base import BadQueryError, Pages, Served
+from agl_core.view.pages.health import health_page
+from agl_core.view.pages.run import run_page
+from agl_core.view.pages.several_runs import compare_page, overlay_page, task_page
+from agl_core.view.pages.talk import talk_page
+from agl_core.view.pages.timeline import timeline_page
+from agl_core.view.pages.trial import try_page
 from agl_core.view.security import TALK, Guard
-from agl_core.view.several_runs import compare_page, overlay_page, task_page
-from agl_core.view.talk_page import talk_page
-from agl_core.view.timeline_page import timeline_page
-from agl_core.view.try_page import try_page
 
 
 def make_app(

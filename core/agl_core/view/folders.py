@@ -1,12 +1,17 @@
-"""Which runs the pages show."""
+"""Which runs the pages show, and their stores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+from agl_core.analysis.runs import find_store
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError, nearest
+from agl_core.store.interface import Store
+
+Made = TypeVar("Made")
 
 
 class RunFolders:
@@ -14,6 +19,7 @@ class RunFolders:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = [path.resolve() for path in paths]
+        self._made: dict[tuple[Path, Callable[[Path], Any]], tuple[int, Any]] = {}
 
     def named(self) -> dict[str, Path]:
         """The runs, the newest first, by their names in addresses; of two folders of one name, the second is `NAME~2`.
@@ -40,3 +46,18 @@ class RunFolders:
         if name not in runs:
             raise ConfigError(f"There is no run '{name}' here. {nearest(name, runs)}")
         return runs[name]
+
+    def open_store(self, folder: Path) -> Store:
+        """As `agl_core.analysis.runs.open_store`, without looking for its plugin each time."""
+        return self.read(folder, find_store)(True)
+
+    def read(self, folder: Path, how: Callable[[Path], Made]) -> Made:
+        """What `how` makes of the run's configuration, once for each version of that file."""
+        try:
+            written = (folder / CONFIG_FILE).stat().st_mtime_ns
+        except OSError:  # It was removed meanwhile, and `how` says so.
+            written = 0
+        if (folder, how) not in self._made or self._made[folder, how][0] != written:
+            self._made[folder, how] = written, how(folder)
+        made: Made = self._made[folder, how][1]
+        return made

@@ -22,7 +22,7 @@ import uvicorn
 from agl_core.errors import ConfigError
 from agl_core.protocols import Upstream
 from agl_core.view.app import make_app
-from agl_core.view.pages import Served
+from agl_core.view.pages.base import Served
 from agl_core.view.templating import page_address
 
 _RESTART_SECONDS = 1.0

@@ -85,14 +85,16 @@ def test_in_a_pipe_no_rollout_is_cropped(run: Any, monkeypatch: pytest.MonkeyPat
     assert f", {name} 0 " in line
 
 
-def test_on_a_terminal_a_rollout_has_one_line_and_its_id_is_whole(run: Any) -> None:
+def test_on_a_terminal_a_rollout_has_one_line_with_its_whole_id_and_reward(run: Any) -> None:
     name = "s7-eval_templates-sampled-g100-m0"
-    run.put(*with_input([replace(run.trained(7, "m0")[0], id=name, mode=Mode.EVAL_SAMPLED)], LONG))
+    long = replace(run.trained(7, "m0")[0], id=name, mode=Mode.EVAL_SAMPLED)
+    run.put(*with_input([long], LONG), Reward(name, 0, "right", 0.25, "right"))
 
     lines = on_a_terminal("from agl_core.cli import main; main()", run.folder, "rollouts", "runs/calc")
 
     assert max(len(line) for line in lines) <= 80
     assert [line.split()[:3] for line in lines if "-m0" in line][-1] == [name, "eval-sampled", "finished"]
+    assert [line for line in lines if "-m0" in line][-1].split()[4:6] == ["right", "0.25"]
     assert len([line for line in lines if "-g" in line]) == 4
 
 

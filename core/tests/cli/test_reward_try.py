@@ -42,9 +42,11 @@ def test_a_changed_reward_is_marked_with_its_provenance(run: Any) -> None:
 
     rows = cells(result.output)
     # R = 1 + 2; the call's own reward 0.25 → 0.5; identical credit is R plus it: 1.25 → 3.5.
-    assert ["0", "solver: look ok (by the agent's process)", "0.25 → 0.5 *", "1.25 → 3.5 *"] in rows
+    # The group's credit is 1.25, -0.25, 0.75 with a deviation of 0.7638, then 3.5, -0.5, 1.5 with one of 2.
+    advantage = "0.872872 → 1 *"
+    assert ["0", "solver: look ok (by the agent's process)", "0.25 → 0.5 *", "1.25 → 3.5 *", advantage] in rows
     assert ["look (by tools)", "0.25 → 0.5 *"] in rows
-    assert ["1", "solver", "0", "1.25 → 3.5 *"] in rows
+    assert ["1", "solver", "0", "1.25 → 3.5 *", advantage] in rows
     assert ["end", "terminal reward", "1 → 3 *"] in rows
     assert ["right (by right)", "1 → 3 *"] in rows
     assert "1 of 1 rollouts change; mean reward 1 → 3" in result.output
@@ -55,7 +57,8 @@ def test_only_what_changes_is_marked(run: Any) -> None:
 
     rows = cells(result.output)
     assert ["end", "terminal reward", "0"] in rows
-    assert ["0", "solver: look error (by the agent's process)", "-0.25 → -0.5 *", "-0.25 → -0.5 *"] in rows
+    failed = "solver: look error (by the agent's process)"
+    assert ["0", failed, "-0.25 → -0.5 *", "-0.25 → -0.5 *", "-1.09109 → -1 *"] in rows
     assert "mean reward 0 → 0" in result.output
 
 
@@ -80,7 +83,7 @@ def test_a_rule_that_compares_sees_the_members_that_were_not_asked_for(run: Any)
 def test_discounted_credit(run: Any) -> None:
     result = run.agl(*TRY, "--set=credit.name=discounted", "--set=credit.discounted.gamma=0.5", "--rollout=s1-g0-m0")
 
-    rows = cells(result.output)
+    rows = [row[:4] for row in cells(result.output)]
     # G_1 = 1; G_0 = 0.25 + 0.5 · G_1
     assert ["0", "solver: look ok (by the agent's process)", "0.25", "1.25 → 0.75 *"] in rows
     assert ["1", "solver", "0", "1.25 → 1 *"] in rows
@@ -90,13 +93,24 @@ def test_discounted_credit(run: Any) -> None:
 def test_credit_sees_the_members_that_were_not_asked_for(run: Any) -> None:
     result = run.agl(*TRY, "--set=credit.name=stepwise", "--rollout=s1-g0-m0", "--rollout=s1-g0-m1")
 
-    rows = cells(result.output)
+    rows = [row[:4] for row in cells(result.output)]
     # Returns 1.25, -0.25, 0.75: b = 1.75 / 3. The first call is common to all: its values are the returns. The
     # second prompt is shared by m0 and m2, whose mean return from there is 1: m0 gets b + (1 - 1); m1 is alone there.
     assert ["0", "solver: look ok (by the agent's process)", "0.25", "1.25"] in rows
     assert ["1", "solver", "0", "1.25 → 0.583333 *"] in rows
     assert ["1", "solver", "0", "-0.25"] in rows
-    assert "1 of 2 rollouts change" in result.output
+    assert "2 of 2 rollouts change" in result.output, "the advantage of m1 does, with the group's mean"
+
+
+def test_a_group_is_named_as_a_whole(run: Any) -> None:
+    other = replace(run.trained(1, "m0")[0], id="s1-g01-m0", group="s1-g01")
+    run.put(replace(other, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED))
+
+    result = run.agl(*TRY, "--rollout=s1-g0")
+
+    assert [line.split()[1] for line in result.output.splitlines() if line.startswith("rollout")] == [
+        f"s1-g0-m{member}" for member in range(3)
+    ]
 
 
 def test_what_the_agent_reported_stays(run: Any) -> None:
@@ -118,7 +132,7 @@ def test_a_rollout_that_would_be_dropped_says_why_and_counts_as_zero(run: Any) -
 
     result = run.agl("reward", "try", "strict.toml", "--rollout=s1-g0-m0")
 
-    rows = cells(result.output)
+    rows = [row[:4] for row in cells(result.output)]
     assert ["end", "terminal reward", "1 → dropped: ending *"] in rows
     assert ["1", "solver", "0", "1.25 → dropped: ending *"] in rows
     assert "mean reward 1 → 0" in result.output
@@ -224,7 +238,7 @@ def test_episodes_in_a_file_are_judged_and_those_of_training_credited(run: Any) 
 
     result = run.agl(*TRY, "--run=episodes.jsonl", "--set=credit.name=discounted", "--set=credit.discounted.gamma=0.5")
 
-    rows = cells(result.output)
+    rows = [row[:4] for row in cells(result.output)]
     assert ["0", "solver: look ok (by the agent's process)", "0 → 0.25 *", "- → 0.75 *"] in rows
     assert ["0", "solver: look error (by the agent's process)", "0 → -0.25 *"] in rows
     assert ["end", "terminal reward", "0.5 → 0 *"] in rows
@@ -242,7 +256,7 @@ def test_a_rollout_that_was_too_old_for_training_stays_out_of_its_group(run: Any
 
     assert "0 of 3 rollouts change; mean reward 0.666667 → 0.666667" in run.agl(*TRY).output
     changed = cells(run.agl(*TRY, "--set=rewards.right.bonus=1.0").output)
-    assert changed.count(["1", "solver", "0", "dropped: stale"]) == 1
+    assert changed.count(["1", "solver", "0", "dropped: stale", "-"]) == 1
 
 
 def test_a_superseded_step_is_not_the_default(run: Any) -> None:

@@ -97,6 +97,7 @@ def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
 
 def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
     run = trained
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
     writing = "import asyncio, sys, pathlib; from agl_core.store.sqlite import SqliteStore\n"
     writing += "async def hold():\n"
     writing += "    async with SqliteStore(pathlib.Path(sys.argv[1])):\n"
@@ -108,6 +109,8 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
         assert server.stdout is not None
         assert server.stdout.readline() == "open\n"
         assert listed(run)[0]["state"] == "running"
+        (run.store.parent / "summary.json").write_text("{}")
+        assert listed(run)[0]["state"] == "finished", "it is evaluated again, and its training is over"
         for command in (["prune", "calc", "--steps", "0", "--checkpoints", "1"], ["vacuum", "calc"]):
             refused = run.agl("runs", *command)
             assert isinstance(refused.exception, StoreError)

@@ -13,11 +13,11 @@ from axe_core_python.base import AXE_FILE_PATH
 
 from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.browser import CHROMIUM, MISSING, Page, opened
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.view.serving import shown_beside
 
-from .browser import CHROMIUM, MISSING, Page, opened
 from .viewed_runs import Folder, rollout
 
 pytestmark = [pytest.mark.storm, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]

@@ -19,10 +19,15 @@ from agl_core.wire.keys import SERVER_FILE
 def chosen_episodes(file: Path, ids: Sequence[str], step: int | None) -> list[Episode]:
     """The episodes of a file to try."""
     every = load_episodes(file)
+    groups = {episode.group for episode in every}
+
+    def is_named(episode: Episode, name: str) -> bool:
+        return episode.group == name if name in groups else episode.rollout.startswith(name)
+
     for each in ids:
-        if not any(episode.rollout.startswith(each) for episode in every):
+        if not any(is_named(episode, each) for episode in every):
             raise ConfigError(f"{file} has no episode '{each}'. {_close(each, [e.rollout for e in every])}")
-    chosen = [e for e in every if (not ids or e.rollout.startswith(tuple(ids))) and step in (None, e.step)]
+    chosen = [e for e in every if (not ids or any(is_named(e, each) for each in ids)) and step in (None, e.step)]
     if not chosen:
         raise ConfigError(f"{file} has no episode" + ("." if step is None else f" of step {step}."))
     return chosen
@@ -53,8 +58,8 @@ async def chosen_rollouts(store: Store, folder: Path, ids: Sequence[str], step: 
             return chosen
     recorded = await store.rollouts()
     if ids:
-        found = {r.id: r for r in [await _rollout(store, folder, recorded, each) for each in ids]}
-        return list(found.values())
+        named = [r for each in ids for r in await _named(store, folder, recorded, each)]
+        return list({r.id: r for r in named}.values())
     every = [r for r in recorded if r.mode.trains]
     if step is None and recorded and not every:
         return [r for r in recorded if r.state is RolloutState.DONE and r.counted_attempt is not None]
@@ -84,8 +89,12 @@ def _complete(rollouts: Sequence[Rollout]) -> bool:
     return all(r.state is RolloutState.DONE and r.ending is not Ending.CANCELLED for r in rollouts)
 
 
-async def _rollout(store: Store, folder: Path, recorded: Sequence[Rollout], prefix: str) -> Rollout:
-    """A rollout that the user names; ConfigError says why it cannot be tried."""
+async def _named(store: Store, folder: Path, recorded: Sequence[Rollout], prefix: str) -> list[Rollout]:
+    """The rollouts of a group, or the one, that the user names; ConfigError says why it cannot be tried."""
+    runs = await store.runs()
+    of_group = [r for r in recorded if r.group == prefix and not superseded(r, runs) and r.counted_attempt is not None]
+    if of_group:
+        return of_group
     if not any(r.id.startswith(prefix) for r in recorded):
         raise ConfigError(
             f"{folder} has no rollout '{prefix}'. {_close(prefix, [r.id for r in recorded])}See agl rollouts {folder}."
@@ -96,7 +105,7 @@ async def _rollout(store: Store, folder: Path, recorded: Sequence[Rollout], pref
     if found.counted_attempt is None:
         ending = found.ending.value if found.ending else "stopped"
         raise ConfigError(f"{found.id} never finished (it was {ending}), so there is nothing to score. Name another.")
-    return found
+    return [found]
 
 
 def _close(name: str, known: Sequence[str]) -> str:

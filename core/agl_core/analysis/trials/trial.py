@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from agl_core.analysis.rollouts import reward_weights, terminal_reward
+from agl_core.analysis.rollouts import GroupCredit, reward_weights, terminal_reward
 from agl_core.analysis.runs import find_run, open_store
 from agl_core.analysis.trials.choosing import chosen_episodes, chosen_rollouts, run_of
 from agl_core.config import ScoredConfig
@@ -72,10 +72,13 @@ class TransitionChange:
     reward: Change
     """The sum of its intermediate rewards."""
     credit: Change
+    advantage: Change
+    """GRPO's: credit minus the mean of its group, divided by the deviation; 0 where these are equal."""
 
     @property
     def changed(self) -> bool:
-        return self.reward.changed or self.credit.changed or any(each.changed for each in self.rewards)
+        changes = (self.reward, self.credit, self.advantage, *self.rewards)
+        return any(each.changed for each in changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +129,15 @@ def try_rewards(
     """
     if run is not None and run.is_file():
         return _try_episodes(run, loaded, chosen_episodes(run, ids, step))
-    return _try_run(run_of(config, loaded) if run is None else find_run(run), loaded, ids, step)
+    folder = run_of(config, loaded) if run is None else find_run(run)
+    return try_run(folder, open_store(folder), loaded, ids, step)
 
 
-async def _try_run(folder: Path, loaded: ScoredConfig, ids: Sequence[str], step: int | None) -> Trial:
-    async with open_store(folder) as store:
+async def try_run(
+    folder: Path, opened: Store, loaded: ScoredConfig, ids: Sequence[str] = (), step: int | None = None
+) -> Trial:
+    """`try_rewards` on the run in this folder, by its store."""
+    async with opened as store:
         return await _try_rollouts(folder, store, loaded, await chosen_rollouts(store, folder, ids, step))
 
 
@@ -152,9 +159,11 @@ async def _try_rollouts(folder: Path, store: Store, loaded: ScoredConfig, rollou
         for id in await _stale(store, everyone)
         if episodes[id].dropped is None
     }
-    credits = _credited(loaded, [[in_training[member.id] for member in group] for group in groups])
-    recorded = await _recorded(store, rollouts)
-    changes = [_compared(episodes[r.id], credits, recorded[r.id]) for r in rollouts]
+    of_groups = [[in_training[member.id] for member in group] for group in groups]
+    after = _Credited.by(_credited(loaded, of_groups), of_groups)
+    recorded = await _recorded(store, everyone)
+    before = _Credited.by({key: value for r in everyone for key, value in recorded[r.id].credit.items()}, of_groups)
+    changes = [_compared(episodes[r.id], recorded[r.id], before, after) for r in rollouts]
     return _trial(folder, changes, failures, incomplete)
 
 
@@ -166,9 +175,9 @@ async def _try_episodes(file: Path, loaded: ScoredConfig, episodes: Sequence[Epi
     for episode in scored:
         if episode.mode.trains:
             groups.setdefault(episode.group, []).append(episode)
-    credits = _credited(loaded, list(groups.values()))
+    credited = _Credited.by(_credited(loaded, list(groups.values())), list(groups.values()))
     changes = [
-        _compared(after, credits, _Recorded([*before.rewards, *_of_calls(before)], _terminal(before)))
+        _compared(after, _Recorded([*before.rewards, *_of_calls(before)], _terminal(before)), _Credited(), credited)
         for before, after in zip(episodes, scored, strict=True)
     ]
     return _trial(file, changes, failures, {})
@@ -232,6 +241,36 @@ class _Recorded:
     """Of the transitions that a step used."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Credited:
+    """What transitions got, or would get."""
+
+    credit: Mapping[TransitionKey, Value] = field(default_factory=dict)
+    advantage: Mapping[TransitionKey, float] = field(default_factory=dict)
+
+    @classmethod
+    def by(cls, credit: Mapping[TransitionKey, Value], groups: Sequence[Sequence[Episode]]) -> _Credited:
+        """The advantages follow from the credit of these groups; policies are compared each on its own."""
+        advantage = {}
+        for transitions in (_by_policy(group) for group in groups):
+            for policy, keys in transitions.items():
+                values = {key: value for key in keys if isinstance(value := credit.get(key), float)}
+                of_rollouts: dict[str, list[float]] = {}
+                for key, value in values.items():
+                    of_rollouts.setdefault(key.rollout, []).append(value)
+                if of_rollouts:
+                    group = GroupCredit.of(0, policy, of_rollouts)
+                    advantage |= {key: (v - group.mean) / group.std if group.std else 0.0 for key, v in values.items()}
+        return cls(credit, advantage)
+
+
+def _by_policy(group: Sequence[Episode]) -> dict[str, list[TransitionKey]]:
+    found: dict[str, list[TransitionKey]] = {}
+    for transition in (each for episode in group for each in episode.transitions):
+        found.setdefault(transition.policy, []).append(transition.key)
+    return found
+
+
 async def _recorded(store: Store, rollouts: Sequence[Rollout]) -> dict[str, _Recorded]:
     keys = counted_attempts(rollouts)
     rewards, records = by_rollout(await store.rewards(keys)), by_rollout(await store.training_records(keys))
@@ -275,12 +314,12 @@ def _without_rules(episode: Episode) -> Episode:
     return replace(episode, rewards=reported(episode.rewards), transitions=transitions, terminal=None, dropped=None)
 
 
-def _compared(episode: Episode, credits: Mapping[TransitionKey, Value], recorded: _Recorded) -> RolloutChange:
-    before, after = recorded.terminal, _terminal(episode)
-    terminal = Change(after if before is None and isinstance(after, str) else before, after)
+def _compared(episode: Episode, recorded: _Recorded, before: _Credited, after: _Credited) -> RolloutChange:
+    was, now = recorded.terminal, _terminal(episode)
+    terminal = Change(now if was is None and isinstance(now, str) else was, now)
     of_rollout = ([r for r in rewards if r.call is None] for rewards in (recorded.rewards, episode.rewards))
     rewards = _by_provenance(*of_rollout)
-    transitions = [_compared_transition(t, credits, recorded) for t in episode.transitions]
+    transitions = [_compared_transition(t, recorded, before, after) for t in episode.transitions]
     left_out = len(recorded.credit.keys() - {t.key for t in episode.transitions})
     return RolloutChange(
         rollout=episode.rollout,
@@ -297,7 +336,7 @@ def _compared(episode: Episode, credits: Mapping[TransitionKey, Value], recorded
 
 
 def _compared_transition(
-    transition: Transition, credits: Mapping[TransitionKey, Value], recorded: _Recorded
+    transition: Transition, recorded: _Recorded, before: _Credited, after: _Credited
 ) -> TransitionChange:
     key = transition.key
     mine = [r for r in recorded.rewards if (r.call, r.choice) == (key.call, key.choice) and r.source != AGENT_SOURCE]
@@ -309,7 +348,8 @@ def _compared_transition(
         tool_results=transition.tool_results,
         rewards=_by_provenance(mine, transition.rewards),
         reward=Change(sum(r.value for r in mine), transition.reward),
-        credit=Change(recorded.credit.get(key), credits.get(key)),
+        credit=Change(before.credit.get(key), after.credit.get(key)),
+        advantage=Change(before.advantage.get(key), after.advantage.get(key)),
     )
 
 

@@ -22,7 +22,11 @@ ConfigFile = Annotated[
 ]
 Ids = Annotated[
     list[str],
-    typer.Option("--rollout", metavar="ID", help="A rollout, by its id or the beginning of it. Repeatable."),
+    typer.Option(
+        "--rollout",
+        metavar="ID",
+        help="A rollout, by its id or the beginning of it, or a group of them, by its name. Repeatable.",
+    ),
 ]
 RunFolder = Annotated[
     Path | None,
@@ -56,6 +60,7 @@ def try_(
 
     No agent and no engine runs, and nothing is written. The rules score the recorded calls, tool results and results;
     what the agent itself reported stays as recorded. Credit sees each rollout with its whole group, as in training.
+    The advantage is that of GRPO: credit minus the group's mean, divided by its deviation.
     Evaluations, and what was recorded without training, get rewards and no credit.
     A star marks what changes. A reward rule that fails is named, and ends the command with status 2.
 
@@ -117,10 +122,11 @@ def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> Non
     table.add_column("agent, tools, rewards", overflow="fold")
     table.add_column("reward", no_wrap=True)
     table.add_column("credit", no_wrap=True)
+    table.add_column("advantage", no_wrap=True)
 
-    def row(turn: str, what: str, reward: Change | None, credit: Change | None = None) -> None:
+    def row(turn: str, what: str, *changes: Change | None) -> None:
         cells = [Text(turn), Text(what)]
-        for each in (reward, credit):
+        for each in changes:
             style = "yellow" if each is not None and each.changed else ""
             cells.append(Text("" if each is None else _arrow(each), style=style))
         table.add_row(*cells)
@@ -128,12 +134,12 @@ def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> Non
     for each in change.transitions:
         agent = one_line(each.agent or "unnamed agent", 60)
         tools = ", ".join(f"{one_line(o.tool, 40)} {status_text(o)} ({said_by(o)})" for o in each.tool_results)
-        credit = each.credit if change.mode.trains else None
-        row(str(each.turn), f"{agent}: {tools}" if tools else agent, each.reward, credit)
+        of_training = (each.credit, each.advantage) if change.mode.trains else ()
+        row(str(each.turn), f"{agent}: {tools}" if tools else agent, each.reward, *of_training)
         for part in each.rewards:
             row("", f"  {_provenance(part)}", part)
     if change.left_out:
-        row("", f"{change.left_out} transitions that were used in training are left out by a plugin *", None)
+        row("", f"{change.left_out} transitions that were used in training are left out by a plugin *")
     table.add_section()
     row("end", "terminal reward", change.terminal)
     for part in change.rewards:

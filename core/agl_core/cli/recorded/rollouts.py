@@ -98,23 +98,25 @@ def rollouts(
         return
     screen = Screen()
     table = Table(expand=screen.is_terminal, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    whole = [(each.rollout.id, each.rollout.mode, _ended(each.rollout)) for each in found.entries]
-    for place, column in enumerate(("rollout", "mode", "ended")):  # An id is there to be copied.
-        table.add_column(column, no_wrap=True, min_width=max((len(values[place]) for values in whole), default=0))
-    for column in ("try", "reward", "health"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("task", no_wrap=True, ratio=1)
-    for each in found.entries:
-        rollout = each.rollout
-        table.add_row(
-            rollout.id + (" (superseded)" if each.superseded else ""),
-            rollout.mode.value,
-            _ended(rollout),
-            "-" if rollout.counted_attempt is None else str(rollout.counted_attempt + 1),
-            ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in each.rewards if r.call is None) or "-",
-            healths[rollout.id].text if rollout.id in healths else "-",
-            one_line(json.dumps(rollout.task.input, ensure_ascii=False), screen.width),
+    rows = [
+        (
+            entry.rollout.id + (" (superseded)" if entry.superseded else ""),
+            entry.rollout.mode.value,
+            _ended(entry.rollout),
+            "-" if entry.rollout.counted_attempt is None else str(entry.rollout.counted_attempt + 1),
+            ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in entry.rewards if r.call is None) or "-",
+            healths[entry.rollout.id].text if entry.rollout.id in healths else "-",
+            one_line(json.dumps(entry.rollout.task.input, ensure_ascii=False), screen.width),
         )
+        for entry in found.entries
+    ]
+    for place, column in enumerate(("rollout", "mode", "ended", "try", "reward")):
+        # A narrow terminal crops what comes after them: an id is there to be copied, a reward to be compared.
+        table.add_column(column, no_wrap=True, min_width=max((len(row[place]) for row in rows), default=0))
+    table.add_column("health", no_wrap=True)
+    table.add_column("task", no_wrap=True, ratio=1)
+    for row in rows:
+        table.add_row(*row)
     screen.print(table)
     if found.pruned:
         screen.print("The calls of old steps were pruned (agl runs prune); agl show has what is left of them.")

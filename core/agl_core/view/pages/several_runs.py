@@ -10,10 +10,9 @@ from starlette.responses import Response
 from agl_core.analysis.comparisons.comparison import compare, evaluated
 from agl_core.analysis.comparisons.side_by_side import align, read_side
 from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
-from agl_core.analysis.runs import open_store
 from agl_core.types import Mode
 from agl_core.view.charts import Chart, Points, line_chart
-from agl_core.view.pages import BadQueryError, Pages, member, number, run_line
+from agl_core.view.pages.base import BadQueryError, Pages, member, number, run_line
 from agl_core.view.templating import page_address
 
 MOST_RUNS = 4
@@ -77,7 +76,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
     sides = [_side(pages, request.query_params.get(key), at, defaults) for at, key in enumerate("ab")]
     found = []
     for name, step in sides:
-        async with open_store(pages.folders.find(name)) as store:
+        async with pages.folders.open_store(pages.folders.find(name)) as store:
             found.append(await evaluated(store, step, mode))
     return pages.render(
         request,
@@ -98,7 +97,7 @@ async def task_page(pages: Pages, request: Request) -> Response:
         name, _, rollout = request.query_params.get(key, "").rpartition("@")
         if not rollout:
             raise BadQueryError(f"{key} in the address must be RUN@ROLLOUT.")
-        async with open_store(pages.folders.find(name)) as store:
+        async with pages.folders.open_store(pages.folders.find(name)) as store:
             side = await read_side(store, rollout)
         entry = side.entry.rollout
         columns.append((side, f"{name}, step {entry.step}", page_address("runs", name, "rollouts", entry.id)))

@@ -5,16 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.filters import Query, list_rollouts
 from agl_core.analysis.health import read_health
 from agl_core.analysis.rollouts import healths_of
-from agl_core.analysis.runs import open_store, read_entry
+from agl_core.analysis.runs import read_entry
 from agl_core.types import Verdict
-from agl_core.view.pages import Pages
+from agl_core.view.pages.base import Pages
 from agl_core.view.templating import page_address
 
-_SHOWN = 20
-"""Rollouts of each verdict."""
+_LOOKED_AT, _SHOWN = 400, 20
+"""How many rollouts of the latest step are looked at, the newest, and how many of each verdict are shown."""
 
 
 async def health_page(pages: Pages, request: Request) -> Response:
@@ -22,12 +21,13 @@ async def health_page(pages: Pages, request: Request) -> Response:
     name, folder = pages.found(request)
     entry, health = read_entry(folder), read_health(folder)
     step = health.verdicts[-1][0] if health.verdicts else 1
+    async with pages.folders.open_store(folder) as store:
+        newest = await store.rollouts(step=step, newest=_LOOKED_AT)
+        healths = await healths_of(store, newest)
     sick = []
-    async with open_store(folder) as store:
-        for verdict in (Verdict.UNHEALTHY, Verdict.UNOBSERVED):
-            found = (await list_rollouts(store, Query(step=step, verdict=verdict), _SHOWN)).entries
-            healths = await healths_of(store, [entry.rollout for entry in found])
-            sick.append((verdict, [(entry.rollout, healths[entry.rollout.id]) for entry in found]))
+    for verdict in (Verdict.UNHEALTHY, Verdict.UNOBSERVED):
+        found = [each for each in newest if each.id in healths and healths[each.id].verdict is verdict]
+        sick.append((verdict, [(each, healths[each.id]) for each in found[-_SHOWN:]]))
     return pages.render(
         request,
         "health.html",

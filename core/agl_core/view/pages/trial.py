@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from agl_core.analysis.curves.metrics import read_metrics
-from agl_core.analysis.trials.trial import Trial, try_rewards
+from agl_core.analysis.trials.trial import Trial, try_run
 from agl_core.config import CONFIG_FILE, ScoredConfig, check
 from agl_core.config.load import load_for_scoring
 from agl_core.errors import AglError
 from agl_core.plugins import Kind
-from agl_core.view.pages import Pages, read_query
+from agl_core.view.pages.base import Pages, read_query
 
 
 async def try_page(pages: Pages, request: Request) -> Response:
     """Nothing is tried until something is changed, and nothing is written then."""
     _, folder = pages.found(request)
     asked = request.query_params
-    recorded = load_for_scoring(folder / CONFIG_FILE)
+    recorded = pages.folders.read(folder, _recorded)
     weights = {rule: section.weight for rule, section in recorded.config.rewards.items()}
     changes = _changes(recorded, asked)
     rollout = asked.get("rollout", "").strip()
@@ -31,10 +32,10 @@ async def try_page(pages: Pages, request: Request) -> Response:
     problem = None
     if changes:
         try:
-            loaded = load_for_scoring(folder / CONFIG_FILE, changes)
+            loaded = load_for_scoring(folder / CONFIG_FILE, changes, recorded.plugins)
             check(loaded)
             ids = [rollout] if rollout else []
-            trial = await try_rewards(loaded, folder / CONFIG_FILE, folder, ids, None if rollout else step)
+            trial = await try_run(folder, pages.folders.open_store(folder), loaded, ids, None if rollout else step)
         except AglError as error:
             problem = str(error)
     return pages.render(
@@ -51,6 +52,10 @@ async def try_page(pages: Pages, request: Request) -> Response:
         trial=trial,
         problem=problem,
     )
+
+
+def _recorded(folder: Path) -> ScoredConfig:
+    return load_for_scoring(folder / CONFIG_FILE)
 
 
 def _changes(recorded: ScoredConfig, asked: Mapping[str, str]) -> list[str]:

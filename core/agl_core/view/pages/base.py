@@ -1,4 +1,7 @@
-"""The pages: what each needs is read by `agl_core.analysis`, and a template makes HTML of it."""
+"""The pages of runs, rollouts, groups and calls, and what all pages share.
+
+What a page needs is read by `agl_core.analysis`, and a template makes HTML of it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from agl_core.analysis.curves.metrics import read_metrics, series
 from agl_core.analysis.filters import Query
 from agl_core.analysis.groups import GroupReport, find_groups, read_group
 from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
-from agl_core.analysis.runs import RunEntry, open_store, read_entry
+from agl_core.analysis.runs import RunEntry, read_entry
 from agl_core.analysis.spans import span_tree
 from agl_core.analysis.text.tokens import token_texts
 from agl_core.errors import AglError
@@ -26,7 +29,7 @@ from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_core.view import charts
 from agl_core.view.folders import RunFolders
-from agl_core.view.steps import RewardsOfSteps
+from agl_core.view.pages.steps import RewardsOfSteps
 from agl_core.view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
@@ -71,7 +74,7 @@ class Pages:
     def __init__(self, folders: RunFolders, served: Served) -> None:
         self.folders, self.served = folders, served
         self._environment = make_environment()
-        self.rewards = RewardsOfSteps()
+        self.rewards = RewardsOfSteps(folders.open_store)
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         """A page; `run`, `changed` and `talks` are of all pages."""
@@ -91,7 +94,7 @@ class Pages:
     async def rollouts(self, request: Request) -> Response:
         name, folder = self.found(request)
         query = read_query(request)
-        async with open_store(folder) as store:
+        async with self.folders.open_store(folder) as store:
             found = await find_groups(store, query, _MOST_ROLLOUTS if query.step is None else _MOST_OF_A_STEP)
         rewards = [m.entry.reward for g in found.groups for m in g.members if m.entry.reward is not None]
         advantages = [abs(m.advantage) for g in found.groups for m in g.members if m.advantage is not None]
@@ -113,7 +116,7 @@ class Pages:
 
     async def group(self, request: Request) -> Response:
         name, folder = self.found(request)
-        async with open_store(folder) as store:
+        async with self.folders.open_store(folder) as store:
             report = await read_group(store, request.path_params["id"])
         rewards = [side.entry.reward for side in report.sides if side.entry.reward is not None]
         return self.render(
@@ -132,7 +135,7 @@ class Pages:
 
     async def rollout(self, request: Request) -> Response:
         name, folder = self.found(request)
-        async with open_store(folder) as store:
+        async with self.folders.open_store(folder) as store:
             report = await read_rollout(store, request.path_params["id"])
             group = await read_group(store, report.rollout.id)
         ids = [side.entry.rollout.id for side in group.sides]
@@ -158,7 +161,7 @@ class Pages:
         _, folder = self.found(request)
         asked = request.query_params
         attempt = number(asked.get("attempt", "0"), "attempt")
-        async with open_store(folder) as store:
+        async with self.folders.open_store(folder) as store:
             call = await read_call(store, asked.get("rollout", ""), int(attempt), asked.get("call", ""))
         choices = []
         for choice in call.choices:

@@ -64,6 +64,15 @@ class Page:
             )
             time.sleep(0.05)
 
+    def click(self, element: str) -> None:
+        """Press the mouse where the element is that a script's expression gives."""
+        self.run(f"({element}).scrollIntoView({{block: 'center'}})")
+        place = self.run(
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])(({element}).getBoundingClientRect())"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
@@ -78,8 +87,8 @@ class Page:
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self) -> bytes:
-        """What is seen, as PNG."""
-        return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+        """What is seen, as WebP."""
+        return base64.b64decode(self.send("Page.captureScreenshot", format="webp", quality=90)["data"])
 
 
 @contextmanager

@@ -8,10 +8,9 @@ from starlette.responses import Response
 
 from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.analysis.curves.timeline import Timeline, read_timeline
-from agl_core.analysis.runs import open_store
 from agl_core.analysis.text.words import number
 from agl_core.view.charts import tag, text
-from agl_core.view.pages import Pages, read_query
+from agl_core.view.pages.base import Pages, read_query
 from agl_core.view.templating import page_address
 
 _WIDTH, _LEFT, _LANE, _GAP = 1000.0, 90.0, 14.0, 4.0
@@ -25,7 +24,7 @@ async def timeline_page(pages: Pages, request: Request) -> Response:
     trained = sorted({line.step for line in lines if line.kind == "train"})
     asked = read_query(request).step
     step = asked if asked is not None else (trained or [1])[-1]
-    async with open_store(folder) as store:
+    async with pages.folders.open_store(folder) as store:
         found = await read_timeline(store, step, lines)
     return pages.render(
         request,

@@ -14,13 +14,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.runs import open_store
 from agl_core.errors import AglError
 from agl_core.protocols import Upstream
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import UpstreamClient
 from agl_core.types import Call, Json
-from agl_core.view.pages import BadQueryError, Pages, number
+from agl_core.view.pages.base import BadQueryError, Pages, number
 
 _LONGEST = 300.0
 """Seconds that a reply may take."""
@@ -49,7 +48,7 @@ async def talk_page(pages: Pages, request: Request) -> Response:
         raise BadQueryError(
             "No policy is served here now. `agl train` serves one while it runs, as `agl policy serve`."
         )
-    prompts = await _prompts(folder)
+    prompts = await _prompts(pages, folder)
     form = await _form(request) if request.method == "POST" else {}
     agent = form.get("agent") or request.query_params.get("agent") or next(iter(prompts), "")
     prompt = prompts.get(agent, Prompt())
@@ -82,11 +81,11 @@ async def talk_page(pages: Pages, request: Request) -> Response:
     )
 
 
-async def _prompts(folder: Path) -> dict[str, Prompt]:
+async def _prompts(pages: Pages, folder: Path) -> dict[str, Prompt]:
     """By agent, of the newest rollouts; an agent without a name is the empty text."""
     calls: list[Call] = []
     with suppress(AglError):  # A policy can be talked with without its run's store.
-        async with open_store(folder) as store:
+        async with pages.folders.open_store(folder) as store:
             newest = await store.rollouts(newest=_LOOKED_INTO)
             keys = [attempt.key for rollout in reversed(newest) for attempt in await store.attempts(rollout.id)]
             calls = await store.calls(keys)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agl_core.analysis.groups import StepRewards, step_rewards
-from agl_core.analysis.runs import open_store
+from agl_core.store.interface import Store
 
 _FEW = 8
 """A page waits for so many steps in any case."""
@@ -25,9 +25,10 @@ class _Known:
 
 
 class RewardsOfSteps:
-    """Of each run, by its folder."""
+    """Of each run, by its folder; `open_store` opens its store."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_store: Callable[[Path], Store]) -> None:
+        self._open_store = open_store
         self._known: dict[Path, _Known] = {}
 
     def mark(self, folder: Path) -> str:
@@ -44,7 +45,7 @@ class RewardsOfSteps:
         known = self._known.setdefault(folder, _Known())
         task = known.reading
         if task is None or task.done():
-            task = known.reading = asyncio.create_task(_read(folder, known, set(trained), first))
+            task = known.reading = asyncio.create_task(_read(self._open_store(folder), known, set(trained), first))
         await asyncio.wait({task}, timeout=_PATIENCE)
         while not task.done() and len(known.over) < _FEW:
             await asyncio.wait({task}, timeout=0.05)
@@ -53,8 +54,8 @@ class RewardsOfSteps:
         return dict(sorted(known.steps.items())), task.done()
 
 
-async def _read(folder: Path, known: _Known, trained: set[int], first: int | None) -> None:
-    async with open_store(folder) as store:
+async def _read(opened: Store, known: _Known, trained: set[int], first: int | None) -> None:
+    async with opened as store:
         restarts = len(await store.runs())
         if restarts != known.restarts:  # It may have superseded steps.
             known.restarts = restarts

@@ -11,7 +11,7 @@ from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, 
 from agl_core.analysis.groups import StepRewards
 from agl_core.errors import AglError, ConfigError
 from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked
-from agl_core.view.pages import Pages, read_query, run_line
+from agl_core.view.pages.base import Pages, read_query, run_line
 from agl_core.view.templating import page_address
 
 _COLUMNS = {
