@@ -32,6 +32,7 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with host.starting():
+        host.stage("loading the weights")
         engine = ServedPolicies(host.options, host.context)
     host.serve(engine)
 
