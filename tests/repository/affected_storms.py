@@ -13,7 +13,7 @@ ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings", "tests/tutor
 """What runs whole runs, or every part."""
 STORMS: Mapping[str, tuple[str, ...]] = {
     "adapters/": ("adapters", "core/tests/cli", "tests/conformance", "tests/repository"),
-    "algorithms/": ("algorithms", *ACROSS),
+    "algorithms/": ("algorithms", "tests/gpu", *ACROSS),
     "deploy/": ("deploy",),
     "docs/": (),
     "docs/tutorial/": ("tests/tutorial",),
@@ -24,6 +24,7 @@ STORMS: Mapping[str, tuple[str, ...]] = {
     "tests/end_to_end/": ("tests/end_to_end",),
     "tests/faults/": ("tests/faults",),
     "tests/faults_in_data/": (),
+    "tests/gpu/": ("tests/gpu",),
     "tests/oracles/": (),
     "tests/settings/": ("tests/settings",),
     "tests/tutorial/": ("tests/tutorial",),

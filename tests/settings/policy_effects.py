@@ -77,7 +77,7 @@ def device(bench: Bench, given: Given) -> str:
 
 
 async def listening_at(bench: Bench, given: Given) -> str | None:
-    """Where a started engine listens, as it says and is reached."""
+    """Where a started engine listens, as it says and is reached; or why it did not start."""
     loaded = bench.load({**TORCH, **given})
     context = replace(engine_context(loaded, new_run_dir(loaded)), plugin_files=())  # its own are for this process
     engine = loaded.engine.build(context)
@@ -86,6 +86,8 @@ async def listening_at(bench: Bench, given: Given) -> str | None:
         _, writer = await asyncio.open_connection(place.hostname, place.port)
         writer.close()
         return place.hostname
+    except EngineError as error:
+        return str(error)
     finally:
         await engine.stop()
 
@@ -189,6 +191,7 @@ EFFECTS: Mapping[str, Effect] = {
     },
     "engine.torch.device": Effect(device, {"engine.torch.device": "cuda"}, {"engine.torch.device": "cpu"}),
     "engine.torch.host": Effect(listening_at, {"engine.torch.host": "127.0.0.2"}),
+    "engine.torch.start_timeout": Effect(listening_at, {"engine.torch.start_timeout": 0.01}),
     "engine.torch.threads": Effect(threads, {"engine.torch.threads": 2}),
     "engine.torch.max_context": Effect(context_length, {"engine.torch.max_context": 100}),
     "engine.torch.max_rows": Effect(rows_computed_together, {"engine.torch.max_rows": 2}),

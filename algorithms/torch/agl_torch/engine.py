@@ -28,6 +28,10 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
     """Threads of torch that wait for each other leave their cores to the agents and the server."""
 
+    @property
+    def seconds_to_start(self) -> float:
+        return self._options.start_timeout
+
     async def estimate(self, work: Workload) -> Needs:
         """What a run would take; see `agl_core.protocols.EstimatingEngine`."""
         return await self._estimate(work)

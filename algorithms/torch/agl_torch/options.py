@@ -24,6 +24,9 @@ class TorchOptions(BaseModel):
         le=1024,
         description="CPU threads of the engine; absent: one per core, and a single one for sampling from a tiny model.",
     )
+    start_timeout: float = Field(
+        1800.0, gt=0, description="Seconds that the engine may take until it serves, the download of a model included."
+    )
     max_context: int | None = Field(
         None, ge=16, description="Longest prompt and response together, in tokens; absent: what the model can."
     )

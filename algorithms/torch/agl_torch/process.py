@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import uvicorn
 from transformers.utils import logging as transformers_logging
 
@@ -31,6 +32,7 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with host.starting():
+        host.stage("loading the weights")
         engine = ServedPolicies(host.options, host.context)
     host.serve(engine)
 
@@ -76,12 +78,15 @@ class ServedPolicies:
         return self._policies.versions
 
     def stats(self) -> Mapping[str, float]:
-        """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; peak_rss_bytes, cache_bytes."""
+        """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; peak_rss_bytes, cache_bytes, and
+        peak_gpu_bytes (what torch took of the GPU) on a GPU."""
         counted = self._loop.counters()
+        on_gpu = {"peak_gpu_bytes": float(torch.cuda.max_memory_reserved())} if torch.cuda.is_initialized() else {}
         return {
             **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counted.items()},
             "peak_rss_bytes": float(peak_rss_bytes()),
             "cache_bytes": float(self._loop.cache_nbytes),
+            **on_gpu,
         }
 
 

@@ -34,6 +34,10 @@ class VerlEngine(ProcessEngine[VerlOptions]):
                 f"({', '.join(context.policies)}). Use the torch engine for several, or leave one."
             )
 
+    @property
+    def seconds_to_start(self) -> float:
+        return self._options.start_timeout
+
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         """What to do about the errors of veRL, Ray and vLLM that people meet."""
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)

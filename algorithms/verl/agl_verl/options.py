@@ -30,6 +30,11 @@ class VerlOptions(BaseModel):
         description="auto: GPUs if this node has one or a cluster is joined, otherwise the CPU, for tiny models.",
     )
     tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that one serving replica spreads its weights over.")
+    start_timeout: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that Ray, the training workers and vLLM may take until they serve.",
+    )
     max_context: int | None = Field(
         None, ge=16, description="Longest prompt and response together, in tokens; absent: what the model can."
     )

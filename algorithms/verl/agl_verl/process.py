@@ -19,6 +19,7 @@ from agl_core.config.policies import LoraSection
 from agl_core.engines.child import Host
 from agl_core.engines.wire import in_one_line
 from agl_core.errors import AglError, EngineError
+from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest
 from agl_verl.cluster import internals, versions
@@ -45,7 +46,7 @@ def main() -> None:
     """Bring everything up, announce it, do what is asked."""
     host = Host.connect(VerlOptions, at_end=_shut_ray_down)
     with host.starting():
-        driver = Driver(host.options, host.context)
+        driver = Driver(host.options, host.context, host.stage)
     threading.Thread(target=lambda: host.lost(driver.watch.wait()), name="agl-watch", daemon=True).start()
     host.serve(driver)
 
@@ -53,7 +54,8 @@ def main() -> None:
 class Driver:
     """veRL's trainer and what it stands on, started; see `agl_core.engines.child.Served`."""
 
-    def __init__(self, options: VerlOptions, context: EngineContext) -> None:
+    def __init__(self, options: VerlOptions, context: EngineContext, stage: Callable[[str], None]) -> None:
+        stage("checking versions and settings")
         [(self._policy, self._spec)] = context.policies.items()
         self._workers = options.nodes * options.gpus_per_node
         self._failed: str | None = None
@@ -86,12 +88,13 @@ class Driver:
         internals.check(cpu=cpu)
         if native is not None:
             check_registered(native)
+        stage("starting Ray" if options.address is None else f"joining the Ray cluster at {options.address}")
         connect(options, cpu=cpu, variables=environment, verl_environment=get_ppo_ray_runtime_env(composed))
         register_servers()
         transfer_queue.init(composed.transfer_queue)
         trainer_class = SeparateTrainer if options.serving_gpus else SharedTrainer
         self._trainer: AglTrainer = trainer_class(config=composed)
-        self._trainer.start(chosen, TransitionManager(), context.seed)
+        self._trainer.start(chosen, TransitionManager(), context.seed, stage)
         self.urls = tuple(f"http://{address}/v1" for address in self._trainer.servers.get_addresses())
         self.context_length = self._trainer.context_length
         self.watch = Watch()
@@ -130,9 +133,10 @@ class Driver:
         return {self._policy: self._trainer.version}
 
     def stats(self) -> Mapping[str, float]:
-        """See `agl_verl.serving.counters`."""
+        """See `agl_verl.serving.counters`. `peak_rss_bytes` is of all the engine's processes on this machine."""
         try:
-            return read_counters(self.urls)
+            memory = float(peak_rss_bytes() + descendants_bytes())
+            return {**read_counters(self.urls), "peak_rss_bytes": memory}
         except EngineError:
             self._let_a_loss_be_told()
             raise

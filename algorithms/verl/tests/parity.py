@@ -65,11 +65,17 @@ class Distance:
     """Relative difference of their norms."""
     same_dropped: bool
 
+    @property
+    def within(self) -> bool:
+        """Whether it is one update: the limits of docs/verl-parity.md."""
+        close = self.advantages <= 1e-6 and self.weights <= 1e-6 and self.loss <= 1e-5
+        return close and self.cosine >= 0.9999 and self.norm <= 1e-3 and self.same_dropped
 
-def distance(model: Path, case: Case) -> Distance:
+
+def distance(model: Path, case: Case, device: str = "cpu") -> Distance:
     """Make the updates with both engines, from the same weights."""
-    by_torch = verl_bench.TorchBench(model, case.name, case.options)
-    by_verl = verl_bench.VerlBench(model, case.name, case.options)
+    by_torch = verl_bench.TorchBench(model, case.name, case.options, device)
+    by_verl = verl_bench.VerlBench(model, case.name, case.options, device)
     found = []
     for number, step in enumerate(STEPS):
         batch = verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number, step=step)

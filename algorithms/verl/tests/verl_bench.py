@@ -61,17 +61,15 @@ class Made:
     """Which of veRL's rows are pad rows."""
 
 
-def one_process() -> None:
-    """Be veRL's only worker, on the CPU."""
+def one_process(device: str = "cpu") -> None:
+    """Be veRL's only worker, on the CPU or on the first GPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(
         {
-            CPU_VARIABLE: "1",
             ENGINE_VARIABLE: "1",
-            "VERL_PLATFORM": "cpu",
-            "VERL_ENGINE_DEVICE": "cuda",
+            **({CPU_VARIABLE: "1", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"} if device == "cpu" else {}),
             "HF_HUB_OFFLINE": "1",
             "RANK": "0",
             "WORLD_SIZE": "1",
@@ -81,7 +79,8 @@ def one_process() -> None:
         }
     )
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1)
+        backends = "cpu:gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        torch.distributed.init_process_group(backends, rank=0, world_size=1)
 
 
 def recorded_batch(
@@ -98,7 +97,8 @@ def optimizer() -> OptimizerSection:
 class TorchBench:
     """The torch engine's trainer, for one algorithm on one model."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any], device: str = "cpu") -> None:
+        self._device = torch.device(device)
         self._spec = PolicySpec(model=str(model), dtype="float32")
         self._loaded = replace(self._fresh(), context_length=TOO_LONG)
         self._algorithm = ChosenAlgorithm.of(name, options).build()
@@ -120,7 +120,7 @@ class TorchBench:
             result.metrics.get("value_loss"),
             torch.cat(
                 [(each.detach() - before[name]).flatten() for name, each in self._loaded.model.named_parameters()]
-            ),
+            ).cpu(),
             None if critic is None or critic_before is None else critic - critic_before,
         )
 
@@ -129,23 +129,23 @@ class TorchBench:
         if not self._algorithm.needs_critic:
             return None
         if self._trainer._critic is None:
-            backbone = [each.detach().flatten() for each in self._fresh().model.base_model.parameters()]
+            backbone = [each.detach().flatten().cpu() for each in self._fresh().model.base_model.parameters()]
             return torch.cat([*backbone, torch.zeros(self._loaded.model.config.hidden_size + 1)])
-        return torch.cat([each.detach().flatten() for each in self._trainer._critic._trained])
+        return torch.cat([each.detach().flatten().cpu() for each in self._trainer._critic._trained])
 
     def _fresh(self) -> LoadedModel:
-        return load_model(self._spec, torch.device("cpu"), 0)
+        return load_model(self._spec, self._device, 0)
 
 
 class VerlBench:
     """veRL's workers for one algorithm on one model."""
 
-    def __init__(self, model: Path, name: str, options: Mapping[str, Any]) -> None:
-        one_process()
+    def __init__(self, model: Path, name: str, options: Mapping[str, Any], device: str = "cpu") -> None:
+        one_process(device)
         self.chosen = ChosenAlgorithm.of(name, options)
         self.algorithm = self.chosen.build()
         self.version = 0
-        config = configuration(model, self.chosen)
+        config = configuration(model, self.chosen, device)
         self.actor = _worker(config, "actor")
         self.actor.set_loss_fn(partial(actor_loss, self.chosen))
         self.reference = _worker(config, "ref") if self.algorithm.needs_reference else None
@@ -260,7 +260,7 @@ class VerlBench:
         inputs = data.clone()
         tu.assign_non_tensor(inputs, calculate_entropy=False, compute_loss=False, temperature=0.8)
         found = tu.get(worker.infer_batch(inputs), output)
-        return list(response_from_nested(found, data["response_mask"]).to(torch.float32).unbind())
+        return list(response_from_nested(found, data["response_mask"]).to("cpu", torch.float32).unbind())
 
     def train(
         self, worker: Any, data: Any, epochs: int, weight: float, steps: int = 1, training_step: int = 0
@@ -288,17 +288,18 @@ class VerlBench:
     def parameters(worker: Any) -> dict[str, Tensor]:
         """Copies, whole, in the model's order."""
         generator, _ = worker.engine.get_per_tensor_param()
-        return {name: tensor.detach().to(torch.float32).clone() for name, tensor in generator}
+        return {name: tensor.detach().to("cpu", torch.float32).clone() for name, tensor in generator}
 
 
-def configuration(model: Path, chosen: ChosenAlgorithm) -> Any:
+def configuration(model: Path, chosen: ChosenAlgorithm, device: str = "cpu") -> Any:
     """veRL's whole configuration as the engine makes it of a run's settings."""
     from omegaconf import open_dict
 
     policy = PolicySpec(str(model), "float32", optimizer=optimizer().model_dump(), algorithm=chosen.name)
     context = EngineContext(Path("unused"), 0, {"default": policy}, False, (), "key", TRAINING_STEPS)
-    settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=512)
-    config = compose(settings, context, algorithm=chosen.build(), cpu=True)
+    attention = "auto" if chosen.build().needs_critic else "sdpa"
+    settings = VerlOptions(device=device, attention=attention, gradient_checkpointing=False, tokens_per_micro_batch=512)
+    config = compose(settings, context, algorithm=chosen.build(), cpu=device == "cpu")
     with open_dict(config):  # As `AglTrainer._init_dataloader` does.
         for each in (config.actor_rollout_ref.actor.optim, config.critic.optim):
             each.total_training_steps = TRAINING_STEPS

@@ -3,6 +3,7 @@
     def main():
         host = Host.connect(MyOptions)
         with host.starting():
+            host.stage("loading the weights")
             engine = MyEngine(host.options, host.context)
         host.serve(engine)
 
@@ -112,6 +113,11 @@ class Host(Generic[Options]):
             _log.exception("The engine cannot start.")
             self._write(Answer.of_error(START, error))
             sys.exit(1)
+
+    def stage(self, name: str) -> None:
+        """Tell the run what the start does from now on, as in "loading the weights"."""
+        _log.info("Start: %s.", name)
+        self._write(Answer(number=START, stage=name))
 
     def serve(self, engine: Served) -> NoReturn:
         """Say that the engine serves, and do what the run asks for."""

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,16 @@ from agl_core import private
 from agl_core.engines.hub import check_models
 from agl_core.engines.wire import START, Action, Answer, Command, Options, Ready, encode_settings, encode_spec
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Upstream, Workload
+from agl_core.protocols import (
+    EngineContext,
+    Needs,
+    PolicySpec,
+    Progress,
+    StageReport,
+    UpdateResult,
+    Upstream,
+    Workload,
+)
 from agl_core.types import Batch
 from agl_core.wire.updates import UpdateRequest, decode_result
 
@@ -59,8 +69,19 @@ class ProcessEngine(ABC, Generic[Options]):
         self._loss = ""
         """What the process said that it lost."""
         self._stopped = False
+        self._stage = "starting its process"
+        self._began = 0.0
+        """The start, and"""
+        self._stage_began = 0.0
+        """its stage, by `time.monotonic`."""
+        self._report: StageReport = lambda stage, seconds: None
         self._log = context.run_dir / LOG_NAME
         self._log_start = 0
+
+    @property
+    def seconds_to_start(self) -> float:
+        """How long the process may take until it serves."""
+        return 1800.0
 
     @abstractmethod
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
@@ -74,15 +95,19 @@ class ProcessEngine(ABC, Generic[Options]):
         """The process's id; None before `start`."""
         return None if self._process is None else self._process.pid
 
+    def report_stages(self, report: StageReport) -> None:
+        """Say what the start does; see `agl_core.protocols.StagedEngine`."""
+        self._report = report
+
     async def start(self) -> Upstream:
         """Start the process and wait until it serves. Raises an AglError with the reason if it does not."""
         if self._process is not None:
             raise EngineError("The engine was already started.")
         await asyncio.to_thread(check_models, [policy.model for policy in self._context.policies.values()])
+        self._began = self._stage_began = time.monotonic()
         try:
             await self._launch()
-            settings = encode_settings(self._options, self._context)
-            ready = Ready.model_validate(await self._exchange("start", START, settings))
+            ready = await self._ready()
         except BaseException:
             await self.stop()
             raise
@@ -153,6 +178,15 @@ class ProcessEngine(ABC, Generic[Options]):
         if self._reading is not None:
             await self._reading
 
+    async def _ready(self) -> Ready:
+        """Give the process its settings, and wait until it serves."""
+        settings = encode_settings(self._options, self._context)
+        try:
+            async with asyncio.timeout(self.seconds_to_start):
+                return Ready.model_validate(await self._exchange("start", START, settings))
+        except TimeoutError as error:
+            raise self._too_slow() from error
+
     async def _launch(self) -> None:
         log = self._open_log()
         try:
@@ -218,13 +252,35 @@ class ProcessEngine(ABC, Generic[Options]):
             while (answer := await answers.get()) is not None:
                 if answer.error is not None:
                     raise self._failed(doing, answer)
-                if answer.progress is None:
+                if answer.stage is not None:
+                    self._begin(answer.stage)
+                elif answer.progress is None:
                     return answer.value
-                if progress is not None:
+                elif progress is not None:
                     progress(answer.progress)
             raise self._lost(doing)
         finally:
             del self._asked[number]
+
+    def _begin(self, stage: str) -> None:
+        self._stage, self._stage_began = stage, time.monotonic()
+        self._report(stage, self._stage_began - self._began)
+
+    @property
+    def _where(self) -> str:
+        """In which stage the start is."""
+        return f"{self._stage}, for {time.monotonic() - self._stage_began:.0f} s"
+
+    def _too_slow(self) -> EngineError:
+        """The deadline of the start has passed."""
+        return EngineError(
+            _sentences(
+                f"The engine did not start in {self.seconds_to_start:g} s; it was {self._where}",
+                self.remedy(self._log_lines(LINES_SEARCHED), None),
+                "If it only needs longer, raise its start_timeout",
+                self._end_of_log,
+            )
+        )
 
     def _failed(self, doing: str, answer: Answer) -> Exception:
         """The error that the process described: on purpose as the class it had there, any other with its remedy."""
@@ -245,16 +301,21 @@ class ProcessEngine(ABC, Generic[Options]):
         assert self._process is not None
         code = self._process.returncode
         said = [self._loss] if self._loss else self._log_lines(LINES_SEARCHED)
-        shown = self._log_lines(LINES_SHOWN)
+        at = f"{self._where}; " if doing == "start" else ""
         return EngineError(
             _sentences(
-                f"The engine was lost during '{doing}' (exit code {'none' if code is None else code})",
+                f"The engine was lost during '{doing}' ({at}exit code {'none' if code is None else code})",
                 self._loss,
                 self.remedy(said, code),
                 self._how_to_resume,
-                "\n".join([f"The end of {self._log}:", *shown]) if shown else f"See {self._log}.",
+                self._end_of_log,
             )
         )
+
+    @property
+    def _end_of_log(self) -> str:
+        shown = self._log_lines(LINES_SHOWN)
+        return "\n".join([f"The end of {self._log}:", *shown]) if shown else f"See {self._log}."
 
     @property
     def _how_to_resume(self) -> str:

@@ -1,8 +1,9 @@
 """What crosses between a run and its engine's process, as lines of JSON.
 
 The run writes its settings and then commands to the process's standard input; a command's body follows its line. The
-process answers on standard output, each line with the number of the command that it belongs to: any number of
-progress lines, then a value or an error. A line without a number says what the engine lost; the process ends after it.
+process answers on standard output, each line with the number of the command that it belongs to: any number of stages
+or of progress lines, then a value or an error. A line without a number says what the engine lost; the process ends
+after it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Answer(BaseModel):
     number: int | None
     """None: no command was asked; the engine lost a part of itself."""
     progress: float | None = None
+    stage: str | None = None
+    """What the start does from now on."""
     value: Any = None
     error: str | None = None
     kind: str | None = None

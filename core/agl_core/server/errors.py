@@ -42,6 +42,8 @@ CONTEXT_OVERFLOW = "context_length_exceeded"
 
 NO_UPSTREAM = "no_upstream"
 """No trainer has its engine serve now."""
+UPSTREAM_GONE = frozenset({"upstream_down", "upstream_broken", "upstream_away"})
+"""The model server cannot be reached, broke off its reply, or a proxy answers in its place."""
 STOPPING = "stopping"
 STORE_FAILED = "store_failed"
 """The store could not be written: its disk is full, for instance."""

@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 from agl_core.capture import attach, installed_adapters
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames
-from agl_core.protocols import Engine, EngineContext, PolicySpec, TaskSource
+from agl_core.protocols import Engine, EngineContext, PolicySpec, StagedEngine, TaskSource
 from agl_core.training.checkpoints import verify
 from agl_core.training.collect import Collector, scoring_rules
 from agl_core.training.evaluate import Evaluator
@@ -86,6 +86,8 @@ async def open_session(
         observer.say("starting the engine")
         engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
         stack.push_async_callback(engine.stop)
+        if isinstance(engine, StagedEngine):
+            engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
         upstream = await engine.start()
         check_reachable(upstream, server.base_url)
         observer.serving(upstream)

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from agl_core.engines.host import ProcessEngine
 from agl_core.errors import CheckpointError, ConfigError, EngineError
-from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.protocols import EngineContext, PolicySpec, StagedEngine
 from agl_core.testing.engines import Row, batch_of
 
 CHILD = """
@@ -38,6 +38,12 @@ class Engine:
         self.host, self.script = host, host.options
         print("a library that prints", flush=True)
         print("waiting:", os.environ.get("WAITING"), flush=True)
+        for stage in self.script.stages:
+            host.stage(stage)
+        if self.script.start == "die":
+            os._exit(9)
+        if self.script.start == "hang":
+            time.sleep(600)
         if self.script.start:
             raise getattr(errors, self.script.start, ValueError)("no such luck")
 
@@ -85,6 +91,7 @@ class Script(BaseModel):
     update: str = ""
     lost: bool = False
     log: str = ""
+    stages: tuple[str, ...] = ()
 """
 BATCH = batch_of([Row(prompt=[1, 2], response=[3], logprobs=[-0.25], value=1.0)])
 
@@ -94,6 +101,7 @@ class Script(BaseModel):
     update: str = ""
     lost: bool = False
     log: str = ""
+    stages: tuple[str, ...] = ()
 
 
 class ScriptedEngine(ProcessEngine):
@@ -217,6 +225,36 @@ async def test_any_other_error_comes_with_its_remedy_and_how_to_resume(engine: A
 async def test_an_engine_that_does_not_start_says_why(engine: Any, start: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"did not start: .*no such luck\. Try again\. \(log: .*engine\.log\)"):
         await engine(start=start)
+
+
+async def test_a_start_says_its_stages_and_after_how_many_seconds(context: EngineContext) -> None:
+    said: list[tuple[str, float]] = []
+    made = ScriptedEngine(Script(stages=("Ray", "the weights")), context)
+    assert isinstance(made, StagedEngine)
+    made.report_stages(lambda stage, seconds: said.append((stage, seconds)))
+    try:
+        await made.start()
+    finally:
+        await made.stop()
+    assert [stage for stage, _ in said] == ["Ray", "the weights"]
+    assert 0 < said[0][1] <= said[1][1]
+    assert "Start: the weights." in (context.run_dir / "engine.log").read_text()
+
+
+async def test_a_process_that_dies_while_it_starts_was_in_a_stage(engine: Any) -> None:
+    with pytest.raises(EngineError, match=r"lost during 'start' \(the weights, for \d+ s; exit code 9\)"):
+        await engine(start="die", stages=("Ray", "the weights"))
+
+
+@pytest.mark.timing
+async def test_a_start_that_takes_too_long_names_its_stage_and_shows_the_log(
+    engine: Any, context: EngineContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedEngine, "seconds_to_start", 4.0)
+    with pytest.raises(EngineError, match=r"did not start in 4 s; it was the weights, for \d s\. If it") as raised:
+        await engine(start="hang", stages=("Ray", "the weights"), log="out of tokens")
+    assert "raise its start_timeout" in str(raised.value)
+    assert "out of tokens" in str(raised.value).partition(f"The end of {context.run_dir / 'engine.log'}:")[2]
 
 
 async def test_a_start_that_failed_can_be_stopped_and_nothing_comes_after(context: EngineContext) -> None:

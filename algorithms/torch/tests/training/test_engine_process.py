@@ -201,9 +201,21 @@ async def test_why_it_does_not_start(tmp_path: Path, checkpoint: Path) -> None:
     engine = TorchEngine(
         TorchOptions(**SMALL), context(tmp_path, checkpoint, policies={"default": PolicySpec("./nowhere")})
     )
+    stages: list[str] = []
+    engine.report_stages(lambda stage, _: stages.append(stage))
     with pytest.raises(EngineError, match=r"did not start: There is no folder '\./nowhere'.*engine\.log"):
         await engine.start()
     await engine.stop()
+    assert stages == ["loading the weights"]
+
+
+async def test_a_start_has_a_deadline(tmp_path: Path, checkpoint: Path) -> None:
+    engine = TorchEngine(TorchOptions(**SMALL, start_timeout=0.05), context(tmp_path, checkpoint))
+    with pytest.raises(EngineError, match=r"did not start in 0\.05 s; it was starting its process.*start_timeout"):
+        await engine.start()
+    assert engine.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.pid, 0)
 
 
 async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:

@@ -7,7 +7,7 @@ from, what they weigh, which rows make one optimizer step, and that a reply is o
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,14 +73,22 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     def servers(self) -> LLMServerManager:
         """Those that answer model calls."""
 
-    def start(self, chosen: ChosenAlgorithm | NativeOptions, manager: TransitionManager, seed: int) -> None:
-        """Bring up workers and servers; agl's losses go to the workers."""
+    def start(
+        self,
+        chosen: ChosenAlgorithm | NativeOptions,
+        manager: TransitionManager,
+        seed: int,
+        stage: Callable[[str], None],
+    ) -> None:
+        """Bring up workers and servers; agl's losses go to the workers. `stage` gets what is done from now on."""
+        self._stage = stage
         self.version = self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
         self.agent_loop_manager = manager
         self._chosen, self._seed = chosen, seed
         self._algorithm = chosen.build() if isinstance(chosen, ChosenAlgorithm) else None
         SkipManager.init(self.config)
+        stage("loading the weights into the training workers, and starting vLLM")
         self.init()
         if isinstance(chosen, ChosenAlgorithm):
             self.actor_rollout_wg.set_loss_fn(partial(actor_loss, chosen))
@@ -145,7 +153,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
                 optimizer.total_training_steps = self.total_training_steps
 
     def _load_checkpoint(self) -> None:
-        """A run says which: `load`."""
+        """A run says which: `load`. Workers and servers are up."""
+        self._stage("bringing the weights to vLLM")
 
     def on_init_end(self) -> None:
         self.on_step_end()

@@ -11,7 +11,7 @@ from types import TracebackType
 import orjson
 
 from agl_core.protocols import Upstream
-from agl_core.server.errors import CONTEXT_OVERFLOW, ApiError, no_upstream
+from agl_core.server.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
 from agl_core.server.gateway.routing import Router
 from agl_core.server.http.client import BrokenReplyError, Endpoint
 from agl_core.types import AttemptKey, Json
@@ -25,8 +25,6 @@ _KEEP_ALIVE = 4.0
 _CONNECT = 10.0
 _PROXYS_OWN = frozenset({502, 503, 504})
 """What a proxy answers for a server that is away."""
-_AWAY = frozenset({"upstream_down", "upstream_broken", "upstream_away"})
-"""Codes of errors after which another server is asked."""
 _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
 
 
@@ -70,7 +68,7 @@ class UpstreamClient:
                     return await self._ask(url, stamp, sent)
                 except ApiError as refused:
                     tried.append(url)
-                    if refused.code not in _AWAY or not self.router.has_other(tried):
+                    if refused.code not in UPSTREAM_GONE or not self.router.has_other(tried):
                         raise
                     logger.warning("%s Another server is asked.", refused)
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, ApiError
+from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError
 from agl_core.server.gateway.retries import RetryBook
 from agl_core.server.rollouts.lifecycle import ATTEMPT, AttemptState, step
 from agl_core.store.interface import Record, Store
@@ -44,6 +44,8 @@ class ActiveAttempt:
     """When the latest call was answered."""
     interrupted: bool = False
     """The server was restarted under it, had no model for it, or could not record: if its agent breaks, that is why."""
+    gone_after: int | None = None
+    """How many calls were completed when the model server was gone last; None: it never was."""
     passed_through: dict[str, int] = field(default_factory=dict)
     """Requests that were passed on and not recorded, by route."""
     context_overflows: int = 0
@@ -109,6 +111,8 @@ class ActiveAttempt:
         self.last_failure = error.message
         self.context_overflows += error.is_context_overflow
         self.interrupted |= error.code in (NO_UPSTREAM, STOPPING, STORE_FAILED)
+        if error.code in UPSTREAM_GONE:
+            self.gone_after = self.completed_calls
 
 
 def attempt_key(rollout: str, number: str) -> AttemptKey | None:
@@ -124,7 +128,10 @@ def attempt_key(rollout: str, number: str) -> AttemptKey | None:
 def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str | None]:
     """The ending and error to record, from the worker's report and from what only the gateway knows."""
     ending, error = request.ending, request.error
-    if ending in _TRIED_AGAIN and attempt.interrupted:
+    was_gone = (
+        attempt.gone_after == attempt.completed_calls
+    )  # If a call was answered since, it did not break the agent.
+    if ending in _TRIED_AGAIN and (attempt.interrupted or was_gone):
         return Ending.LOST, f"{_INTERRUPTED} {error or ''}".rstrip()
     if ending is Ending.CRASHED and attempt.context_overflows:
         return Ending.CONTEXT_OVERFLOW, error

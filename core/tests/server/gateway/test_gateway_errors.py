@@ -204,6 +204,24 @@ async def test_an_agent_whose_calls_all_failed_is_told_why(stack: Stack) -> None
     assert "scripted failure" in (attempt.error or "")
 
 
+@pytest.mark.parametrize(("came_back", "ending"), [(False, Ending.LOST), (True, Ending.CRASHED)])
+async def test_an_agent_that_broke_because_the_model_server_was_gone_is_lost(
+    stack: Stack, came_back: bool, ending: Ending
+) -> None:
+    """It had acted, so its crash would be data; once a call is answered again, it is."""
+    key = await stack.lease()
+    await stack.client(key).chat.completions.create(**GOOD)
+    stack.upstream.script(Drop())
+    response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+    assert (response.status_code, error_of(response)["code"]) == (502, "upstream_broken")
+    if came_back:
+        await stack.client(key).chat.completions.create(**GOOD)
+    closed = await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="502"))
+    assert closed.counted is came_back
+    [attempt] = await stack.store.attempts(key.rollout)
+    assert attempt.ending is ending
+
+
 async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
     stack: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,24 @@
+"""Three steps of the veRL engine with vLLM on one GPU: a merged LoRA adapter, offloading, a restart."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agl_verl.engine import VerlEngine
+from agl_verl.options import VerlOptions
+
+from .engines import Replies, spec_of
+from .models import CALC
+from .parts import Setup, Table
+from .steps import LORA, RATE, three_steps
+
+OPTIONS = VerlOptions(device="cuda", attention="sdpa", offload=True, serving_memory=0.3, max_context=1024)
+
+
+def measure(setup: Setup, seconds: float) -> Table:
+    async def measured() -> Table:
+        async with asyncio.timeout(seconds):
+            spec = spec_of(CALC.folder(setup.folder), "bfloat16", LORA, RATE)
+            return await three_steps(lambda context: VerlEngine(OPTIONS, context), setup, spec, Replies(16, 64))
+
+    return asyncio.run(measured())
