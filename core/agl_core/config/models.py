@@ -268,6 +268,9 @@ class RewardSection(OpenSection):
 
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
     weight: float = Field(1.0, description="Its share in the terminal reward.")
+    scores: Literal["tasks", "sessions", "both"] = Field(
+        "tasks", description="What it scores: the rollouts of tasks, sessions of real use, or both."
+    )
 
 
 class RunConfig(Section):

@@ -126,6 +126,8 @@ def _left_out(transition: Transition, agents: Sequence[str]) -> DropReason | Non
         return DropReason.EMPTY_RESPONSE
     if transition.logprobs is None or len(transition.logprobs) != len(transition.response_ids):
         return DropReason.NO_LOGPROBS
+    if transition.distorted:
+        return DropReason.DISTORTED
     return None
 
 

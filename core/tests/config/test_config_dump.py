@@ -89,6 +89,7 @@ CHANGED: dict[str, Any] = {
     "workers.attempts": 1,
     "rewards.short.rule": "brevity",
     "rewards.brevity.weight": 0.5,
+    "rewards.brevity.scores": "both",
     "credit.name": "per_step",
     "algorithm.name": "easy",
     "engine.name": "rich",
