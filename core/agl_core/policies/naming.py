@@ -68,13 +68,13 @@ class Reference:
             if step and step not in found:
                 raise CheckpointError(f"There is no {self}. {self._others(found)}")
             return Version(self.run, self.policy, self.name, step, found.get(step))
-        if not found:
+        marked = checkpoints.stable().get(self.policy) if self.which == STABLE else None
+        if not found and marked != 0:
             raise CheckpointError(f"There is no {self}. {self._others(found)}")
         if self.which == LATEST:
             step = max(found)
         elif self.which == STABLE:
-            marked = checkpoints.stable().get(self.policy)
-            if marked is None or marked not in found:
+            if marked is None or (marked and marked not in found):
                 why = "no version is marked as stable" if marked is None else f"its checkpoint, step {marked}, is gone"
                 raise CheckpointError(f"There is no {self}: {why}. Mark one: agl policy promote {self.name}@STEP.")
             step = marked
@@ -85,7 +85,7 @@ class Reference:
                     f"There is no {self}: no checkpoint that is kept was evaluated at its step. {self._others(found)}"
                 )
             step = next(step for step, path in found.items() if path == best)
-        return Version(self.run, self.policy, self.name, step, found[step])
+        return Version(self.run, self.policy, self.name, step, found.get(step))
 
     def _others(self, found: Iterable[int]) -> str:
         names = [f"{self.name}@{step}" for step in found]
