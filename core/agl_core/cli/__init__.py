@@ -12,6 +12,7 @@ from agl_core.analysis.text.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
 from agl_core.cli.init import init
+from agl_core.cli.learn import learn
 from agl_core.cli.plugins import list_plugins
 from agl_core.cli.policy import policy
 from agl_core.cli.recorded.export import export
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command("init")(init)
 app.command("train")(train)
 app.command("serve")(serve)
+app.command("learn")(learn)
 app.command("worker")(work)
 app.command("eval")(evaluate)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)

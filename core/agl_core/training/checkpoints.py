@@ -57,6 +57,8 @@ class RunState:
     train_rewards: list[float] = field(default_factory=list)
     """The mean reward of each step."""
     peak_rss_bytes: int = 0
+    resets: list[list[int]] = field(default_factory=list)
+    """After which step the weights went back to those of which earlier step: pairs, the earliest first."""
     config: dict[str, Any] = field(default_factory=dict)
     """The configuration with which the last step was made."""
 

@@ -118,6 +118,10 @@ class Collector:
         rollouts = await self._done(ids)
         if self._stall is not None:
             self._stall.finished(rollouts)
+        return await self.scored(rollouts)
+
+    async def scored(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded."""
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
         scored = await score_all(episodes, self._rules, self._endings)
         await self._put([reward for episode, _ in scored for reward in _given(episode)])

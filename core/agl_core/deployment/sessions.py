@@ -1,0 +1,179 @@
+"""Finished sessions with a reward, as experience: each is trained on once.
+
+Which step a session was used in is recorded with it, in the same transaction as what the step made of it. So a learner
+that is killed and goes on from an earlier checkpoint gives the steps that it repeats the sessions that they had.
+
+    ended ──▶ waits for a reward ──▶ drawn for a step, or dropped with the reason ──▶ recorded with the step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from agl_core.config.learn import LearnSection
+from agl_core.learning.batch import left_out
+from agl_core.returns import episode_return
+from agl_core.store.interface import SessionStore
+from agl_core.training.collect import Collector, Scored
+from agl_core.training.report import Phase
+from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState
+
+_AT_ONCE = 256
+"""Sessions that are read at once, and unusable ones that a step takes with it at most."""
+_SHORTEST, _SHARE = 0.5, 20
+"""Seconds between two looks, and how many times longer than a look they are at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The sessions of one step."""
+
+    scored: list[Scored]
+    weights: list[float]
+    metrics: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of a session that waits."""
+
+    ended: float
+    """Unix seconds."""
+    said: int = -1
+    """Feedback on it when it was last scored; -1: it was not scored yet."""
+    found: Scored | None = None
+    """None: it has no reward yet."""
+
+
+class SessionSource:
+    """Finds the sessions of a step. `since` says how many updates ago a version was, None for one that was given up.
+
+    `between` is called between two looks: what else there is to do while sessions are waited for.
+    """
+
+    def __init__(
+        self,
+        store: SessionStore,
+        collector: Collector,
+        run: str,
+        settings: LearnSection,
+        agents: Sequence[str],
+        versions: Mapping[str, int],
+        since: Callable[[int], int | None],
+        between: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store, self._collector, self._run = store, collector, run
+        self._settings, self._agents = settings, agents
+        self._versions, self._since, self._between = versions, since, between
+        self._seen: dict[str, _Seen] = {}
+
+    async def take(self, step: int, phase: Phase) -> Taken:
+        """The sessions that this step trains on, and those that it drops; waits until there are enough."""
+        again = await self._store.rollouts(run=self._run, mode=Mode.USE, step=step)
+        if again:  # A learner that was killed before its checkpoint made this step with them.
+            await self._look(again)
+            return self._taken([found for each in again if (found := self._found(each.id)) is not None], 0)
+        wanted = self._settings.sessions_per_step
+        while True:
+            started = time.monotonic()
+            await self._between()
+            waiting = await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE, step=0)
+            await self._look(waiting)
+            settled = time.time() - self._settings.wait_minutes * 60
+            known = sorted((self._seen[each.id].ended, each.id) for each in waiting)
+            found = [scored for ended, id in known if ended <= settled and (scored := self._found(id)) is not None]
+            usable = [each for each in found if self._is_usable(each.episode)]
+            phase.advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
+            if len(usable) >= wanted:
+                useless = [each for each in found if not self._is_usable(each.episode)]
+                return self._taken([*usable[:wanted], *useless[:_AT_ONCE]], len(waiting))
+            await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))
+
+    async def _look(self, rollouts: Sequence[Rollout]) -> None:
+        """Score the sessions that are new, or of which something new was said."""
+        listed = {each.id for each in rollouts}
+        self._seen = {id: seen for id, seen in self._seen.items() if id in listed}
+        for each in rollouts:
+            if each.id not in self._seen:
+                attempts = await self._store.attempts(each.id)
+                self._seen[each.id] = _Seen(attempts[-1].ended or time.time() if attempts else 0.0)
+        said = Counter(each.rollout for each in await self._store.feedback([AttemptKey(id, 0) for id in listed]))
+        changed = [each for each in rollouts if self._seen[each.id].said != said[each.id]]
+        for start in range(0, len(changed), _AT_ONCE):
+            some = changed[start : start + _AT_ONCE]
+            for rollout, scored in zip(some, await self._collector.scored(some), strict=True):
+                seen = self._seen[rollout.id]
+                # Tokens of sessions that wait for a reward would fill the memory.
+                seen.found = None if scored.episode.dropped is DropReason.NO_REWARD else scored
+                seen.said = said[rollout.id]
+                if seen.found is None and self._is_old(seen):
+                    seen.found = scored
+
+    def _found(self, id: str) -> Scored | None:
+        """A session as a step takes it; None: it waits for a reward."""
+        seen = self._seen[id]
+        if seen.found is None:
+            if self._is_old(seen):
+                seen.said = -1  # The next look reads it again, to drop it with the reason.
+            return None
+        episode = seen.found.episode
+        ages = [None if t.version is None else self._since(t.version) for t in episode.transitions]
+        if episode.dropped is None and (self._is_old(seen) or None in ages):
+            # Also of weights that were given up, or that are not the run's.
+            episode = replace(episode, dropped=DropReason.STALE)
+        # The engine counts versions by its updates, sessions name them by the steps of their checkpoints.
+        transitions = tuple(
+            t if t.version is None or age is None else replace(t, version=self._versions[t.policy] - age)
+            for t, age in zip(episode.transitions, ages, strict=True)
+        )
+        return replace(seen.found, episode=replace(episode, transitions=transitions))
+
+    def _is_old(self, seen: _Seen) -> bool:
+        return time.time() - seen.ended > self._settings.max_age_hours * 3600
+
+    def _is_usable(self, episode: Episode) -> bool:
+        """Whether a step has something to train on in it."""
+        ages = (self._versions[t.policy] - t.version for t in episode.transitions if t.version is not None)
+        return (
+            episode.dropped is None
+            and max(ages, default=0) <= self._settings.max_staleness
+            and any(left_out(each, self._agents) is None for each in episode.transitions)
+        )
+
+    def _taken(self, scored: Sequence[Scored], waiting: int) -> Taken:
+        usable = [each for each in scored if self._is_usable(each.episode)]
+        keys = [(str(each.rollout.task.metadata.get("application")), each.rollout.group) for each in usable]
+        weights = capped_weights(keys, self._settings.key_share, self._settings.name_share)
+        useless = [each for each in scored if not self._is_usable(each.episode)]
+        metrics = {
+            "sessions/trained": float(len(usable)),
+            "sessions/dropped": float(len(useless)),
+            "sessions/waiting": float(max(0, waiting - len(scored))),
+        }
+        if usable:
+            metrics["sessions/reward"] = sum(episode_return(each.episode) for each in usable) / len(usable)
+            metrics["sessions/weight"] = sum(weights) / len(usable)
+        return Taken([*usable, *useless], [*weights, *(1.0 for _ in useless)], metrics)
+
+
+def capped_weights(sessions: Sequence[tuple[str, str]], key_share: float, name_share: float) -> list[float]:
+    """The weight of each session of a step, at most 1, by its application and its name.
+
+    Sessions of one name weigh together at most `name_share` of the number of sessions, and those of one application
+    `key_share`; a single session may always weigh 1.
+
+    >>> capped_weights([("a", "x"), ("a", "x"), ("a", "y"), ("b", "z")], key_share=0.5, name_share=0.25)
+    [0.5, 0.5, 1.0, 1.0]
+    """
+    of_name = Counter(sessions)
+    most = max(1.0, name_share * len(sessions))
+    weights = [min(1.0, most / of_name[each]) for each in sessions]
+    of_key: dict[str, float] = {}
+    for (key, _), weight in zip(sessions, weights, strict=True):
+        of_key[key] = of_key.get(key, 0.0) + weight
+    most = max(1.0, key_share * len(sessions))
+    return [weight * min(1.0, most / of_key[key]) for (key, _), weight in zip(sessions, weights, strict=True)]
