@@ -162,6 +162,8 @@ class PolicySpec:
     """The model as the configuration names it; `model` is where that is on this machine."""
     adapter: str | None = None
     """A folder with a saved adapter to put on the model, which is then served, and not trained."""
+    version: int = 0
+    """What replies of a policy that is served, and not trained, name as their version."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class By(StrEnum):
 
     START = "start"
     """Nobody: it is what the run was deployed with."""
+    TRAINING = "training"
+    """Nobody: training wrote a checkpoint."""
     GATE = "gate"
     CANARY = "canary"
     OPERATOR = "operator"
