@@ -52,3 +52,7 @@ class LearnSection(Section):
         4
         """
         return round(self.sessions_per_step * self.offline_share / (1 - self.offline_share))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after this step are proposed as a version."""
+        return step % self.propose_every == 0

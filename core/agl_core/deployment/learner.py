@@ -90,11 +90,11 @@ class Learner(Trainer):
         await self._attend()
         standing = self._standing
         is_free = standing.canary is None and standing.passed is None and standing.pinned is None
-        if self.state.step % learn.propose_every == 0 and is_free:
+        if learn.is_due(self.state.step) and is_free:
             if self.saved_step != self.state.step:
                 await uninterrupted(self.checkpoint())
             reason = f"The weights after step {self.state.step} are proposed."
-            self._decide(Decision(self._policy, self.state.step, State.CANDIDATE, By.START, reason))
+            self._decide(Decision(self._policy, self.state.step, State.CANDIDATE, By.TRAINING, reason))
             await self._judge()
 
     async def _judge(self) -> None:

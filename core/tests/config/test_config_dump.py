@@ -84,6 +84,14 @@ CHANGED: dict[str, Any] = {
     "online.keep_days": 30.0,
     "online.max_store_gib": 2.5,
     "online.min_free_gib": 0.5,
+    "learn.sessions_per_step": 7,
+    "learn.offline_share": 0.5,
+    "learn.max_staleness": 9,
+    "learn.max_age_hours": 24.5,
+    "learn.wait_minutes": 15.5,
+    "learn.key_share": 0.75,
+    "learn.name_share": 0.125,
+    "learn.propose_every": 5,
     "workers.memory_mib": 512,
     "workers.timeout": 1.5,
     "workers.attempts": 1,
@@ -197,6 +205,8 @@ def _put(config: dict[str, Any], dotted: str, value: Any) -> None:
         del config["agent"]["entry"]
     if parents[:1] == ["online"]:
         config["online"] = {"upstream": "http://127.0.0.1:9/v1", "applications": {"shop": 1}}
+    if parents[:1] == ["learn"]:
+        config["online"], config["learn"] = {"applications": {"shop": 1}}, {}
     for parent in parents:
         config = config.setdefault(parent, {})
     config[last] = value

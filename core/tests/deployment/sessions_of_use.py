@@ -59,7 +59,7 @@ class Sessions:
             id, "run", 0, name or id, task, Mode.USE, 0, 0, RolloutState.DONE, counted_attempt=0, ending=ending
         )
         made = [] if ending is Ending.NO_CALL else [call(make.call(rollout=id, version=version))]
-        await self.store.put(rollout, Attempt(id, 0, application, ended - 1, ended, ending), *made)
+        await self.store.put(rollout, Attempt(id, 0, application, ended, ended, ending), *made)
         if thumbs is not None:
             await self.say(id, thumbs)
         return id
