@@ -10,10 +10,12 @@ alone, so a learner that is killed at any point goes on as if it had not been.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from agl_core.deployment import canary, gate
+from agl_core.deployment.canary import Outcome
 from agl_core.deployment.experience import MixedExperience
 from agl_core.deployment.ledger import Ledger
 from agl_core.deployment.lineage import updates_since
@@ -30,6 +32,10 @@ from agl_core.training.loop import Trainer, uninterrupted
 class Serving(Protocol):
     """What answers sessions."""
 
+    @property
+    def failed(self) -> Sequence[Outcome]:
+        """Sessions of which calls failed, since the start."""
+
     async def refresh(self) -> None:
         """Serve what the ledger says now."""
 
@@ -43,6 +49,8 @@ class Learner(Trainer):
     _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
     """Evaluations of this restart, by the version that they are of."""
     _outcomes: Outcomes = field(init=False)
+    _failures: int = field(default=0, init=False)
+    """Failed sessions of this restart from before the canary."""
 
     def __post_init__(self) -> None:
         self._outcomes = Outcomes(self._store, self.session.collector, self.session.run)
@@ -118,6 +126,7 @@ class Learner(Trainer):
             reason, state = "It passed the gate, and there is to be no canary.", State.STABLE
         self._decide(Decision(self._policy, step, state, By.GATE, reason))
         self._outcomes.forget()
+        self._failures = len(self.deployed.failed)
 
     async def _attend(self) -> None:
         """Look at the canary, begin one, and follow what was decided, by an operator too."""
@@ -140,7 +149,8 @@ class Learner(Trainer):
         assert learn is not None
         assert standing.stable is not None, "the run is deployed"
         outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
-        look = canary.judged(self._policy, tried, standing.stable, outcomes, learn.canary)
+        failed = self.deployed.failed[self._failures :]
+        look = canary.judged(self._policy, tried, standing.stable, [*failed, *outcomes], learn.canary)
         self.ledger.note(self._policy, tried, look.figures)
         if look.decision is not None:
             self._decide(look.decision)

@@ -9,6 +9,7 @@ that is killed and goes on from an earlier checkpoint gives the steps that it re
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -75,17 +76,13 @@ class SessionSource:
         """The sessions that this step trains on, and those that it drops; waits until there are enough."""
         again = await self._store.rollouts(run=self._run, mode=Mode.USE, step=step)
         if again:  # A learner that was killed before its checkpoint made this step with them.
-            await self._look(again)
-            return self._taken([found for each in again if (found := self._found(each.id)) is not None], 0)
+            return self._taken(await self._look(again, len(again)), 0)
         wanted = self._settings.sessions_per_step
         while True:
             started = time.monotonic()
             await self._between()
             waiting = await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE, step=0)
-            await self._look(waiting)
-            settled = time.time() - self._settings.wait_minutes * 60
-            known = sorted((self._seen[each.id].ended, each.id) for each in waiting)
-            found = [scored for ended, id in known if ended <= settled and (scored := self._found(id)) is not None]
+            found = await self._look(waiting, wanted, time.time() - self._settings.wait_minutes * 60)
             usable = [each for each in found if self._is_usable(each.episode)]
             phase.advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
             if len(usable) >= wanted:
@@ -93,25 +90,35 @@ class SessionSource:
                 return self._taken([*usable[:wanted], *useless[:_AT_ONCE]], len(waiting))
             await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))
 
-    async def _look(self, rollouts: Sequence[Rollout]) -> None:
-        """Score the sessions that are new, or of which something new was said."""
-        listed = {each.id for each in rollouts}
-        self._seen = {id: seen for id, seen in self._seen.items() if id in listed}
+    async def _look(self, rollouts: Sequence[Rollout], wanted: int, before: float = math.inf) -> list[Scored]:
+        """Those of these sessions that a step can take, the earliest first; not many more than `wanted` usable ones.
+
+        Those that ended before this moment count. What was scored is scored again when something new was said of it.
+        """
+        known, self._seen = self._seen, {}
         for each in rollouts:
-            if each.id not in self._seen:
+            if each.id not in known:
                 attempts = await self._store.attempts(each.id)
-                self._seen[each.id] = _Seen(attempts[-1].ended or time.time() if attempts else 0.0)
-        said = Counter(each.rollout for each in await self._store.feedback([AttemptKey(id, 0) for id in listed]))
-        changed = [each for each in rollouts if self._seen[each.id].said != said[each.id]]
-        for start in range(0, len(changed), _AT_ONCE):
-            some = changed[start : start + _AT_ONCE]
-            for rollout, scored in zip(some, await self._collector.scored(some), strict=True):
-                seen = self._seen[rollout.id]
-                # Tokens of sessions that wait for a reward would fill the memory.
-                seen.found = None if scored.episode.dropped is DropReason.NO_REWARD else scored
-                seen.said = said[rollout.id]
-                if seen.found is None and self._is_old(seen):
-                    seen.found = scored
+                known[each.id] = _Seen(attempts[-1].ended or time.time() if attempts else 0.0)
+            self._seen[each.id] = known[each.id]
+        said = Counter(each.rollout for each in await self._store.feedback([AttemptKey(e.id, 0) for e in rollouts]))
+        settled = [each for each in rollouts if self._seen[each.id].ended <= before]
+        settled.sort(key=lambda each: self._seen[each.id].ended)
+        found: list[Scored] = []
+        for start in range(0, len(settled), _AT_ONCE):
+            some = settled[start : start + _AT_ONCE]
+            await self._score([each for each in some if self._seen[each.id].said != said[each.id]], said)
+            found += [scored for each in some if (scored := self._found(each.id)) is not None]
+            if sum(self._is_usable(each.episode) for each in found) >= wanted:
+                break  # The others would only fill the memory.
+        return found
+
+    async def _score(self, rollouts: Sequence[Rollout], said: Mapping[str, int]) -> None:
+        """Score sessions that are new, or of which something new was said."""
+        for rollout, scored in zip(rollouts, await self._collector.scored(rollouts), strict=True):
+            seen = self._seen[rollout.id]
+            waits = scored.episode.dropped is DropReason.NO_REWARD and not self._is_old(seen)
+            seen.found, seen.said = None if waits else scored, said[rollout.id]
 
     def _found(self, id: str) -> Scored | None:
         """A session as a step takes it; None: it waits for a reward."""

@@ -17,6 +17,7 @@ from agl_core.builtin.credit import identical
 from agl_core.builtin.fifo import Fifo
 from agl_core.config import PolicyPlan, RunConfig
 from agl_core.config.resolve import Chosen
+from agl_core.deployment.canary import Outcome
 from agl_core.deployment.learner import Learner
 from agl_core.deployment.ledger import Ledger
 from agl_core.learning import ScoringRule
@@ -88,6 +89,11 @@ class World:
     restarts: int = 0
     engine: Weights = field(default_factory=Weights)
     learner: Learner = field(init=False)
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """No call fails."""
+        return []
 
     @property
     def ledger(self) -> Ledger:
