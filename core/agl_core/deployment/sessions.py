@@ -4,6 +4,8 @@ Which step a session was used in is recorded with it, in the same transaction as
 that is killed and goes on from an earlier checkpoint gives the steps that it repeats the sessions that they had.
 
     ended ──▶ waits for a reward ──▶ drawn for a step, or dropped with the reason ──▶ recorded with the step
+
+If there are more sessions than steps take, the latest are drawn, and the others become too old.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from agl_core.training.report import Phase
 from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState
 
 _AT_ONCE = 256
-"""Sessions that are read at once, and unusable ones that a step takes with it at most."""
+"""Sessions that are too old, and that a step drops at most."""
 _SHORTEST, _SHARE = 0.5, 20
 """Seconds between two looks, and how many times longer than a look they are at least."""
 
@@ -87,13 +89,14 @@ class SessionSource:
             phase.advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
             if len(usable) >= wanted:
                 useless = [each for each in found if not self._is_usable(each.episode)]
-                return self._taken([*usable[:wanted], *useless[:_AT_ONCE]], len(waiting))
+                return self._taken([*usable[:wanted], *useless], len(waiting))
             await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))
 
     async def _look(self, rollouts: Sequence[Rollout], wanted: int, before: float = math.inf) -> list[Scored]:
-        """Those of these sessions that a step can take, the earliest first; not many more than `wanted` usable ones.
+        """Those of these sessions that a step can take, the latest first; not many more than `wanted` usable ones.
 
-        Those that ended before this moment count. What was scored is scored again when something new was said of it.
+        The latest come from versions that are nearest to the weights. Those count that ended before the moment
+        `before`. What was scored is scored again when something new was said of it.
         """
         known, self._seen = self._seen, {}
         for each in rollouts:
@@ -102,30 +105,29 @@ class SessionSource:
                 known[each.id] = _Seen(attempts[-1].ended or time.time() if attempts else 0.0)
             self._seen[each.id] = known[each.id]
         said = Counter(each.rollout for each in await self._store.feedback([AttemptKey(e.id, 0) for e in rollouts]))
-        settled = [each for each in rollouts if self._seen[each.id].ended <= before]
-        settled.sort(key=lambda each: self._seen[each.id].ended)
+        latest = sorted(rollouts, key=lambda each: self._seen[each.id].ended, reverse=True)
+        old = [each for each in latest if self._is_old(self._seen[each.id])][-_AT_ONCE:]
+        young = [each for each in latest if not self._is_old(seen := self._seen[each.id]) and seen.ended <= before]
         found: list[Scored] = []
-        for start in range(0, len(settled), _AT_ONCE):
-            some = settled[start : start + _AT_ONCE]
-            await self._score([each for each in some if self._seen[each.id].said != said[each.id]], said)
-            found += [scored for each in some if (scored := self._found(each.id)) is not None]
+        for start in range(0, len(young), 2 * wanted):
+            found += await self._scored(young[start : start + 2 * wanted], said)
             if sum(self._is_usable(each.episode) for each in found) >= wanted:
-                break  # The others would only fill the memory.
-        return found
+                break  # The others wait; in the end they are too old.
+        return [*found, *await self._scored(old, said)]
 
-    async def _score(self, rollouts: Sequence[Rollout], said: Mapping[str, int]) -> None:
-        """Score sessions that are new, or of which something new was said."""
-        for rollout, scored in zip(rollouts, await self._collector.scored(rollouts), strict=True):
+    async def _scored(self, rollouts: Sequence[Rollout], said: Mapping[str, int]) -> list[Scored]:
+        """Those of these sessions that a step can take; what is new, or has new feedback, is scored."""
+        changed = [each for each in rollouts if self._seen[each.id].said != said[each.id]]
+        for rollout, scored in zip(changed, await self._collector.scored(changed), strict=True):
             seen = self._seen[rollout.id]
             waits = scored.episode.dropped is DropReason.NO_REWARD and not self._is_old(seen)
             seen.found, seen.said = None if waits else scored, said[rollout.id]
+        return [scored for each in rollouts if (scored := self._found(each.id)) is not None]
 
     def _found(self, id: str) -> Scored | None:
         """A session as a step takes it; None: it waits for a reward."""
         seen = self._seen[id]
         if seen.found is None:
-            if self._is_old(seen):
-                seen.said = -1  # The next look reads it again, to drop it with the reason.
             return None
         episode = seen.found.episode
         ages = [None if t.version is None else self._since(t.version) for t in episode.transitions]
@@ -152,7 +154,11 @@ class SessionSource:
         )
 
     def _taken(self, scored: Sequence[Scored], waiting: int) -> Taken:
+        for seen in self._seen.values():
+            if seen.found is not None:  # Another step reads it again: tokens would fill the memory.
+                seen.found, seen.said = None, -1
         usable = [each for each in scored if self._is_usable(each.episode)]
+        usable.sort(key=lambda each: self._seen[each.rollout.id].ended)
         keys = [(str(each.rollout.task.metadata.get("application")), each.rollout.group) for each in usable]
         weights = capped_weights(keys, self._settings.key_share, self._settings.name_share)
         useless = [each for each in scored if not self._is_usable(each.episode)]
