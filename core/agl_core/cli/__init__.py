@@ -28,6 +28,7 @@ from agl_core.cli.run import run
 from agl_core.cli.serve import serve
 from agl_core.cli.shared.text import HarmlessFormatter
 from agl_core.cli.train import train
+from agl_core.cli.versions import versions
 from agl_core.cli.worker import work
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
@@ -61,6 +62,7 @@ app.add_typer(reward, name="reward")
 app.add_typer(runs, name="runs")
 app.add_typer(policy, name="policy")
 app.add_typer(sessions, name="sessions")
+app.add_typer(versions, name="versions")
 app.command("plugins")(list_plugins)
 app.command("doctor")(doctor)
 

@@ -1,8 +1,9 @@
 """Whether a canary is as good as the stable version, by the rewards of the sessions that each answers.
 
-Sessions come one by one, and the question is asked after each. So the intervals hold at all times at once: confidence
+Sessions come one by one, and the question is asked after each. So the bounds hold at all times at once: confidence
 sequences for means of bounded values by betting (Waudby-Smith and Ramdas, "Estimating means of bounded random
-variables by betting", 2024, arXiv 2010.09686, section 4). Pure functions.
+variables by betting", 2024, arXiv 2010.09686, section 4). The values are differences between sessions of both versions
+that ended beside each other, so that a change of what users want, which both see, says nothing. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 
 from agl_core.config.deployment import CanarySection
 from agl_core.deployment.standing import By, Decision, State
+from agl_core.training.metrics import mean
 
-_POINTS = 200
+_POINTS = 400
 """The bounds are found on a grid of so many steps from 0 to 1, and rounded to the safe side."""
 _BOLDEST = 0.75
 """The share of its capital that a bet may lose."""
-_BOUNDS = 4
+_REASONS = 4
 """A rollback has four reasons: the reward, tool errors, empty answers, failed sessions."""
 
 
@@ -55,40 +57,49 @@ class Look:
 def judged(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Look:
     """What the sessions since the canary began say: promote it, roll it back, or go on.
 
-    Only sessions that ran beside each other compare: `outcomes` are those that began after the canary did. Asked after
-    every session, a canary whose mean reward is lower by `tolerance` or more is promoted with a probability of at most
-    `error`, and one that is as good in every respect is rolled back with a probability of at most `error`, apart from
-    those that `max_sessions` ends.
+    `outcomes` are those of sessions that began after the canary did. Asked after every session, a canary whose mean
+    reward is lower by `tolerance` or more is promoted with a probability of at most `error`. One that is as good in
+    every respect is rolled back with a probability of at most `error`, apart from those that `max_sessions` ends.
     """
     counted = list(_counted(outcomes, settings.per_name))
-    of_canary = [each for each in counted if each.version == canary]
-    of_stable = [each for each in counted if each.version == stable]
-    ours, theirs = _rewards(of_canary, settings), _rewards(of_stable, settings)
-    width = settings.reward[1] - settings.reward[0]
-    figures = {**_figures("canary", of_canary, ours, settings), **_figures("stable", of_stable, theirs, settings)}
+    arms = [[each for each in counted if each.version == version] for version in (canary, stable)]
+    rewards = [[each.reward for each in arm if each.reward is not None] for arm in arms]
+    figures = {
+        **_figures("canary", arms[0], rewards[0]),
+        **_figures("stable", arms[1], rewards[1]),
+    }
 
     def rolled_back(reason: str) -> Look:
         return Look(Decision(policy, canary, State.ROLLED_BACK, By.CANARY, reason, figures), figures)
 
-    for name, what, limit, of in _LIMITS:
-        here, there = (_array([of(each) for each in arm]) for arm in (of_canary, of_stable))
-        figures |= {f"canary/{name}": _mean(here), f"stable/{name}": _mean(there)}
-        if _surely_above(here, there, getattr(settings, limit), settings.error / _BOUNDS):
+    for name, what, setting, value in _LIMITS:
+        limit = getattr(settings, setting)
+        if low(differences(counted, canary, stable, value), settings.error / _REASONS, -1.0) > limit:
+            here, there = figures[f"canary/{name}"], figures[f"stable/{name}"]
             return rolled_back(
-                f"The share of {what} is {_mean(here):.3f} of {len(here)} sessions, and {_mean(there):.3f} of "
-                f"{len(there)} with version {stable}."
+                f"The share of {what} is {here:.3f} in {len(arms[0])} sessions, and {there:.3f} in {len(arms[1])} with "
+                f"version {stable}."
             )
-    means = f"{figures['canary/reward']:.3f} of {len(ours)} sessions, and {figures['stable/reward']:.3f} of " + (
-        f"{len(theirs)} with version {stable}"
+    smallest, largest = settings.reward
+    width = largest - smallest
+
+    def reward(outcome: Outcome) -> float | None:
+        given = outcome.reward
+        return None if given is None else min(max((given - smallest) / width, 0.0), 1.0)
+
+    found = differences(counted, canary, stable, reward)
+    means = (
+        f"{figures['canary/reward']:.3f} in {len(rewards[0])} sessions, and {figures['stable/reward']:.3f} in "
+        f"{len(rewards[1])} with version {stable}"
     )
-    if _surely_above(theirs, ours, 0.0, settings.error / _BOUNDS):
+    figures["difference/low"] = width * low(found, settings.error, -1.0)
+    figures["difference/high"] = -width * low(-found, settings.error / _REASONS, -1.0)
+    if figures["difference/high"] < 0:
         return rolled_back(f"The live reward is lower: {means}.")
-    lower = width * (low(ours, settings.error / 2) - high(theirs, settings.error / 2))
-    figures["difference/low"] = lower
-    if lower > -settings.tolerance and min(len(ours), len(theirs)) >= settings.min_sessions:
-        reason = f"The live reward is {means}; the difference is above {lower:+.3f}."
+    if figures["difference/low"] > -settings.tolerance and min(map(len, rewards)) >= settings.min_sessions:
+        reason = f"The live reward is {means}; the difference is above {figures['difference/low']:+.3f}."
         return Look(Decision(policy, canary, State.STABLE, By.CANARY, reason, figures), figures)
-    if len(ours) >= settings.max_sessions:
+    if len(rewards[0]) >= settings.max_sessions:
         return rolled_back(f"Nothing showed in time that it is as good: the live reward is {means}.")
     return Look(None, figures)
 
@@ -101,39 +112,50 @@ _LIMITS: Sequence[tuple[str, str, str, Callable[[Outcome], float]]] = (
 """Name, words, setting and value of each limit."""
 
 
-def low(values: NDArray[np.float64], error: float) -> float:
+def differences(
+    outcomes: Iterable[Outcome], canary: int, stable: int, value: Callable[[Outcome], float | None]
+) -> NDArray[np.float64]:
+    """Of one block of sessions after another, by how much the canary's mean value is above the stable version's.
+
+    A block ends as soon as it has sessions of both, whatever their values are; so the expectation of each difference
+    is that of the versions. Values are between 0 and 1; None: the session has none.
+    """
+    found = []
+    block: dict[int, list[float]] = {canary: [], stable: []}
+    for each in outcomes:
+        measured = value(each)
+        if measured is None or each.version not in block:
+            continue
+        block[each.version].append(measured)
+        if all(block.values()):
+            found.append(mean(block[canary]) - mean(block[stable]))
+            block = {canary: [], stable: []}
+    return np.asarray(found, dtype=np.float64)
+
+
+def low(values: NDArray[np.float64], error: float, smallest: float = 0.0) -> float:
     """A number that the mean of such values is above, at all times at once, but for a probability of `error`.
 
-    The values are between 0 and 1, in their order. A bet on each against a mean of m wins or loses; its capital is a
-    martingale if m is the mean, and passes 1/error with a probability of `error` at most (Ville's inequality).
+    The values are between `smallest` and 1, in their order. A bet on each against a mean of m wins or loses; its
+    capital is a martingale if m is the mean, and passes 1/error with a probability of `error` at most (Ville).
 
     >>> low(np.ones(200), 0.05) > 0.95, low(np.zeros(200), 0.05)
     (True, 0.0)
     """
-    count = len(values)
-    if not values.any():
-        return 0.0
-    times = np.arange(1, count + 1)
-    means = (0.5 + np.cumsum(values)) / (times + 1)
-    variances = (0.25 + np.cumsum((values - means) ** 2)) / (times + 1)
+    shares = (values - smallest) / (1 - smallest)
+    if not shares.any():
+        return smallest
+    times = np.arange(1, len(shares) + 1)
+    means = (0.5 + np.cumsum(shares)) / (times + 1)
+    variances = (0.25 + np.cumsum((shares - means) ** 2)) / (times + 1)
     before = np.concatenate([[0.25], variances[:-1]])
     bets = np.sqrt(2 * np.log(1 / error) / (before * times * np.log1p(times)))
     points = np.arange(1, _POINTS + 1) / _POINTS
     stakes = np.minimum(bets[:, None], _BOLDEST / points)
-    capital = np.cumsum(np.log1p(stakes * (values[:, None] - points)), axis=0).max(axis=0)
-    refuted = np.flatnonzero(capital < np.log(1 / error))
-    return float((refuted[0] if len(refuted) else _POINTS) / _POINTS)
-
-
-def high(values: NDArray[np.float64], error: float) -> float:
-    """The same for a number that the mean is below."""
-    return 1.0 - low(1.0 - values, error)
-
-
-def _surely_above(some: NDArray[np.float64], others: NDArray[np.float64], by: float, error: float) -> bool:
-    """Whether the mean of some is above that of others by more than `by`, but for a probability of `error`."""
-    lowest = low(some, error / 2)
-    return lowest > by and lowest - high(others, error / 2) > by
+    capital = np.cumsum(np.log1p(stakes * (shares[:, None] - points)), axis=0).max(axis=0)
+    possible = np.flatnonzero(capital < np.log(1 / error))
+    share = float((possible[0] if len(possible) else _POINTS) / _POINTS)
+    return smallest + (1 - smallest) * share
 
 
 def _counted(outcomes: Iterable[Outcome], per_name: int) -> Iterator[Outcome]:
@@ -145,27 +167,10 @@ def _counted(outcomes: Iterable[Outcome], per_name: int) -> Iterator[Outcome]:
             yield each
 
 
-def _rewards(outcomes: Sequence[Outcome], settings: CanarySection) -> NDArray[np.float64]:
-    """The rewards, as shares of the way from the smallest to the largest."""
-    smallest, largest = settings.reward
-    given = _array([each.reward for each in outcomes if each.reward is not None])
-    return np.clip((given - smallest) / (largest - smallest), 0.0, 1.0)
-
-
-def _figures(
-    arm: str, outcomes: Sequence[Outcome], rewards: NDArray[np.float64], settings: CanarySection
-) -> dict[str, float]:
-    smallest, largest = settings.reward
+def _figures(arm: str, outcomes: Sequence[Outcome], rewards: Sequence[float]) -> dict[str, float]:
     return {
         f"{arm}/sessions": float(len(outcomes)),
         f"{arm}/rewarded": float(len(rewards)),
-        f"{arm}/reward": smallest + (largest - smallest) * _mean(rewards),
+        f"{arm}/reward": mean(rewards),
+        **{f"{arm}/{name}": mean(map(value, outcomes)) for name, _, _, value in _LIMITS},
     }
-
-
-def _array(values: Sequence[float]) -> NDArray[np.float64]:
-    return np.asarray(values, dtype=np.float64)
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    return float(values.mean()) if len(values) else float("nan")
