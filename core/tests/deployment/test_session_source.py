@@ -62,6 +62,7 @@ async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not
 
     async with sessions(tmp_path, max_staleness=3, max_age_hours=1) as use:
         use.step, use.engine_version, use.resets = 10, 8, [[6, 4]]
+        fresh = [await use.end(version=7), await use.end(version=10)]  # Those that come later are looked at first.
         expected = {
             await use.end(hours_ago=2): DropReason.STALE,
             await use.end(hours_ago=2, thumbs=None): DropReason.NO_REWARD,
@@ -73,7 +74,6 @@ async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not
             await use.end(version=9, call=without_ids): None,
             await use.end(version=4): None,
         }
-        fresh = [await use.end(version=7), await use.end(version=10)]
         taken = await use.take()
         assert [each.rollout.id for each in taken.scored[:2]] == fresh
         assert reasons(taken) == {**expected, **dict.fromkeys(fresh)}
