@@ -51,7 +51,8 @@ class LearnSection(Section):
         >>> LearnSection(sessions_per_step=12, offline_share=0.25).groups_of_tasks
         4
         """
-        return round(self.sessions_per_step * self.offline_share / (1 - self.offline_share))
+        exactly = self.sessions_per_step * self.offline_share / (1 - self.offline_share)
+        return max(1, round(exactly)) if self.offline_share else 0
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after this step are proposed as a version."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from agl_core.config.learn import LearnSection
 from agl_core.deployment import canary, gate
 from agl_core.deployment.canary import Outcome
 from agl_core.deployment.experience import MixedExperience
@@ -68,15 +69,19 @@ class Learner(Trainer):
         return next(iter(self.loaded.policies))
 
     @property
+    def _section(self) -> LearnSection:
+        section = self.loaded.config.learn
+        assert section is not None, "it was checked"
+        return section
+
+    @property
     def _standing(self) -> Standing:
         return self.ledger.current(self._policy)
 
     def _source(self) -> Source:
-        config = self.loaded.config
-        assert config.learn is not None
-        tasks = config.learn.groups_of_tasks
+        tasks, agents = self._section.groups_of_tasks, self.loaded.config.train.agents
         sessions = SessionSource(
-            *(self._store, self.session.collector, self.session.run, config.learn, config.train.agents),
+            *(self._store, self.session.collector, self.session.run, self._section, agents),
             versions=self.session.versions,
             since=lambda version: updates_since(version, self.state.step, self.state.resets),
             between=self._attend,
@@ -93,12 +98,10 @@ class Learner(Trainer):
         await super().train()
 
     async def _after_step(self) -> None:
-        learn = self.loaded.config.learn
-        assert learn is not None
         await self._attend()
         standing = self._standing
         is_free = standing.canary is None and standing.passed is None and standing.pinned is None
-        if learn.is_due(self.state.step) and is_free:
+        if self._section.is_due(self.state.step) and is_free:
             if self.saved_step != self.state.step:
                 await uninterrupted(self.checkpoint())
             reason = f"The weights after step {self.state.step} are proposed."
@@ -107,22 +110,20 @@ class Learner(Trainer):
 
     async def _judge(self) -> None:
         """Have the gate decide on the weights as they are, which are those of the last checkpoint."""
-        learn, step = self.loaded.config.learn, self.state.step
-        assert learn is not None
-        candidate = await self._evaluation_of(step)
-        stable = self._standing.stable
+        step, stable = self.state.step, self._standing.stable
         assert stable is not None, "the run is deployed"
+        candidate = await self._evaluation_of(step)
         incumbent = await self._evaluation_of(stable)
-        decision = gate.judged(self._policy, step, candidate, incumbent, learn.gate)
+        decision = gate.judged(self._policy, step, candidate, incumbent, self._section.gate)
+        self._evaluated = {step: candidate, stable: incumbent}
         self._decide(decision)
         await self._attend()
 
     async def _release(self, step: int) -> None:
         """Let a version that passed the gate answer sessions: some of them first, if there is to be a canary."""
-        learn = self.loaded.config.learn
-        assert learn is not None
-        reason, state = f"It answers {learn.canary.share:.0%} of the sessions.", State.CANARY
-        if not learn.canary.share:
+        share = self._section.canary.share
+        reason, state = f"It answers {share:.0%} of the sessions.", State.CANARY
+        if not share:
             reason, state = "It passed the gate, and there is to be no canary.", State.STABLE
         self._decide(Decision(self._policy, step, state, By.GATE, reason))
         self._outcomes.forget()
@@ -145,12 +146,11 @@ class Learner(Trainer):
 
     async def _look_at(self, tried: int) -> None:
         """Promote the canary, or roll it back, if the sessions say so."""
-        standing, learn = self._standing, self.loaded.config.learn
-        assert learn is not None
+        standing = self._standing
         assert standing.stable is not None, "the run is deployed"
         outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
         failed = self.deployed.failed[self._failures :]
-        look = canary.judged(self._policy, tried, standing.stable, [*failed, *outcomes], learn.canary)
+        look = canary.judged(self._policy, tried, standing.stable, [*failed, *outcomes], self._section.canary)
         self.ledger.note(self._policy, tried, look.figures)
         if look.decision is not None:
             self._decide(look.decision)

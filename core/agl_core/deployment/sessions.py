@@ -18,15 +18,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agl_core.config.learn import LearnSection
+from agl_core.learning import staleness
 from agl_core.learning.batch import left_out
 from agl_core.returns import episode_return
-from agl_core.store.interface import SessionStore
+from agl_core.store.interface import SessionStore, Wanted
 from agl_core.training.collect import Collector, Scored
 from agl_core.training.report import Phase
-from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState
+from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition
 
 _AT_ONCE = 256
 """Sessions that are too old, and that a step drops at most."""
+_LATEST = 4096
+"""Sessions among which those of a step are looked for."""
 _SHORTEST, _SHARE = 0.5, 20
 """Seconds between two looks, and how many times longer than a look they are at least."""
 
@@ -83,7 +86,7 @@ class SessionSource:
         while True:
             started = time.monotonic()
             await self._between()
-            waiting = await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE, step=0)
+            waiting = await self._waiting()
             found = await self._look(waiting, wanted, time.time() - self._settings.wait_minutes * 60)
             usable = [each for each in found if self._is_usable(each.episode)]
             phase.advance(min(1.0, len(usable) / wanted), f"{len(usable)} of {wanted} sessions")
@@ -91,6 +94,13 @@ class SessionSource:
                 useless = [each for each in found if not self._is_usable(each.episode)]
                 return self._taken([*usable[:wanted], *useless], len(waiting))
             await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))
+
+    async def _waiting(self) -> list[Rollout]:
+        """The sessions that ended and no step had: the latest, and the earliest, which are the first to be too old."""
+        wanted: Wanted = {"run": self._run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
+        earliest = await self._store.rollouts(**wanted, limit=_AT_ONCE)
+        latest = await self._store.rollouts(**wanted, newest=_LATEST)
+        return list({each.id: each for each in (*earliest, *latest)}.values())
 
     async def _look(self, rollouts: Sequence[Rollout], wanted: int, before: float = math.inf) -> list[Scored]:
         """Those of these sessions that a step can take, the latest first; not many more than `wanted` usable ones.
@@ -130,26 +140,30 @@ class SessionSource:
         if seen.found is None:
             return None
         episode = seen.found.episode
-        ages = [None if t.version is None else self._since(t.version) for t in episode.transitions]
+        ages = [self._age(t) for t in episode.transitions]
         if episode.dropped is None and (self._is_old(seen) or None in ages):
-            # Also of weights that were given up, or that are not the run's.
             episode = replace(episode, dropped=DropReason.STALE)
         # The engine counts versions by its updates, sessions name them by the steps of their checkpoints.
         transitions = tuple(
-            t if t.version is None or age is None else replace(t, version=self._versions[t.policy] - age)
+            t if age is None else replace(t, version=self._versions[t.policy] - age)
             for t, age in zip(episode.transitions, ages, strict=True)
         )
         return replace(seen.found, episode=replace(episode, transitions=transitions))
+
+    def _age(self, transition: Transition) -> int | None:
+        """The updates since; None if the weights do not come from what answered."""
+        if transition.version is None or transition.policy not in self._versions:
+            return None
+        return self._since(transition.version)
 
     def _is_old(self, seen: _Seen) -> bool:
         return time.time() - seen.ended > self._settings.max_age_hours * 3600
 
     def _is_usable(self, episode: Episode) -> bool:
         """Whether a step has something to train on in it."""
-        ages = (self._versions[t.policy] - t.version for t in episode.transitions if t.version is not None)
         return (
             episode.dropped is None
-            and max(ages, default=0) <= self._settings.max_staleness
+            and staleness(episode, self._versions) <= self._settings.max_staleness
             and any(left_out(each, self._agents) is None for each in episode.transitions)
         )
 
