@@ -14,6 +14,7 @@ from agl_core.plugins import Plugins
 from . import (
     alarm_effects,
     algorithm_effects,
+    deployment_effects,
     learn_effects,
     online_effects,
     policy_effects,
@@ -36,6 +37,7 @@ EFFECTS: Mapping[str, Effect] = {
     **rule_effects.EFFECTS,
     **server_effects.EFFECTS,
     **online_effects.EFFECTS,
+    **deployment_effects.EFFECTS,
     **learn_effects.EFFECTS,
     **alarm_effects.EFFECTS,
     **tracker_effects.EFFECTS,

@@ -6,10 +6,16 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from agl_core.config.sections import Section
+from agl_core.config.sections import OpenSection, Section
 
 Rise = Annotated[float, Field(ge=0, le=1)]
 """By how much a share may rise, from 0 to 1."""
+
+
+class ReleaseCheckSection(OpenSection):
+    """A check of your own; its settings are beside this key."""
+
+    check: str | None = Field(None, description="The release check plugin; by default the table's own name.")
 
 
 class GateSection(Section):
@@ -34,6 +40,9 @@ class GateSection(Section):
         None,
         gt=0,
         description="The largest mean divergence of its tokens from the served version's, in nats; absent: any.",
+    )
+    checks: dict[str, ReleaseCheckSection] = Field(
+        {}, description="Checks of your own, by plugin name, each with its settings (docs/plugins.md)."
     )
 
 

@@ -10,13 +10,14 @@ alone, so a learner that is killed at any point goes on as if it had not been.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from agl_core.config.learn import LearnSection
 from agl_core.deployment import canary, gate
 from agl_core.deployment.canary import Outcome
+from agl_core.deployment.checks import objections
 from agl_core.deployment.experience import MixedExperience
 from agl_core.deployment.ledger import Ledger
 from agl_core.deployment.lineage import updates_since
@@ -24,6 +25,7 @@ from agl_core.deployment.outcomes import Outcomes
 from agl_core.deployment.sessions import SessionSource
 from agl_core.deployment.standing import By, Decision, Standing, State
 from agl_core.errors import LedgerError
+from agl_core.protocols import Release, ReleaseCheck
 from agl_core.store.interface import SessionStore
 from agl_core.training.evaluate import Evaluated
 from agl_core.training.experience import Source
@@ -49,11 +51,14 @@ class Learner(Trainer):
     ledger: Ledger = field(kw_only=True)
     _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
     """Evaluations of this restart, by the version that they are of."""
+    _checks: Mapping[str, ReleaseCheck] = field(init=False)
+    """The user's own of the gate, by name."""
     _outcomes: Outcomes = field(init=False)
     _failures: int = field(default=0, init=False)
     """Failed sessions of this restart from before the canary."""
 
     def __post_init__(self) -> None:
+        self._checks = {name: chosen.build() for name, chosen in self.loaded.release_checks.items()}
         self._outcomes = Outcomes(self._store, self.session.collector, self.session.run)
         super().__post_init__()
 
@@ -114,7 +119,10 @@ class Learner(Trainer):
         assert stable is not None, "the run is deployed"
         candidate = await self._evaluation_of(step)
         incumbent = await self._evaluation_of(stable)
-        decision = gate.judged(self._policy, step, candidate, incumbent, self._section.gate)
+        weights = self.checkpoints.path(step) / self._policy / "model"
+        release = Release(self._policy, step, weights, candidate.metrics, stable, incumbent.metrics)
+        against = await objections(self._checks, release)
+        decision = gate.judged(self._policy, step, candidate, incumbent, self._section.gate, objections=against)
         self._evaluated = {step: candidate, stable: incumbent}
         self._decide(decision)
         await self._attend()

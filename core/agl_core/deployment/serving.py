@@ -145,8 +145,8 @@ class DeployedVersions:
         if standing.pinned is not None:
             found = stable
         elif before is None:
-            is_drawn = standing.canary is not None and _place(session, standing.canary) < self._share
-            found = self._found(standing.policy, standing.canary) if is_drawn else None
+            drawn = standing.canary is not None and is_drawn(session.rollout.group, standing.canary, self._share)
+            found = self._found(standing.policy, standing.canary) if drawn else None
         elif standing.state(before) is not State.ROLLED_BACK:
             found = self._found(standing.policy, before)
         found = found or stable
@@ -234,10 +234,10 @@ class DeployedVersions:
         return kept[: _MOST - len(standing.serving)]
 
 
-def _place(session: ActiveSession, canary: int) -> float:
-    """Where a session is drawn, from 0 to 1: the same for all sessions of a name, another one for each canary.
+def is_drawn(group: str, canary: int, share: float) -> bool:
+    """Whether a canary answers the sessions of a name: the same for all of them, drawn anew for each canary.
 
-    What stands for the name is made with the server's secret, so that no user can choose the version.
+    `group` stands for the name. It is made with the server's secret, so that no user can choose the version.
     """
-    digest = hashlib.blake2b(f"{canary}/{session.rollout.group}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / (1 << 64)
+    digest = hashlib.blake2b(f"{canary}/{group}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * (1 << 64)

@@ -92,6 +92,26 @@ CHANGED: dict[str, Any] = {
     "learn.key_share": 0.75,
     "learn.name_share": 0.125,
     "learn.propose_every": 5,
+    "learn.gate.tolerance": 0.02,
+    "learn.gate.min_tasks": 50,
+    "learn.gate.max_length": 1.5,
+    "learn.gate.max_tool_errors": 0.2,
+    "learn.gate.max_empty": 0.0,
+    "learn.gate.max_refusals": 0.1,
+    "learn.gate.max_questions": 0.3,
+    "learn.gate.max_kl": 0.5,
+    "learn.gate.checks.swears.check": "polite",
+    "learn.gate.checks.polite.limit": 5,
+    "learn.canary.share": 0.25,
+    "learn.canary.reward": [-1.0, 1.0],
+    "learn.canary.tolerance": 0.2,
+    "learn.canary.error": 0.01,
+    "learn.canary.min_sessions": 30,
+    "learn.canary.max_sessions": 500,
+    "learn.canary.per_name": 3,
+    "learn.canary.max_tool_errors": 0.2,
+    "learn.canary.max_empty": 0.2,
+    "learn.canary.max_lost": 0.2,
     "workers.memory_mib": 512,
     "workers.timeout": 1.5,
     "workers.attempts": 1,
@@ -206,7 +226,7 @@ def _put(config: dict[str, Any], dotted: str, value: Any) -> None:
     if parents[:1] == ["online"]:
         config["online"] = {"upstream": "http://127.0.0.1:9/v1", "applications": {"shop": 1}}
     if parents[:1] == ["learn"]:
-        config["online"], config["learn"] = {"applications": {"shop": 1}}, {}
+        config["online"] = {"applications": {"shop": 1}}
     for parent in parents:
         config = config.setdefault(parent, {})
     config[last] = value

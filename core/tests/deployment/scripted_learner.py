@@ -83,6 +83,8 @@ class World:
     live: Callable[[int], float] = lambda version: 0.5
     """The share of the sessions of a version that get a thumbs up."""
     learn: dict[str, Any] = field(default_factory=dict)
+    checks: Mapping[str, Any] = field(default_factory=dict)
+    """What the gate asks beside the rewards."""
     kill: Callable[[str], bool] = lambda decision: False
     """Whether the learner is killed right after a decision was written."""
     ended: int = 0

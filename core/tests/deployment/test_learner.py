@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agl_core.deployment.standing import By, Decision, State
+from agl_core.protocols import Release
 
 from .scripted_learner import KilledError, World, world
 
@@ -81,6 +84,18 @@ async def test_a_learner_that_is_killed_after_any_decision_goes_on(tmp_path: Pat
         assert (4 in made.engine.made_by) is (decision not in bad), made.decisions
         used = await made.used()
         assert all(len(set(steps)) == 1 for steps in used.values())
+
+
+async def test_a_check_of_the_users_own_can_reject_a_version(tmp_path: Path) -> None:
+    def rude(release: Release) -> str | None:
+        assert (release.weights / "made_by").is_file()
+        return f"version {release.step} swears" if release.step == 4 else None
+
+    rule: Any = SimpleNamespace(build=lambda: rude)
+    async with world(tmp_path, checks={"polite": rule}) as made:
+        await made.train(8)
+        assert made.decisions[2:] == [(4, "rejected"), (8, "candidate"), (8, "passed"), (8, "canary")]
+        assert "polite: version 4 swears" in made.ledger.decisions()[2].reason.lower()
 
 
 async def test_an_operator_who_rolls_back_is_followed(tmp_path: Path) -> None:
