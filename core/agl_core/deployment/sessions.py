@@ -97,9 +97,10 @@ class SessionSource:
 
     async def _waiting(self) -> list[Rollout]:
         """The sessions that ended and no step had: the latest, and the earliest, which are the first to be too old."""
-        wanted: Wanted = {"run": self._run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
-        earliest = await self._store.rollouts(**wanted, limit=_AT_ONCE)
-        latest = await self._store.rollouts(**wanted, newest=_LATEST)
+        ended: Wanted = {"run": self._run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
+        first: Wanted = {**ended, "limit": _AT_ONCE}
+        last: Wanted = {**ended, "newest": _LATEST}
+        earliest, latest = await self._store.rollouts(**first), await self._store.rollouts(**last)
         return list({each.id: each for each in (*earliest, *latest)}.values())
 
     async def _look(self, rollouts: Sequence[Rollout], wanted: int, before: float = math.inf) -> list[Scored]:
@@ -132,7 +133,7 @@ class SessionSource:
             seen = self._seen[rollout.id]
             waits = scored.episode.dropped is DropReason.NO_REWARD and not self._is_old(seen)
             seen.found, seen.said = None if waits else scored, said[rollout.id]
-        return [scored for each in rollouts if (scored := self._found(each.id)) is not None]
+        return [found for each in rollouts if (found := self._found(each.id)) is not None]
 
     def _found(self, id: str) -> Scored | None:
         """A session as a step takes it; None: it waits for a reward."""

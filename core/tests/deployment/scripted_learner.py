@@ -149,7 +149,10 @@ class World:
         credit = Chosen(Component(Kind.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
         algorithm = Chosen(Component(Kind.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
         loaded: Any = SimpleNamespace(
-            config=config, policies={"default": PolicyPlan(algorithm, credit)}, plugins=Plugins()
+            config=config,
+            policies={"default": PolicyPlan(algorithm, credit)},
+            plugins=Plugins(),
+            release_checks=self.checks,
         )
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
