@@ -1,7 +1,15 @@
 """agl: train LLM agents that already exist, by reinforcement learning."""
 
 from agl_core.capture import agent, attach, load_episodes, reward, save_episodes, state, tool
-from agl_core.decorators import algorithm, credit_rule, group_reward_rule, reward_rule, task_source, tracker
+from agl_core.decorators import (
+    algorithm,
+    credit_rule,
+    group_reward_rule,
+    release_check,
+    reward_rule,
+    task_source,
+    tracker,
+)
 from agl_core.hooks import hookimpl
 from agl_core.registering import Capability
 from agl_core.returns import discounted_returns, episode_return
@@ -26,6 +34,7 @@ __all__ = [
     "group_reward_rule",
     "hookimpl",
     "load_episodes",
+    "release_check",
     "reward",
     "reward_rule",
     "save_episodes",

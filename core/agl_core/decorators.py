@@ -34,6 +34,7 @@ Thing = TypeVar("Thing", bound=Callable[..., Any])
 Rewarding = TypeVar("Rewarding", bound=Callable[..., RewardValue | Awaitable[RewardValue]])
 Comparing = TypeVar("Comparing", bound=Callable[..., Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]])
 Crediting = TypeVar("Crediting", bound=Callable[..., list[list[float]]])
+Checking = TypeVar("Checking", bound=Callable[..., str | Awaitable[str | None] | None])
 Making = TypeVar("Making", bound=Callable[..., Algorithm])
 Listing = TypeVar("Listing", bound=Callable[..., Iterable[Task]])
 Logging = TypeVar("Logging", bound=Callable[..., None])
@@ -189,6 +190,22 @@ def tracker(function: Any = None, *, name: str | None = None) -> Any:
             return _CalledTracker(functools.partial(function, **settings))
 
         return _brought(function, "register_trackers", made, name)
+
+    return decorate if function is None else decorate(function)
+
+
+@overload
+def release_check(function: Checking) -> Checking: ...
+@overload
+def release_check(*, name: str) -> Callable[[Checking], Checking]: ...
+def release_check(function: Any = None, *, name: str | None = None) -> Any:
+    """Make `function(release, *, settings…) -> str | None` a check before a version is served; it may be async.
+
+    It says what speaks against the version (`agl_core.protocols.Release`), or None. What it raises does too.
+    """
+
+    def decorate(function: Checking) -> Checking:
+        return _brought(function, "register_release_checks", _filled(function), name)
 
     return decorate if function is None else decorate(function)
 

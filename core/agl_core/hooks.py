@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RegisterBuffer,
         RegisterCreditRule,
         RegisterEngine,
+        RegisterReleaseCheck,
         RegisterReward,
         RegisterStore,
         RegisterTaskSource,
@@ -84,6 +85,11 @@ def register_task_sources(register: RegisterTaskSource) -> None:
 @hookspec
 def register_trackers(register: RegisterTracker) -> None:
     """Bring a tracker: `build(options, run_dir) -> Tracker`."""
+
+
+@hookspec
+def register_release_checks(register: RegisterReleaseCheck) -> None:
+    """Bring a check that a version must pass before it is served: `build(options) -> ReleaseCheck`."""
 
 
 @hookspec

@@ -39,6 +39,7 @@ class Kind(StrEnum):
     STORE = "store"
     TASK_SOURCE = "task source"
     TRACKER = "tracker"
+    RELEASE_CHECK = "release check"
 
 
 def lazily(package: str, **places: str) -> Callable[[str], Any]:
@@ -101,6 +102,7 @@ _REGISTER_HOOKS = {
     Kind.STORE: "register_stores",
     Kind.TASK_SOURCE: "register_task_sources",
     Kind.TRACKER: "register_trackers",
+    Kind.RELEASE_CHECK: "register_release_checks",
 }
 
 

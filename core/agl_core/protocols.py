@@ -39,6 +39,26 @@ CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 """Shares the rewards of a group of episodes: one value per transition, in their order."""
 
 
+@dataclass(frozen=True)
+class Release:
+    """A version that may be served, beside the one that is."""
+
+    policy: str
+    step: int
+    """Of its checkpoint."""
+    weights: Path
+    """A folder that transformers, or peft for an adapter, loads."""
+    metrics: Mapping[str, float]
+    """Of its evaluation (docs/metrics.md), for instance `eval/greedy/reward/mean`."""
+    incumbent: int
+    """The version that is served."""
+    incumbent_metrics: Mapping[str, float]
+
+
+ReleaseCheck: TypeAlias = Callable[[Release], str | Awaitable[str | None] | None]
+"""Says what speaks against serving a version; None: nothing."""
+
+
 class Algorithm(Protocol):
     """What the core knows of an algorithm; an engine asks more of it."""
 
@@ -162,6 +182,8 @@ class PolicySpec:
     """The model as the configuration names it; `model` is where that is on this machine."""
     adapter: str | None = None
     """A folder with a saved adapter to put on the model, which is then served, and not trained."""
+    version: int = 0
+    """What replies of a policy that is served, and not trained, name as their version."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from agl_core.protocols import (
     Engine,
     EngineContext,
     GroupRewardRule,
+    ReleaseCheck,
     RewardRule,
     TaskSource,
     Tracker,
@@ -99,6 +100,7 @@ RegisterAlgorithm: TypeAlias = Register[[], Algorithm]
 RegisterCreditRule: TypeAlias = Register[[], CreditRule]
 RegisterAdapter: TypeAlias = Register[[], Adapter]
 RegisterEngine: TypeAlias = Register[[EngineContext], Engine]
+RegisterReleaseCheck: TypeAlias = Register[[], ReleaseCheck]
 RegisterReward: TypeAlias = Register[[], RewardRule | GroupRewardRule]
 RegisterBuffer: TypeAlias = Register[[], Buffer]
 RegisterStore: TypeAlias = Register[[Path, bool], Store]

@@ -7,10 +7,13 @@ from agl_rewards.evaluators import exact_match, numeric_match, regex_format
 from agl_rewards.f1 import token_f1
 from agl_rewards.judge import Judge, JudgeOptions
 from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, verified
+from agl_rewards.signals import abandoned, asked_again, tool_failed
 from agl_rewards.sql import sql_match
 
 __all__ = [
+    "abandoned",
     "air",
+    "asked_again",
     "exact_match",
     "numeric_match",
     "regex_format",
@@ -18,6 +21,7 @@ __all__ = [
     "register_task_sources",
     "sql_match",
     "token_f1",
+    "tool_failed",
 ]
 
 

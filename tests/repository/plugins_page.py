@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from agl_core.plugins import Kind, Plugins
+from agl_core.protocols import Release
 from agl_core.types import (
     Attempt,
     DropReason,
@@ -42,6 +43,7 @@ MADE = {
     Kind.STORE: {"fast_disk"},
     Kind.ENGINE: {"endpoint"},
     Kind.ADAPTER: {"tiny"},
+    Kind.RELEASE_CHECK: {"small_enough"},
 }
 """What the page's files bring."""
 
@@ -99,6 +101,10 @@ def exercise(plugins: Plugins) -> None:
         curve.log(1, {"reward/mean": 0.5})
         curve.log(2, {"loss": 0.5})
         assert (folder / "rewards.csv").read_text() == "1,0.5\n"
+        (folder / "weights").write_bytes(b"x" * 3_000_000)
+        release = Release("default", 2, folder, {}, 1, {})
+        assert made(Kind.RELEASE_CHECK, "small_enough", megabytes=2.0)(release) == "it takes 3.0 MB"
+        assert made(Kind.RELEASE_CHECK, "small_enough")(release) is None
         asyncio.run(_try_store(made(Kind.STORE, "fast_disk", Path("my-run"), folder=folder)))
         assert (folder / "my-run.sqlite").exists()
     _try_adapter(made(Kind.ADAPTER, "tiny"))

@@ -25,6 +25,7 @@ FLOORS = [
     {"training"},
     {"analysis"},
     {"policies"},
+    {"deployment"},
     {"starting"},
     {"view"},
     {"builtin"},
@@ -154,7 +155,14 @@ def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
 def _is_light(module: str) -> bool:
     """Whether a module belongs to the core that an agent's environment has."""
     return module.startswith("agl_core") and not module.startswith(
-        ("agl_core.server", "agl_core.training", "agl_core.analysis", "agl_core.policies", "agl_core.view")
+        (
+            "agl_core.server",
+            "agl_core.training",
+            "agl_core.analysis",
+            "agl_core.policies",
+            "agl_core.deployment",
+            "agl_core.view",
+        )
     )
 
 

@@ -67,7 +67,7 @@ async def test_the_example_of_a_test_passes() -> None:
 
 
 def test_a_run_with_the_examples_is_accepted(files: list[Path], tmp_path: Path) -> None:
-    plugins, _, rewards, tasks, _ = PAGE.configurations()
+    plugins, _, rewards, tasks, _, _ = PAGE.configurations()
     assert plugins.strip() == 'plugins = ["brevity.py"]'
     config = tmp_path / "train.toml"
     config.write_text(
@@ -100,7 +100,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     (package / "__init__.py").touch()
     for name, code in EXAMPLES.items():
         (package / name).write_text(code)
-    _, project, _, _, frameworks = PAGE.configurations()
+    _, project, _, _, _, frameworks = PAGE.configurations()
     entries = [f'{Path(name).stem} = "my_agl_plugins.{Path(name).stem}"' for name in EXAMPLES]
     assert entries[0] in project
     backend = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'

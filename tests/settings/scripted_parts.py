@@ -14,7 +14,7 @@ import numpy as np
 import agl_core
 from agl_core import Capability
 from agl_core.builtin.fifo import Fifo
-from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, Release, UpdateResult, Upstream
 from agl_core.registering import NoOptions, RegisterBuffer, RegisterEngine, RegisterStore, RegisterTaskSource
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
@@ -133,3 +133,15 @@ def register_task_sources(register: RegisterTaskSource) -> None:
         return Counting()
 
     register("counting", build)
+
+
+@agl_core.release_check
+def even(release: Release) -> str | None:
+    """Speaks against even steps."""
+    return "its step is even" if release.step % 2 == 0 else None
+
+
+@agl_core.release_check
+def odd(release: Release) -> str | None:
+    """Speaks against odd steps."""
+    return None if release.step % 2 == 0 else "its step is odd"

@@ -12,6 +12,8 @@ from agl_core.plugins import Plugins
 from . import (
     alarm_effects,
     algorithm_effects,
+    deployment_effects,
+    learn_effects,
     online_effects,
     policy_effects,
     rule_effects,
@@ -33,6 +35,8 @@ EFFECTS: Mapping[str, Effect] = {
     **rule_effects.EFFECTS,
     **server_effects.EFFECTS,
     **online_effects.EFFECTS,
+    **deployment_effects.EFFECTS,
+    **learn_effects.EFFECTS,
     **alarm_effects.EFFECTS,
     **tracker_effects.EFFECTS,
     **algorithm_effects.effects(PLUGINS),

@@ -42,6 +42,7 @@ class Versions:
         loaded = load_for_sampling(spec, self._options, device, seed=0, bases=self._bases)
         share = int(cache_bytes(self._options, device) / _SHARES)
         sampler = make_sampler(loaded, self._options, share, deterministic=False)
+        sampler.version = spec.version
         self._use_threads(loaded.size)
         self._loop.add(name, sampler)
         self._served[name] = ModelServer(name, loaded)

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from agl_core.errors import StoreRefusedError
 from agl_core.learning import Health, build_episode, health_of
-from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.rewards import RECORDED_SOURCES
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
 from agl_core.types import (
@@ -87,7 +87,7 @@ class TerminalReward:
     parts: Sequence[tuple[float, Reward]]
     """The rewards of rules, each with its weight."""
     reported: Sequence[Reward]
-    """The rewards that the agent reported; they count only if a rule passes them on."""
+    """What the agent or a user reported; it counts only if a rule passes it on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +215,9 @@ def reward_weights(run: Run) -> dict[str, float]:
 
 def terminal_reward(rewards: Sequence[Reward], weights: Mapping[str, float]) -> TerminalReward:
     """The terminal reward of these components; a rule that `weights` does not name has the weight 1."""
-    parts = [(weights.get(reward.source, 1.0), reward) for reward in rewards if reward.source != AGENT_SOURCE]
+    parts = [(weights.get(reward.source, 1.0), reward) for reward in rewards if reward.source not in RECORDED_SOURCES]
     value = math.fsum(weight * reward.value for weight, reward in parts) if parts else None
-    return TerminalReward(value, parts, [reward for reward in rewards if reward.source == AGENT_SOURCE])
+    return TerminalReward(value, parts, [reward for reward in rewards if reward.source in RECORDED_SOURCES])
 
 
 async def group_credit(store: Store, rollout: Rollout) -> list[GroupCredit]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.builtin.feedback import feedback
 from agl_core.hooks import hookimpl
 from agl_core.registering import RegisterBuffer, RegisterStore, RegisterTaskSource, RegisterTracker
 
 __all__ = [
     "discounted",
+    "feedback",
     "identical",
     "immediate",
     "register_buffers",
@@ -16,7 +18,7 @@ __all__ = [
     "register_trackers",
     "stepwise",
 ]
-# Credit rules are made by a decorator: being here is all it takes, as in a user's own file.
+# Credit and reward rules are made by a decorator: being here is all it takes, as in a user's own file.
 
 
 @hookimpl

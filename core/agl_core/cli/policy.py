@@ -90,6 +90,7 @@ def promote(name: Name) -> None:
     Its checkpoint is kept, however many come later.
     """
     from agl_core.cli.shared.screen import Screen
+    from agl_core.deployment.ledger import Ledger
     from agl_core.errors import ConfigError
     from agl_core.policies.naming import parse
     from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
@@ -97,6 +98,8 @@ def promote(name: Name) -> None:
     version = parse(name).resolve()
     if version.checkpoint is None:
         raise ConfigError(f"{version} is what training started from, and no checkpoint of the run.")
+    if Ledger.of_run(version.run).exists:
+        raise ConfigError(f"{version.run} is deployed, and its versions are tested: agl versions promote {version}.")
     Checkpoints(version.run / CHECKPOINTS, keep=1).mark_stable(version.policy, version.step)
     Screen().print(f"{version.name}@stable is {version}")
 

@@ -72,9 +72,15 @@ async def _serve(
 ) -> None:
     """`trained` and `worked` are the arguments of trainer and workers, without the address."""
     from agl_core.cli.shared.viewing import shown
+    from agl_core.errors import ConfigError
     from agl_core.training.serving import standalone_server
 
     online = loaded.config.online
+    if loaded.config.learn is not None:
+        raise ConfigError(
+            "With [learn], versions of the run's own answer its sessions, and `agl learn` serves them: start that, or "
+            "leave [learn] out and name online.upstream."
+        )
     async with standalone_server(loaded, run_dir, None if online is None else _upstream(online, console)) as server:
         begun()
         queue = server.queue
@@ -110,6 +116,7 @@ def _upstream(settings: OnlineSection, console: Screen) -> Upstream:
             f"online.upstream_key_env: the environment variable {variable} is not set. Set it to the key of the model "
             f"server {settings.upstream}, or leave upstream_key_env out."
         )
+    assert settings.upstream is not None, "it was checked"
     upstream, probe = open_upstream(settings.upstream.rstrip("/"), key or "none", settings.model)
     if not probe.returns_ids:
         console.print(f"note: no token ids are recorded, for {probe.missing}. Sessions can be read, not trained on.")

@@ -148,8 +148,11 @@ def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
     return folder, Checkpoints(folder / CHECKPOINTS, keep=1).named(target.name)
 
 
-def print_summary(console: Screen, summary: Summary) -> None:
-    """Reward before and after, what it cost, where everything is, and what to do next."""
+def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -> None:
+    """Reward before and after, what it cost, where everything is, and what to do next.
+
+    `go_on` is the command that goes on with a run that was stopped; None: that of `agl train`.
+    """
     from rich.table import Table
 
     state = summary.state
@@ -186,7 +189,8 @@ def print_summary(console: Screen, summary: Summary) -> None:
     console.print(facts, soft_wrap=True)
     following = f"agl rollouts {summary.run_dir} --limit 5"
     if summary.stopped_by:
-        following = f"agl train --resume {summary.run_dir}" + (f" --server {summary.server}" if summary.server else "")
+        following = go_on or f"agl train --resume {summary.run_dir}"
+        following += f" --server {summary.server}" if summary.server else ""
     elif summary.server:
         following = f"agl rollouts {summary.run_dir.name} --limit 5, on the machine of the server"
     console.print(f"next: {following}")

@@ -39,12 +39,13 @@ def check(loaded: ScoredConfig) -> None:
     """
     found: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
-        for check_one in (_groups, _time_axis, _tool_results, _engine, _replay):
+        for check_one in (_groups, _sessions, _time_axis, _tool_results, _engine, _replay):
             for problem in check_one(loaded, plan):
                 found.setdefault(problem, []).append(policy)
     problems = [
         *_group_sizes(loaded),
         *_asynchronous(loaded),
+        *_learning(loaded),
         *(f"{_of(policies, loaded)}{text}" for text, policies in found.items()),
     ]
     if problems:
@@ -116,7 +117,41 @@ def _asynchronous(loaded: ScoredConfig) -> Iterator[str]:
         )
 
 
+def _learning(loaded: ScoredConfig) -> Iterator[str]:
+    """What learning from sessions needs of the run as a whole."""
+    config = loaded.config
+    if config.learn is None:
+        return
+    if len(config.policies) > 1:
+        yield f"[learn] serves and judges the versions of one policy, and there are {len(config.policies)}. Keep one."
+    if config.asynchronous.max_staleness:
+        yield (
+            "[async] has no place beside [learn]: a step waits for sessions, whose age [learn] max_staleness bounds. "
+            "Leave [async] out."
+        )
+    if len(config.tasks) == 1:
+        yield "[learn] has a gate, which tests versions on held-out tasks. Add a set of them: [tasks.eval]."
+
+
+def _sessions(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+    """A session is the only one of its kind, and was answered by earlier weights."""
+    if loaded.config.learn is None:
+        return
+    for chosen in _needing(loaded, plan, Capability.GROUPS):
+        yield (
+            f"{chosen.label} compares several rollouts of each task, but a session of real use is the only one of its "
+            f"kind ([learn]). Use an algorithm and rules that need no groups: reinforce++ or ppo, and credit identical."
+        )
+    if not _corrects_staleness(plan):
+        yield (
+            f"[learn] trains on sessions that earlier versions answered, but {plan.algorithm.label} does not correct "
+            f"that. Set its importance_cap (2 is usual)."
+        )
+
+
 def _groups(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
+    if loaded.config.learn is not None:
+        return
     train = loaded.config.train
     for chosen in _needing(loaded, plan, Capability.GROUPS):
         if train.group_size == 1:

@@ -84,6 +84,8 @@ class LoadedConfig(ScoredConfig):
     tasks: Mapping[str, Chosen]
     """By the name of the set."""
     trackers: Mapping[str, Chosen]
+    release_checks: Mapping[str, Chosen]
+    """By the name of the table in `[learn.gate.checks]`."""
 
 
 def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> LoadedConfig:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from agl_core.config.learn import LearnSection
 from agl_core.config.online import OnlineSection
 from agl_core.config.policies import PolicySection
 from agl_core.config.sections import FOLDER_NAME, OpenSection, PluginChoice, Section, is_among
@@ -268,6 +269,9 @@ class RewardSection(OpenSection):
 
     rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
     weight: float = Field(1.0, description="Its share in the terminal reward.")
+    scores: Literal["tasks", "sessions", "both"] = Field(
+        "tasks", description="What it scores: the rollouts of tasks, sessions of real use, or both."
+    )
 
 
 class RunConfig(Section):
@@ -301,6 +305,9 @@ class RunConfig(Section):
     server: ServerSection = ServerSection()
     gateway: GatewaySection = GatewaySection()
     online: OnlineSection | None = Field(None, description="Sessions of real use, if `agl serve` is to record any.")
+    learn: LearnSection | None = Field(
+        None, description="Learning from sessions of real use, if the run's own versions are to answer them."
+    )
     rewards: dict[str, RewardSection] = Field(
         default_factory=dict, description="Reward rules; without any, the reward is what the agent itself reports."
     )
@@ -327,6 +334,20 @@ class RunConfig(Section):
     def plugin_files(self) -> tuple[Path, ...]:
         """`plugins` as absolute paths: relative ones start at `folder`."""
         return tuple(((self.folder or Path()) / file.expanduser()).resolve() for file in self.plugins)
+
+    @model_validator(mode="after")
+    def _says_who_answers(self) -> Self:
+        if self.learn is not None and self.online is None:
+            raise ValueError("[learn] learns from sessions, and needs [online] with their applications")
+        if self.online is not None and self.learn is not None and self.online.upstream is not None:
+            raise ValueError(
+                "with [learn], the run's own versions answer its sessions: leave out online.upstream, or [learn]"
+            )
+        if self.online is not None and self.learn is None and self.online.upstream is None:
+            raise ValueError(
+                "[online] needs `upstream`, the model server that answers, or [learn]: the run's versions answer"
+            )
+        return self
 
     @field_validator("tasks")
     @classmethod

@@ -13,9 +13,11 @@ from agl_core.config.sections import FOLDER_NAME, Section
 class OnlineSection(Section):
     """Sessions of real use, which `agl serve` records and takes feedback on (docs/deploy-and-learn.md)."""
 
-    upstream: str = Field(
+    upstream: str | None = Field(
+        None,
         pattern=r"^https?://[^\s?#]+$",
-        description="The model server that answers: an OpenAI-compatible base URL, ending in /v1.",
+        description="The model server that answers: an OpenAI-compatible base URL, ending in /v1. With [learn] it is "
+        "absent: the run's own versions answer.",
     )
     upstream_key_env: str | None = Field(
         None, min_length=1, description="The environment variable with that server's key."

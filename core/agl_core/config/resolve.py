@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
+from agl_core.config.deployment import ReleaseCheckSection
+from agl_core.config.learn import LearnSection
 from agl_core.config.models import RewardSection, RunConfig, TaskSection
 from agl_core.config.policies import PolicySection
 from agl_core.config.problems import Place, Report
@@ -18,7 +20,7 @@ from agl_core.plugins import Component, Kind, Plugins
 from agl_core.registering import Capability
 from agl_core.types import CreditKind
 
-Named = TypeVar("Named", TaskSection, RewardSection)
+Named = TypeVar("Named", TaskSection, RewardSection, ReleaseCheckSection)
 
 _TENSORBOARD = "tensorboard"
 """The tracker that a run has without asking."""
@@ -87,12 +89,14 @@ def resolve(
         for kind in (Kind.ALGORITHM, Kind.CREDIT, Kind.ENGINE, Kind.STORE, Kind.BUFFER)
     }
     parts["policies"] = find.policies(config.policies, parts["algorithm"][1], parts["credit"][1])
-    parts["tasks"] = find.sections(Kind.TASK_SOURCE, "tasks", config.tasks, "source")
-    parts["rewards"] = find.sections(Kind.REWARD, "rewards", config.rewards, "rule")
+    parts["tasks"] = find.sections(Kind.TASK_SOURCE, ("tasks",), config.tasks, "source")
+    parts["rewards"] = find.sections(Kind.REWARD, ("rewards",), config.rewards, "rule")
+    parts["learn"] = find.learn(config.learn)
     parts["trackers"] = find.trackers(config.trackers)
     report.raise_if_any()
     resolved = config.model_copy(update={name: section for name, (section, _) in parts.items()})
-    return resolved, {name: chosen for name, (_, chosen) in parts.items()}
+    chosen = {name: chosen for name, (_, chosen) in parts.items()}
+    return resolved, {**chosen, "release_checks": chosen["learn"]}
 
 
 def resolve_store(config: RunConfig, plugins: Plugins, folder: Path, report: Report) -> Chosen:
@@ -151,7 +155,7 @@ class _Resolver:
         return (None, of_run) if section is None else self.choice(kind, (*place, kind.value), section)
 
     def sections(
-        self, kind: Kind, table: str, sections: Mapping[str, Named], named_by: str
+        self, kind: Kind, table: Place, sections: Mapping[str, Named], named_by: str
     ) -> tuple[dict[str, Named], dict[str, Chosen]]:
         """Tables of which each names its plugin by one of its keys, else by its own name."""
         resolved, found = {}, {}
@@ -161,12 +165,21 @@ class _Resolver:
             written = own[named_by]
             place = named_by if written else None
             chosen = self._chosen(
-                kind, written or name, section.settings, (table, name), named_by=place, reserved=model
+                kind, written or name, section.settings, (*table, name), named_by=place, reserved=model
             )
             resolved[name] = model(**own, **(chosen.settings if chosen else {}))
             if chosen:
                 found[name] = chosen
         return resolved, found
+
+    def learn(self, section: LearnSection | None) -> tuple[LearnSection | None, dict[str, Chosen]]:
+        """The table of learning, and the release checks of its gate."""
+        if section is None:
+            return None, {}
+        place = ("learn", "gate", "checks")
+        resolved, found = self.sections(Kind.RELEASE_CHECK, place, section.gate.checks, "check")
+        gate = section.gate.model_copy(update={"checks": resolved})
+        return section.model_copy(update={"gate": gate}), found
 
     def trackers(
         self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]

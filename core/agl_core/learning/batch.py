@@ -90,7 +90,7 @@ def make_batches(
         for member, episode in enumerate(left):
             trained: dict[str, list[int]] = {}
             for i, transition in enumerate(episode.transitions):
-                reason = _left_out(transition, agents)
+                reason = left_out(transition, agents)
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
@@ -116,8 +116,8 @@ def make_batches(
     return StepBatches(batches, tuple(dropped), episodes_dropped)
 
 
-def _left_out(transition: Transition, agents: Sequence[str]) -> DropReason | None:
-    """Why a transition goes into no batch, if it does not; what a batch can hold is `screen`'s to decide."""
+def left_out(transition: Transition, agents: Sequence[str]) -> DropReason | None:
+    """Why a transition goes into no batch, if so; `screen` decides what a batch can hold."""
     if not is_among(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
@@ -126,6 +126,8 @@ def _left_out(transition: Transition, agents: Sequence[str]) -> DropReason | Non
         return DropReason.EMPTY_RESPONSE
     if transition.logprobs is None or len(transition.logprobs) != len(transition.response_ids):
         return DropReason.NO_LOGPROBS
+    if transition.distorted:
+        return DropReason.DISTORTED
     return None
 
 

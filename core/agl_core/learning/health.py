@@ -6,6 +6,7 @@ what a person would want to look at.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,14 @@ NO_TEXT_SHARE = 0.05
 """Above this share of characters that are no text, a response is gibberish."""
 CHANCE_LOGPROB, CHANCE_TOKENS = -4.0, 8
 """Below this mean log-probability of so many sampled tokens, a response is gibberish: each was one of about 55."""
+
+_REFUSAL = re.compile(
+    r"(I['’]?m |I am )?(very |really )?(sorry|afraid)\b.{0,40}\b(can['’]?t|cannot|can not|unable|won['’]?t|not able)\b"
+    r"|(sorry, )?(but )?I (can['’]?t|cannot|can not|won['’]?t|am unable to|am not able to) "
+    r"(help|assist|do that|do this|comply|answer|fulfil|provide|support)\b"
+    r"|as an? (AI|artificial intelligence|language model)\b.{0,60}\b(can['’]?t|cannot|unable|not able)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,15 @@ def answer(episode: Episode) -> str | None:
     if not episode.transitions or _tool_calls(episode.transitions[-1].response):
         return None
     return response_text(episode.transitions[-1])
+
+
+def is_refusal(text: str) -> bool:
+    """Whether an English text begins by declining, as far as its words show it.
+
+    >>> is_refusal("I'm sorry, but I can't help with that."), is_refusal("I cannot find a flight before 9.")
+    (True, False)
+    """
+    return _REFUSAL.match(text.strip()) is not None
 
 
 def has_failed(tool_result: ToolResult) -> bool:

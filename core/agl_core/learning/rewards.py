@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from agl_core.learning.feedback import FEEDBACK_SOURCE, contradicts
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
-from agl_core.types import DropReason, Ending, Episode, Json, Reward, TransitionKey
+from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey
 
 AGENT_SOURCE = "agent"
 """The source of rewards that the agent itself reported."""
+RECORDED_SOURCES = frozenset({AGENT_SOURCE, FEEDBACK_SOURCE})
+"""The sources of rewards that were recorded before any rule scored the episode."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 """The largest number of single precision, in which advantages are computed; a larger reward would be infinite."""
@@ -38,6 +41,8 @@ class ScoringRule:
     rule: RewardRule | GroupRewardRule
     weight: float = 1.0
     """Its share in the terminal reward."""
+    modes: frozenset[Mode] = frozenset(Mode)
+    """The modes of the episodes that it scores."""
 
 
 _TOGETHER = 64
@@ -68,9 +73,13 @@ async def score(
     that the run can report them. A value that is not finite in single precision drops the episode too, which then has
     no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails, or its value is not
     finite, the exception is returned and the rule is ignored.
+
+    A session of real use is dropped if its feedback contradicts itself, and if no rule with a weight has a value.
     """
     if episode.dropped is DropReason.ENDING:
         return episode, []
+    if contradicts(episode.feedback):
+        return replace(episode, dropped=DropReason.CONTRADICTED), []
     treatment = endings.get(episode.ending, "score")
     if treatment == "drop":
         return replace(episode, dropped=DropReason.ENDING), []
@@ -79,7 +88,7 @@ async def score(
         return replace(episode, rewards=(*episode.rewards, fixed), terminal=fixed.value), []
     judging = _Comparison(episode)
     for scoring in rules:
-        if isinstance(scoring.rule, GroupRewardRule):
+        if isinstance(scoring.rule, GroupRewardRule) or episode.mode not in scoring.modes:
             continue
         try:
             found = scoring.rule(episode)
@@ -165,6 +174,8 @@ class _Comparison:
         """The episode with the rewards, or dropped."""
         if self._failed:
             return replace(self.episode, terminal=None, dropped=DropReason.REWARD_FAILED)
+        if self.episode.mode is Mode.USE and not any(weight for weight, _ in self._given):
+            return replace(self.episode, terminal=None, dropped=self.episode.dropped or DropReason.NO_REWARD)
         terminal = [(weight, each) for weight, each in self._given if each.call is None]
         total = (self.episode.terminal or 0.0) + sum(weight * each.value for weight, each in terminal)
         by_call: dict[tuple[str | None, int], list[Reward]] = {}

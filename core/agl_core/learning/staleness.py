@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from agl_core.types import DropReason, Episode
+from agl_core.types import DropReason, Episode, Mode
 
 
 def staleness(episode: Episode, versions: Mapping[str, int]) -> int:
@@ -22,16 +22,19 @@ def staleness(episode: Episode, versions: Mapping[str, int]) -> int:
 
 
 def without_stale(
-    groups: Sequence[Sequence[Episode]], versions: Mapping[str, int], max_staleness: int
+    groups: Sequence[Sequence[Episode]], versions: Mapping[str, int], max_staleness: int, *, of_sessions: int = 0
 ) -> list[list[Episode]]:
     """The groups with every episode older than `max_staleness` marked as dropped; other reasons come first.
+
+    For sessions of real use the limit is `of_sessions`.
 
     `make_batches` removes marked episodes from their groups and compares those that are left.
     """
     return [
         [
             replace(episode, dropped=DropReason.STALE)
-            if episode.dropped is None and staleness(episode, versions) > max_staleness
+            if episode.dropped is None
+            and staleness(episode, versions) > (of_sessions if episode.mode is Mode.USE else max_staleness)
             else episode
             for episode in group
         ]

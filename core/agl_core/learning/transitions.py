@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from agl_core.learning.distribution import is_distorted
 from agl_core.learning.joining import join_tool_results
 from agl_core.learning.tool_results import choices_of, messages_of, tools_of
 from agl_core.types import (
@@ -15,6 +16,8 @@ from agl_core.types import (
     Choice,
     Ending,
     Episode,
+    Feedback,
+    Mode,
     Reward,
     Rollout,
     TokenMask,
@@ -30,13 +33,14 @@ def build_episode(
     calls: Iterable[Call],
     tool_results: Iterable[ToolResult] = (),
     rewards: Iterable[Reward] = (),
+    feedback: Iterable[Feedback] = (),
 ) -> Episode:
     """The episode of one attempt, from what was recorded of it; the order of the calls does not matter.
 
     Calls are ordered by their start sequence. A call that is recorded twice or retried by the client counts once; late
     calls and calls with undelivered replies do not count. Each choice of a call is a transition (the first of an
     index). Tool results are joined by `agl_core.learning.joining`, or read from the conversation if none was reported.
-    `rewards` are those that the agent reported.
+    `rewards` are those that the agent reported, `feedback` is what users said.
     """
     every = list(calls)
     ordered = counted_calls(attempt, every)
@@ -47,10 +51,11 @@ def build_episode(
     transitions = []
     for turn, call in enumerate(ordered):
         for key, choice in choices_of(call).items():
-            transitions.append(_transition(key, call, choice, turn, turns[call.agent], tuple(joined.get(key, ()))))
+            found = tuple(joined.get(key, ()))
+            transitions.append(_transition(rollout.mode, key, call, choice, turn, turns[call.agent], found))
         turns[call.agent] += 1
     undelivered = [
-        _transition(key, call, choice, sum(each.sequence < call.sequence for each in ordered), 0, ())
+        _transition(rollout.mode, key, call, choice, sum(e.sequence < call.sequence for e in ordered), 0, ())
         for call in sorted(mine, key=lambda each: each.sequence)
         if call.undelivered and not call.late
         for key, choice in choices_of(call).items()
@@ -70,6 +75,7 @@ def build_episode(
         undelivered=tuple(undelivered),
         passed_through=attempt.passed_through,
         unattributed=sum(call.is_unattributed for call in ordered),
+        feedback=tuple(feedback),
         step=rollout.step,
     )
 
@@ -101,7 +107,13 @@ def _mask(choice: Choice) -> TokenMask | None:
 
 
 def _transition(
-    key: TransitionKey, call: Call, choice: Choice, turn: int, agent_turn: int, tool_results: tuple[ToolResult, ...]
+    mode: Mode,
+    key: TransitionKey,
+    call: Call,
+    choice: Choice,
+    turn: int,
+    agent_turn: int,
+    tool_results: tuple[ToolResult, ...],
 ) -> Transition:
     temperature = call.effective.temperature
     return Transition(
@@ -123,6 +135,7 @@ def _transition(
         prefix_broken=call.prefix_broken,
         tool_results=tool_results,
         parent_span=call.parent_span,
+        distorted=is_distorted(call, mode),
         state=call.state,
         tools=tools_of(call),
     )

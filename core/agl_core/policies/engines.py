@@ -50,7 +50,9 @@ class Source:
             adapter = None if saved is None else str(saved.resolve())
         else:
             weights = str(saved.resolve())
-        return PolicySpec(weights, model.dtype, model.trust_remote_code, name=model.path, adapter=adapter)
+        return PolicySpec(
+            weights, model.dtype, model.trust_remote_code, name=model.path, adapter=adapter, version=version.step
+        )
 
     def engine(self, folder: Path, name: str | None = None) -> PolicyEngine:
         """An engine without policies: the one of this name, else the run's, else any that is installed.

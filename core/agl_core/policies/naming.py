@@ -68,13 +68,13 @@ class Reference:
             if step and step not in found:
                 raise CheckpointError(f"There is no {self}. {self._others(found)}")
             return Version(self.run, self.policy, self.name, step, found.get(step))
-        if not found:
+        marked = checkpoints.stable().get(self.policy) if self.which == STABLE else None
+        if not found and marked != 0:
             raise CheckpointError(f"There is no {self}. {self._others(found)}")
         if self.which == LATEST:
             step = max(found)
         elif self.which == STABLE:
-            marked = checkpoints.stable().get(self.policy)
-            if marked is None or marked not in found:
+            if marked is None or (marked and marked not in found):
                 why = "no version is marked as stable" if marked is None else f"its checkpoint, step {marked}, is gone"
                 raise CheckpointError(f"There is no {self}: {why}. Mark one: agl policy promote {self.name}@STEP.")
             step = marked
@@ -85,7 +85,7 @@ class Reference:
                     f"There is no {self}: no checkpoint that is kept was evaluated at its step. {self._others(found)}"
                 )
             step = next(step for step, path in found.items() if path == best)
-        return Version(self.run, self.policy, self.name, step, found[step])
+        return Version(self.run, self.policy, self.name, step, found.get(step))
 
     def _others(self, found: Iterable[int]) -> str:
         names = [f"{self.name}@{step}" for step in found]
@@ -111,14 +111,14 @@ def parse(text: str) -> Reference:
         raise ConfigError(f"'{text}' names no version. {hint}After the @ comes a step, or {', '.join(ALIASES)}.")
     run, policy = _find(name)
     which = which if which in ALIASES else str(int(which))
-    return Reference(run, policy, _called(run, policy), which)
+    return Reference(run, policy, called(run, policy), which)
 
 
 def list_versions(run: Path) -> list[Version]:
     """What a run's checkpoints have, the oldest first."""
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
     found = [
-        Version(run, policy, _called(run, policy), step, path)
+        Version(run, policy, called(run, policy), step, path)
         for policy in policy_names(run)
         for step, path in _steps(checkpoints, policy).items()
     ]
@@ -140,7 +140,8 @@ def _steps(checkpoints: Checkpoints, policy: str) -> dict[int, Path]:
     return {int(path.name.rpartition("-")[2]): path for path in checkpoints.all() if (path / policy / "model").is_dir()}
 
 
-def _called(run: Path, policy: str) -> str:
+def called(run: Path, policy: str) -> str:
+    """What a policy is called: its run's name, and after a colon its own where the run has several."""
     name = run.resolve().name
     return name if len(policy_names(run)) == 1 else f"{name}:{policy}"
 

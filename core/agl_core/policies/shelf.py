@@ -93,6 +93,11 @@ class Shelf:
         """What answers each name."""
         return self._names
 
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Why the references that are not followed cannot be, by their names."""
+        return self._said
+
     def served(self, model: str) -> Served:
         """What answers requests for this model. ApiError 404 with the nearest names.
 

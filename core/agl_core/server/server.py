@@ -33,7 +33,7 @@ from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
 from agl_core.server.gateway.routes import ModelCalls, find_place
-from agl_core.server.gateway.upstream import Relay
+from agl_core.server.gateway.upstream import Answering, Relay
 from agl_core.server.http.listening import Listening, url_of
 from agl_core.server.http.protocol import Refusals
 from agl_core.server.keys import Keys
@@ -119,12 +119,14 @@ class LightningServer:
         """The sessions of real use, if they are recorded."""
         self._session_routes: list[Route] = []
         self._deployed = Relay(lambda lending: None)
+        answering: Answering = self._deployed
         if online is not None:
+            answering = self._deployed if isinstance(online.upstream, Upstream) else online.upstream
             assert isinstance(store, SessionStore), "it was checked"
             self.sessions = Sessions(online, store, keys)
             self._session_routes = online_routes(keys, self.sessions, store)
         attribution = Attribution(keys, self.queue, self.sessions)
-        self._gateway = Gateway(attribution, store, self._relay, self._deployed)
+        self._gateway = Gateway(attribution, store, self._relay, answering)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, passthrough_key)
         self._largest = gateway.max_body_mib << 20
         self._intake = SpanIntake(self.queue, store)
@@ -167,7 +169,7 @@ class LightningServer:
         self._port = listening.port
         if self._upstream is not None:
             await self._relay.serve(self._upstream, self._settings, None)
-        if self._online is not None:
+        if self._online is not None and isinstance(self._online.upstream, Upstream):
             # What does not return ids may be a hosted API, which refuses settings that it does not know.
             exact = self._online.upstream.returns_ids
             settings = self._settings if exact else self._settings.model_copy(update={"sampling": None})

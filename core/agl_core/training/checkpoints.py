@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 _STATE = "state.json"
 _PREFIX = "step-"
 _STABLE = "stable.json"
-"""In a run's folder: the step of each policy's stable version."""
+"""In a run's folder: of each policy the step of its stable version, and of others that are needed."""
 _SUMS = "SHA256SUMS"
 """One line for each file of a checkpoint, which `sha256sum --check` reads too."""
 
@@ -57,6 +57,8 @@ class RunState:
     train_rewards: list[float] = field(default_factory=list)
     """The mean reward of each step."""
     peak_rss_bytes: int = 0
+    resets: list[list[int]] = field(default_factory=list)
+    """After which step the weights went back to those of which earlier step: pairs, the earliest first."""
     config: dict[str, Any] = field(default_factory=dict)
     """The configuration with which the last step was made."""
 
@@ -111,7 +113,7 @@ class Checkpoints:
     def prune(self) -> list[Path]:
         """Remove the checkpoints that are not kept; returns them."""
         kept = {self.best() if self._keep_best else None}
-        kept |= {self.path(step) for step in self.stable().values()}
+        kept |= {self.path(step) for steps in self._marked().values() for step in steps}
         old = [path for path in self.all()[: -self._keep] if path not in kept]
         for path in old:
             self._remove(path)
@@ -124,22 +126,28 @@ class Checkpoints:
 
     def stable(self) -> dict[str, int]:
         """The step of each policy's stable version, of those that have one. CheckpointError if that cannot be read."""
+        return {policy: steps[0] for policy, steps in self._marked().items()}
+
+    def mark_stable(self, policy: str, step: int, needed: Sequence[int] = ()) -> None:
+        """Make the version of this step the policy's stable one; it and those that are needed are kept from now on."""
+        marks, wanted = self._marked(), list(dict.fromkeys((step, *needed)))
+        if marks.get(policy) != wanted:
+            part = self.folder.parent / f".{_STABLE}.part"
+            private.write(part, orjson.dumps({**marks, policy: wanted}))
+            os.replace(part, part.with_name(_STABLE))
+
+    def _marked(self) -> dict[str, list[int]]:
+        """Of each policy the steps that are kept, the stable one first."""
         file = self.folder.parent / _STABLE
         try:
-            marks = orjson.loads(file.read_bytes())
-            if not isinstance(marks, dict) or not all(type(step) is int for step in marks.values()):
+            marks = {policy: step if isinstance(step, list) else [step] for policy, step in _read_marks(file).items()}
+            if not all(steps and all(type(step) is int for step in steps) for steps in marks.values()):
                 raise ValueError("it is no object of steps")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}. Remove it, and mark the version again.") from error
         return marks
-
-    def mark_stable(self, policy: str, step: int) -> None:
-        """Make the version of this step the policy's stable one; it is kept from now on."""
-        part = self.folder.parent / f".{_STABLE}.part"
-        private.write(part, orjson.dumps({**self.stable(), policy: step}))
-        os.replace(part, part.with_name(_STABLE))
 
     def _link(self, checkpoint: Path) -> None:
         """Point the links to the weights of this checkpoint; each link always points to complete weights."""
@@ -195,6 +203,13 @@ class Checkpoints:
                 f"{self.folder} holds no checkpoint, so there is nothing to resume from. Start a new run."
             )
         return found[-1]
+
+
+def _read_marks(file: Path) -> dict[str, Any]:
+    marks = orjson.loads(file.read_bytes())
+    if not isinstance(marks, dict):
+        raise ValueError("it is no object of steps")
+    return marks
 
 
 def _evaluated(checkpoint: Path) -> float | None:

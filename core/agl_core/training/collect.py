@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 from agl_core.config import ScoredConfig
 from agl_core.errors import PluginError, StoreRefusedError
 from agl_core.learning import ScoringRule, build_episode, score_all, score_groups
-from agl_core.learning.rewards import AGENT_SOURCE, reported
+from agl_core.learning.feedback import users_said
+from agl_core.learning.rewards import AGENT_SOURCE, RECORDED_SOURCES, reported
 from agl_core.run_hooks import RunHooks
-from agl_core.store.interface import Store
+from agl_core.store.interface import SessionStore, Store
 from agl_core.training.report import Phase
 from agl_core.training.stall import StallWatch
 from agl_core.types import (
@@ -25,7 +26,9 @@ from agl_core.types import (
     DropReason,
     Ending,
     Episode,
+    Feedback,
     Json,
+    Mode,
     Reward,
     Rollout,
     ToolResult,
@@ -35,7 +38,7 @@ from agl_core.types import (
 if TYPE_CHECKING:
     from agl_core.training.serving import Queue  # It imports the server, which analysis does without.
 
-Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord)
+Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Feedback)
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +118,10 @@ class Collector:
         rollouts = await self._done(ids)
         if self._stall is not None:
             self._stall.finished(rollouts)
+        return await self.scored(rollouts)
+
+    async def scored(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded."""
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
         scored = await score_all(episodes, self._rules, self._endings)
         await self._put([reward for episode, _ in scored for reward in _given(episode)])
@@ -172,16 +179,16 @@ def reward_note(episodes: Iterable[Episode]) -> str:
 
 def _given(episode: Episode) -> list[Reward]:
     """The rewards of rules (those that the agent reported are already stored)."""
-    terminal = [r for r in episode.rewards if r.source != AGENT_SOURCE]
+    terminal = [r for r in episode.rewards if r.source not in RECORDED_SOURCES]
     return terminal + [r for t in episode.transitions for r in t.rewards]
 
 
 async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
     """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
 
-    It has the recorded rewards that the agent reported; rules compute theirs again. A rollout without a counted attempt
-    (it was cancelled, or its worker was lost) is an episode dropped for its ending. StoreRefusedError if calls of a
-    rollout were pruned.
+    It has the recorded rewards that the agent reported, and what users said; rules compute theirs again. A rollout
+    without a counted attempt (it was cancelled, or its worker was lost) is an episode dropped for its ending.
+    StoreRefusedError if calls of a rollout were pruned.
     """
     keys = counted_attempts(rollouts)
     recorded = await store.calls(keys)
@@ -194,6 +201,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     calls = by_rollout(recorded)
     tool_results = by_rollout(await store.tool_results(keys))
     rewards = by_rollout([r for r in await store.rewards(keys) if r.source == AGENT_SOURCE])
+    feedback = by_rollout(await store.feedback(keys)) if isinstance(store, SessionStore) else {}
     episodes = []
     for rollout in rollouts:
         attempts = [a for a in await store.attempts(rollout.id) if a.attempt == rollout.counted_attempt]
@@ -206,17 +214,28 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
             calls.get(rollout.id, ()),
             tool_results.get(rollout.id, ()),
             rewards.get(rollout.id, ()),
+            feedback.get(rollout.id, ()),
         )
         episodes.append(hook.episode_built(episode))
     return episodes
 
 
 def scoring_rules(loaded: ScoredConfig) -> list[ScoringRule]:
-    """The reward rules of a run; if there are none, the reward is what the agent itself reported."""
+    """The reward rules of a run.
+
+    Of tasks that no rule scores, the reward is what the agent itself reported; of sessions, what users said.
+    """
+    sessions = frozenset({Mode.USE})
+    tasks = frozenset(Mode) - sessions
+    modes = {"tasks": tasks, "sessions": sessions, "both": tasks | sessions}
     rules = [
-        ScoringRule(name, chosen.build(), loaded.config.rewards[name].weight) for name, chosen in loaded.rewards.items()
+        ScoringRule(name, chosen.build(), section.weight, modes[section.scores])
+        for name, chosen in loaded.rewards.items()
+        for section in [loaded.config.rewards[name]]
     ]
-    return rules or [ScoringRule("reported", reported)]
+    scored = frozenset[Mode]().union(*(rule.modes for rule in rules))
+    defaults = [ScoringRule("reported", reported, modes=tasks), ScoringRule("users", users_said, modes=sessions)]
+    return [*rules, *(each for each in defaults if not each.modes & scored)]
 
 
 def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:

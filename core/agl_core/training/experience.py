@@ -9,8 +9,9 @@ synchronous loop. If there are more, the others run on while the weights are upd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from agl_core.errors import PluginError
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup
@@ -37,6 +38,26 @@ class Drawn(Collected):
     """Groups of the update that were under way before its step began."""
     in_flight: int = 0
     """Groups that run during the update."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the step."""
+
+
+class Source(Protocol):
+    """Where the groups of updates come from."""
+
+    @property
+    def begun(self) -> int:
+        """How many groups of rollouts were begun."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The positions of the groups that were begun and that no update has had."""
+
+    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+        """The groups of the next update; waits until there are enough."""
+
+    async def cancel(self) -> None:
+        """Cancel running groups; they stay unfinished."""
 
 
 class Experience:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from agl_core.config import LoadedConfig
 from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
+from agl_core.store.interface import SessionStore
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.cautions import (
     Assertions,
@@ -27,7 +29,8 @@ from agl_core.training.cautions import (
     why_nothing,
 )
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.experience import Drawn, Experience
+from agl_core.training.evaluate import Evaluated
+from agl_core.training.experience import Drawn, Experience, Source
 from agl_core.training.metrics import (
     MetricsLog,
     contrast_metrics,
@@ -82,30 +85,21 @@ class Trainer:
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _credit: Mapping[str, PolicyCredit] = field(init=False)
-    _experience: Experience = field(init=False)
+    _experience: Source = field(init=False)
     _patience: Patience = field(init=False)
 
     def __post_init__(self) -> None:
         self._credit = {name: PolicyCredit.planned(plan) for name, plan in self.loaded.policies.items()}
         config = self.loaded.config
         self._patience = Patience(config.train.patience)
-        settings, per_step = config.asynchronous, config.train.groups_per_step
-        self._experience = Experience(
-            self.session.collector,
-            self.buffer,
-            self._plan,
-            per_update=per_step,
-            in_flight=settings.in_flight or per_step * (settings.max_staleness + 1),
-            begun=self.state.groups_begun,
-            unfinished=self.state.groups_unfinished,
-        )
+        self._experience = self._source()
 
     async def train(self) -> None:
         """Train from where `state` is to the last step. TrainingError if the steps have nothing to train on."""
         settings = self.loaded.config.train
         last = settings.steps
-        self._resumed = time.monotonic() - self.state.seconds
         every = self.loaded.config.eval.every
+        self._resumed = time.monotonic() - self.state.seconds
         if every and not self.state.evaluations:
             await self._evaluate()
         try:
@@ -119,15 +113,36 @@ class Trainer:
                     await self._evaluate()
                 if step % settings.checkpoint_every == 0 or step == last:
                     await uninterrupted(self.checkpoint())
+                await self._after_step()
         finally:
             await self._experience.cancel()
 
-    def _plan(self, position: int) -> list[Rollout]:
+    async def _after_step(self) -> None:
+        """What else there is to do after a step."""
+
+    def _source(self) -> Source:
+        """Where the groups of updates come from: rollouts of tasks."""
+        return self._of_tasks(self.loaded.config.train.groups_per_step)
+
+    def _of_tasks(self, per_step: int) -> Experience:
+        """Groups of rollouts of `[tasks.train]`."""
+        settings = self.loaded.config.asynchronous
+        return Experience(
+            self.session.collector,
+            self.buffer,
+            partial(self._plan, per_step),
+            per_update=per_step,
+            in_flight=settings.in_flight or per_step * (settings.max_staleness + 1),
+            begun=self.state.groups_begun,
+            unfinished=self.state.groups_unfinished,
+        )
+
+    def _plan(self, per_step: int, position: int) -> list[Rollout]:
         settings = self.loaded.config.train
         return plan_train_group(
             self.session.tasks["train"],
             position,
-            groups_per_step=settings.groups_per_step,
+            groups_per_step=per_step,
             size=settings.group_size,
             seed=self.loaded.config.seed,
             run=self.session.run,
@@ -137,6 +152,8 @@ class Trainer:
     @property
     def _min_group_size(self) -> int:
         settings = self.loaded.config.train
+        if self.loaded.config.learn is not None:
+            return 1  # A session is the only one of its kind.
         return min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
 
     def _draw_context(self, step: int) -> DrawContext:
@@ -145,10 +162,15 @@ class Trainer:
 
     async def _learn(self, step: int, drawn: Drawn, started: float, tokens: Mapping[str, float]) -> None:
         """Credit, update and record. Once the weights move, the training records have to be stored."""
-        settings = self.loaded.config.train
+        settings, learn = self.loaded.config.train, self.loaded.config.learn
         ages = staleness_metrics(drawn.episodes, self.session.versions)
         prepared = make_batches(
-            without_stale(drawn.groups, self.session.versions, self.loaded.config.asynchronous.max_staleness),
+            without_stale(
+                drawn.groups,
+                self.session.versions,
+                self.loaded.config.asynchronous.max_staleness,
+                of_sessions=0 if learn is None else learn.max_staleness,
+            ),
             self._credit,
             weights=drawn.weights,
             agents=settings.agents,
@@ -167,6 +189,7 @@ class Trainer:
             **found,
             **contrast_metrics(drawn.groups),
             **ages,
+            **drawn.metrics,
             **update_metrics(
                 {name: each.metrics for name, each in results.items()}, several=len(self.loaded.policies) > 1
             ),
@@ -266,7 +289,12 @@ class Trainer:
         ]
         training_records += prepared.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
-        await self.session.control.store.put(*training_records, *moved)
+        store = self.session.control.store
+        removed = await store.erased([each.id for each in rollouts]) if isinstance(store, SessionStore) else set()
+        await store.put(
+            *(each for each in training_records if each.rollout not in removed),
+            *(each for each in moved if each.id not in removed),
+        )
         return training_records
 
     def _new_hook_failures(self) -> int:
@@ -279,7 +307,8 @@ class Trainer:
         stats = await self._engine(self.session.engine.stats(), "answering")
         return {key.removeprefix("tokens_"): value for key, value in stats.items() if key.startswith("tokens_")}
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self) -> Evaluated:
+        """Evaluate the weights as they are on every held-out set."""
         step = self.state.step
         evaluated = await self.session.evaluator.evaluate(step)
         alarms = self.watch.wanted(evaluated.alarms)
@@ -292,6 +321,7 @@ class Trainer:
         if evaluated.entries:
             self.log.write(step, "eval", evaluated.metrics, [*alarms, *self._stalls()])
             self.observer.say(evaluation_line(step, self.loaded.config.train.steps, evaluated.entries))
+        return evaluated
 
     async def checkpoint(self) -> Path:
         """Save everything that resuming needs."""

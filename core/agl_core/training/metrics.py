@@ -19,7 +19,7 @@ from agl_core import private
 from agl_core.capture.jsonable import jsonable
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import health_of, staleness
-from agl_core.learning.health import answer, has_failed, is_gibberish, is_repetitive, response_text
+from agl_core.learning.health import answer, has_failed, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.training.alarms import Alarm
 from agl_core.types import Ending, Episode, FinishReason
@@ -85,6 +85,7 @@ def health_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "responses/gibberish": mean(map(is_gibberish, transitions)),
         "answers/empty": mean(not said for said in answers),
         "answers/question": mean(said.endswith(("?", "？")) for said in answers),
+        "answers/refused": mean(map(is_refusal, answers)),
         "tool_results/failed": mean(has_failed(each) for t in transitions for each in t.tool_results),
     }
     return {key: float(count) for key, count in sorted(counts.items())} | shares

@@ -17,6 +17,7 @@ from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
 from agl_core.errors import AglError, CheckpointError, ConfigError, PluginError, StoreError, last_frames
 from agl_core.protocols import Tracker
+from agl_core.server.gateway.upstream import Answering
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Watch
 from agl_core.training.cautions import Assertions
@@ -119,13 +120,16 @@ async def train(
     resume: bool = False,
     checkpoint: Path | None = None,
     remote: ServerAddress | None = None,
+    deployed: Answering | None = None,
+    trainer_of: Callable[..., Trainer] = Trainer,
 ) -> Summary:
     """Train in `run_dir`; returns the result, also when interrupted.
 
     If `resume`, the run goes on from `checkpoint`, by default its last one. What came after the checkpoint is
     superseded. Changes of the configuration are printed, and hold from now on. `remote` is the server to use instead of
     one in this process. ConfigError if a change does not fit the checkpoint; StoreError if the run's store is empty.
-    The folder of a new run is removed if the run cannot be started.
+    The folder of a new run is removed if the run cannot be started. With `deployed`, which answers sessions of real
+    use, they are recorded; `trainer_of` makes the trainer.
     """
     config = loaded.config
     checkpoints = Checkpoints(
@@ -143,7 +147,9 @@ async def train(
         trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
         log = MetricsLog(run_dir / METRICS_FILE, trackers)
         stack.callback(log.close)
-        server = await stack.enter_async_context(_open_server(loaded, run_dir, remote))
+        server = await stack.enter_async_context(_open_server(loaded, run_dir, remote, deployed))
+        if deployed is not None:
+            observer.say(f"use: {server.base_url}/v1, with a key of `agl sessions key {run_dir} APPLICATION`")
         if state.step:
             name = str(run_dir / "store.sqlite") if remote is None else f"of {remote.base_url}"
             await _check_recorded(server.run.store, name, run_dir, state.step)
@@ -159,7 +165,7 @@ async def train(
             store_config(config, run_dir)
             for superseded in checkpoints.forget_after(state.step):
                 observer.say(f"removed {superseded}, which is superseded")
-        trainer = Trainer(
+        trainer = trainer_of(
             *(loaded, session, loaded.buffer.build(), checkpoints, log, observer, Assertions.in_run(loaded), state),
             watch=Watch.of_run(config, earlier),
             saved_step=state.step,
@@ -231,11 +237,11 @@ def _report_changes(loaded: LoadedConfig, state: RunState, checkpoint: Path, obs
 
 
 def _open_server(
-    loaded: LoadedConfig, run_dir: Path, remote: ServerAddress | None
+    loaded: LoadedConfig, run_dir: Path, remote: ServerAddress | None, deployed: Answering | None = None
 ) -> AbstractAsyncContextManager[TrainingServer]:
     """The server of a run, in this process or at `remote`."""
     if remote is None:
-        return local_server(loaded, run_dir)
+        return local_server(loaded, run_dir, deployed)
     return RemoteServer(remote.base_url, remote.key, loaded.config.server.lease)
 
 

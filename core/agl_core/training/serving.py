@@ -16,6 +16,7 @@ from agl_core.config.models import GatewaySection, RunConfig
 from agl_core.errors import ConfigError, EngineError, ServerError, StoreError
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
+from agl_core.server.gateway.upstream import Answering
 from agl_core.server.keys import is_loopback
 from agl_core.server.sessions.sessions import Online
 from agl_core.store.interface import SessionStore, Store
@@ -92,8 +93,12 @@ class TrainingServer(Protocol):
 
 
 @asynccontextmanager
-async def local_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterator[LightningServer]:
+async def local_server(
+    loaded: ServerConfig, run_dir: Path, deployed: Answering | None = None
+) -> AsyncIterator[LightningServer]:
     """The server and the store of a run, in the trainer's own process; they end with it.
+
+    With `[online]` and `deployed`, which chooses the versions that answer, it also records real use.
 
     Workers on this machine find it by the file in the run's folder, which also says whether the run is over. If the
     trainer ends by an error, workers wait until the run is resumed.
@@ -104,8 +109,10 @@ async def local_server(loaded: ServerConfig, run_dir: Path) -> AsyncIterator[Lig
     other_key = passthrough_key(loaded.config.gateway)
     async with loaded.store.build(run_dir) as store:
         begun = await _has_begun(store, file)
-        server = _server(loaded, store, keys, file, loaded.config.server.port, other_key)
-        await server.start()
+        run = online = None
+        if deployed is not None:
+            keys, run, online = await _online(loaded, store, keys, run_dir, deployed)
+        server = await _started(loaded, store, keys, file, other_key, run, online)
         failed = True
         try:
             keys.write(file, server.base_url, begun=begun)
@@ -124,40 +131,36 @@ async def standalone_server(
     """The server and the store of a run, for a trainer elsewhere; it goes on where an earlier server left off.
 
     With `[online]` it also records real use, which `upstream` answers. ConfigError if the store cannot do that.
-
-    With port 0 it listens where that one did, if it can, so that trainer and workers find it again.
     """
-    host, port = loaded.config.server.host, loaded.config.server.port
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
-    keys.check_host(host, (WORKER_KEY, OPERATOR_KEY))
+    keys.check_host(loaded.config.server.host, (WORKER_KEY, OPERATOR_KEY))
     other_key = passthrough_key(loaded.config.gateway)
-    settings = loaded.config.online
-    if settings is not None:
-        keys = replace(keys, applications=settings.applications)
     async with loaded.store.build(run_dir) as store:
         begun = await _has_begun(store, file)
-        run = await recorded_name(store, run_dir)
-        online = None
-        if settings is not None and upstream is not None:
-            _check_store(store, loaded.config.store.name)
-            online = Online(settings, upstream, run, run_dir)
-            if not begun:
-                await store.put(Run(run, 0, time.time(), loaded.config.model_dump(mode="json")))
-                begun = True
-        server = _server(loaded, store, keys, file, port or _port_before(file), other_key, run, online)
-        try:
-            await server.start()
-        except ServerError:
-            if port:
-                raise
-            server = _server(loaded, store, keys, file, 0, other_key, run, online)
-            await server.start()
+        run, online = await recorded_name(store, run_dir), None
+        if upstream is not None:
+            keys, run, online = await _online(loaded, store, keys, run_dir, upstream)
+            begun = True
+        server = await _started(loaded, store, keys, file, other_key, run, online)
         try:
             keys.write(file, server.base_url, begun=begun)
             yield server
         finally:
             await server.stop(over=False)
+
+
+async def _online(
+    loaded: ServerConfig, store: Store, keys: Keys, run_dir: Path, upstream: Upstream | Answering
+) -> tuple[Keys, str, Online]:
+    """What a server needs to record real use: keys with its applications, the run's name, how it is answered."""
+    settings = loaded.config.online
+    assert settings is not None, "it was checked"
+    _check_store(store, loaded.config.store.name)
+    run = await recorded_name(store, run_dir)
+    if not await store.runs():
+        await store.put(Run(run, 0, time.time(), loaded.config.model_dump(mode="json")))
+    return replace(keys, applications=settings.applications), run, Online(settings, upstream, run, run_dir)
 
 
 async def recorded_name(store: Store, run_dir: Path) -> str:
@@ -180,6 +183,28 @@ async def _has_begun(store: Store, file: Path) -> bool:
     return False
 
 
+async def _started(
+    loaded: ServerConfig,
+    store: Store,
+    keys: Keys,
+    file: Path,
+    other_key: str | None,
+    run: str | None,
+    online: Online | None,
+) -> LightningServer:
+    """A server that listens; with port 0 where the one before did, if it can, so that others find it again."""
+    port = loaded.config.server.port
+    server = _server(loaded, store, keys, file, port or _port_before(file), other_key, run, online)
+    try:
+        await server.start()
+    except ServerError:
+        if port:
+            raise
+        server = _server(loaded, store, keys, file, 0, other_key, run, online)
+        await server.start()
+    return server
+
+
 def _server(
     loaded: ServerConfig,
     store: Store,
@@ -187,8 +212,8 @@ def _server(
     file: Path,
     port: int,
     other_key: str | None,
-    run: str | None = None,
-    online: Online | None = None,
+    run: str | None,
+    online: Online | None,
 ) -> LightningServer:
     server = LightningServer(
         store,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agl_core.types.names import DropReason, Ending, FinishReason, Mode
-from agl_core.types.records import Json, Logprobs, Reward, Task, TokenMask, Tokens, ToolResult, TransitionKey
+from agl_core.types.records import Feedback, Json, Logprobs, Reward, Task, TokenMask, Tokens, ToolResult, TransitionKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +43,8 @@ class Transition:
     rewards: tuple[Reward, ...] = ()
     """Intermediate rewards, with provenance."""
     parent_span: str | None = None
+    distorted: bool = False
+    """It was drawn from another distribution than that of `logprobs` (`agl_core.learning.distribution`)."""
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if they were not set."""
     tools: tuple[Mapping[str, Json], ...] = ()
@@ -87,4 +89,6 @@ class Episode:
     """Requests that were passed on and not recorded, by route; None if there were none."""
     unattributed: int = 0
     """Calls of which nothing says who made them. Tool results without an id that may be theirs are not joined."""
+    feedback: tuple[Feedback, ...] = ()
+    """What users said of a session of real use, the earliest first."""
     step: int = 0

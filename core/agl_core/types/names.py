@@ -114,10 +114,17 @@ class DropReason(StrEnum):
     """A reward rule raised."""
     TOO_LONG = "too_long"
     """Longer than the engine can train on."""
+    DISTORTED = "distorted"
+    """It was drawn from another distribution than its log-probabilities are of: `top_p`, penalties, temperature 0."""
+    NO_REWARD = "no_reward"
+    """A session of real use of which no rule had anything to say. Missing feedback is missing, not 0."""
+    CONTRADICTED = "contradicted"
+    """The feedback on a session contradicts itself (`agl_core.learning.feedback`)."""
     UNDELIVERED = "undelivered"
     """The reply reached no client: the client hung up before it came, or left the stream."""
     STALE = "stale"
-    """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""
+    """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`, of sessions
+    `learn.max_staleness`), or it is a session that ended too long ago (`learn.max_age_hours`)."""
 
 
 class Verdict(StrEnum):

@@ -12,7 +12,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from agl_core.analysis.text.plain import plain
-from agl_core.analysis.text.words import harmless, message_text, number, one_line, said_by, score, size, status_text
+from agl_core.analysis.text.words import (
+    harmless,
+    message_text,
+    number,
+    one_line,
+    reporter,
+    said_by,
+    score,
+    size,
+    status_text,
+)
 from agl_core.view.charts import sparkline
 
 
@@ -87,6 +97,7 @@ def make_environment() -> Environment:
         "query_of": lambda names: urlencode([("run", name) for name in names]),
         "shade": shade,
         "lean": lean,
+        "reporter": reporter,
         "said_by": said_by,
         "status_text": status_text,
         "sparkline": sparkline,

@@ -14,6 +14,7 @@ from agl_core.registering import (
     RegisterBuffer,
     RegisterCreditRule,
     RegisterEngine,
+    RegisterReleaseCheck,
     RegisterReward,
     RegisterStore,
     RegisterTaskSource,
@@ -150,3 +151,12 @@ def register_rewards(register: RegisterReward) -> None:
 def brevity(episode: Any, *, limit: int = 200) -> float:
     """1 if the answer is short."""
     return float(len(str(episode.result)) <= limit)
+
+
+class PoliteOptions(Strict):
+    limit: int = Field(3, ge=0, description="How many rude words are too many.")
+
+
+@agl_core.hookimpl
+def register_release_checks(register: RegisterReleaseCheck) -> None:
+    register("polite", built, options=PoliteOptions)

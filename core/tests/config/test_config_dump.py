@@ -84,11 +84,40 @@ CHANGED: dict[str, Any] = {
     "online.keep_days": 30.0,
     "online.max_store_gib": 2.5,
     "online.min_free_gib": 0.5,
+    "learn.sessions_per_step": 7,
+    "learn.offline_share": 0.5,
+    "learn.max_staleness": 9,
+    "learn.max_age_hours": 24.5,
+    "learn.wait_minutes": 15.5,
+    "learn.key_share": 0.75,
+    "learn.name_share": 0.125,
+    "learn.propose_every": 5,
+    "learn.gate.tolerance": 0.02,
+    "learn.gate.min_tasks": 50,
+    "learn.gate.max_length": 1.5,
+    "learn.gate.max_tool_errors": 0.2,
+    "learn.gate.max_empty": 0.0,
+    "learn.gate.max_refusals": 0.1,
+    "learn.gate.max_questions": 0.3,
+    "learn.gate.max_kl": 0.5,
+    "learn.gate.checks.swears.check": "polite",
+    "learn.gate.checks.polite.limit": 5,
+    "learn.canary.share": 0.25,
+    "learn.canary.reward": [-1.0, 1.0],
+    "learn.canary.tolerance": 0.2,
+    "learn.canary.error": 0.01,
+    "learn.canary.min_sessions": 30,
+    "learn.canary.max_sessions": 500,
+    "learn.canary.per_name": 3,
+    "learn.canary.max_tool_errors": 0.2,
+    "learn.canary.max_empty": 0.2,
+    "learn.canary.max_lost": 0.2,
     "workers.memory_mib": 512,
     "workers.timeout": 1.5,
     "workers.attempts": 1,
     "rewards.short.rule": "brevity",
     "rewards.brevity.weight": 0.5,
+    "rewards.brevity.scores": "both",
     "credit.name": "per_step",
     "algorithm.name": "easy",
     "engine.name": "rich",
@@ -196,6 +225,8 @@ def _put(config: dict[str, Any], dotted: str, value: Any) -> None:
         del config["agent"]["entry"]
     if parents[:1] == ["online"]:
         config["online"] = {"upstream": "http://127.0.0.1:9/v1", "applications": {"shop": 1}}
+    if parents[:1] == ["learn"]:
+        config["online"] = {"applications": {"shop": 1}}
     for parent in parents:
         config = config.setdefault(parent, {})
     config[last] = value

@@ -31,7 +31,7 @@ from agl_core.server.gateway.reply import Reply, read_reply
 from agl_core.server.gateway.retries import Exchange
 from agl_core.server.gateway.sampling import call_seed, effective_sampling, forwarded
 from agl_core.server.gateway.unusual import explained
-from agl_core.server.gateway.upstream import Destination, Relay
+from agl_core.server.gateway.upstream import Answering, Destination
 from agl_core.server.http.protocol import CONNECTION, CorkedHttp
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.store.interface import Store
@@ -78,7 +78,7 @@ class _Delivery(Response):
 class Gateway:
     """Answers agents' model calls, by way of what `relay` forwards to; those of sessions by way of `deployed`."""
 
-    def __init__(self, attribution: Attribution, store: Store, relay: Relay, deployed: Relay) -> None:
+    def __init__(self, attribution: Attribution, store: Store, relay: Answering, deployed: Answering) -> None:
         self.counters = Counters()
         self.attribution = attribution
         self._store, self._relay, self._deployed = store, relay, deployed
@@ -93,7 +93,7 @@ class Gateway:
         """The names that its agent may ask for; ApiError 503 while nothing answers."""
         return sorted(self.served(attempt).upstream.models)
 
-    def _to(self, attempt: ActiveAttempt) -> Relay:
+    def _to(self, attempt: ActiveAttempt) -> Answering:
         return self._deployed if attempt.mode is Mode.USE else self._relay
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
@@ -196,13 +196,22 @@ class Gateway:
         asked: ModelRequest,
         stamps: Headers,
     ) -> Reply:
-        served = self.served(attempt)
+        with self._to(attempt).answering(attempt) as served:
+            return await self._call_of(served, attempt, exchange, dialect, asked, stamps)
+
+    async def _call_of(
+        self,
+        served: Destination,
+        attempt: ActiveAttempt,
+        exchange: Exchange,
+        dialect: Dialect,
+        asked: ModelRequest,
+        stamps: Headers,
+    ) -> Reply:
         started = time.time()
         agent = _agent(stamps)
         policy = _policy(served, asked.model, agent)
-        version = self._to(attempt).versions.get(
-            policy
-        )  # For an upstream that does not name it: the one at the start of the call.
+        version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.
         seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
         effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
         attempt.asking[exchange.sequence] = started

@@ -8,26 +8,9 @@ from hashlib import blake2b
 import orjson
 
 from agl_core.config.models import SamplingSection
+from agl_core.learning.distribution import DISTORTING
 from agl_core.protocols import Upstream
 from agl_core.types import Json, Mode, Rollout, Sampling
-
-DISTORTING = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "length_penalty",
-        "logit_bias",
-        "min_p",
-        "min_tokens",
-        "presence_penalty",
-        "repetition_penalty",
-        "top_k",
-        "use_beam_search",
-    }
-)
-"""Request fields that change the distribution tokens are drawn from. In train mode they are dropped: with them
-the recorded log-probabilities would not be those of the policy, and importance weights would be wrong."""
 
 
 def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:

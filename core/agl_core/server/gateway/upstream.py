@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 import orjson
 
@@ -17,6 +19,9 @@ from agl_core.server.http.client import BrokenReplyError, Endpoint
 from agl_core.types import AttemptKey, Json
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.trainers import RunSettings
+
+if TYPE_CHECKING:
+    from agl_core.server.rollouts.attempt import ActiveAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +111,18 @@ class Destination:
     upstream: Upstream
     settings: RunSettings
     client: UpstreamClient
+    versions: Mapping[str, int]
+    """The version of each policy, for replies that do not name it."""
+
+
+class Answering(Protocol):
+    """Says what answers model calls. All methods belong to the server's event loop."""
+
+    def served(self) -> Destination:
+        """What answers in general; ApiError 503 if nothing does."""
+
+    def answering(self, attempt: ActiveAttempt) -> AbstractContextManager[Destination]:
+        """What answers a call of this attempt, as long as the block lasts; ApiError 503 if nothing does."""
 
 
 class Relay:
@@ -132,12 +149,17 @@ class Relay:
             raise no_upstream()
         return self._served
 
+    @contextmanager
+    def answering(self, attempt: ActiveAttempt) -> Iterator[Destination]:
+        """The same for every attempt."""
+        yield self.served()
+
     async def serve(self, upstream: Upstream, settings: RunSettings, expires: float | None) -> None:
         """Forward to this one from now on; for `expires` seconds only, unless this is called again."""
         before = self._served
         if before is None or (before.upstream, before.settings) != (upstream, settings):
             client = await UpstreamClient(upstream, settings.timeout).__aenter__()
-            self._served = Destination(upstream, settings, client)
+            self._served = Destination(upstream, settings, client, self.versions)
             if before is not None:
                 await before.client.__aexit__(None, None, None)
         self._disarm()

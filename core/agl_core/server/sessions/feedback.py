@@ -7,15 +7,13 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from agl_core.learning.feedback import FEEDBACK_SOURCE
 from agl_core.server.errors import ApiError
 from agl_core.server.sessions.session import session_of_call
 from agl_core.server.sessions.sessions import Sessions
 from agl_core.store.interface import SessionStore
 from agl_core.types import AttemptKey, Feedback, Reward
 from agl_core.wire.online import FeedbackReply, FeedbackRequest
-
-FEEDBACK_SOURCE = "feedback"
-"""The source of rewards that users, and systems beside the agent, gave."""
 
 
 class FeedbackDesk:

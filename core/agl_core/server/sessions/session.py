@@ -137,6 +137,8 @@ class ActiveSession(ActiveAttempt):
     """Whether the store has it."""
     missed: int = 0
     """Calls that were not recorded."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """The version of each policy that answers it, if versions of the run's own do: it stays with them."""
     ends_with_reply: bool = False
     """The next reply is its last."""
 

@@ -22,6 +22,7 @@ from agl_core.config.online import OnlineSection
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.protocols import Upstream
 from agl_core.server.errors import ApiError
+from agl_core.server.gateway.upstream import Answering
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.lifecycle import AttemptState
 from agl_core.server.sessions.redaction import Redaction
@@ -56,8 +57,8 @@ class Online:
     """What a server needs to record real use."""
 
     settings: OnlineSection
-    upstream: Upstream
-    """What answers."""
+    upstream: Upstream | Answering
+    """What answers: a model server, or what chooses among versions of the run's own."""
     run: str
     """The run that sessions are recorded in."""
     folder: Path
@@ -308,6 +309,7 @@ class Sessions:
         session.retries.recall(calls)
         session.started_calls = max((call.sequence + 1 for call in calls), default=0)
         session.completed_calls = sum(not call.late for call in calls)
+        session.versions = {call.policy: call.version for call in calls if call.version is not None}
         session.missed = (attempts[0].result or {}).get(UNRECORDED_CALLS, 0)
         if rollout.state is RolloutState.DONE:
             session.move(AttemptState.CLOSING)

@@ -1,0 +1,101 @@
+"""Whether a new version may answer sessions: its evaluation against that of the served one. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from agl_core.analysis.comparisons.repeated import Comparison, compare
+from agl_core.config.deployment import GateSection
+from agl_core.deployment.standing import By, Decision, State
+from agl_core.training.evaluate import Evaluated
+
+_SOLVED = 1.0
+"""Nothing here depends on which rollouts count as solved."""
+
+
+def judged(
+    policy: str,
+    step: int,
+    candidate: Evaluated,
+    incumbent: Evaluated,
+    settings: GateSection,
+    *,
+    kl: float | None = None,
+    objections: Sequence[str] = (),
+) -> Decision:
+    """Whether a candidate passes the gate, with the figures that say so.
+
+    `candidate` and `incumbent` are evaluations of both versions on the same tasks. `kl` is the mean divergence of the
+    candidate's tokens from the incumbent's, in nats, if it was measured. `objections` are what the user's own checks
+    say against it (`agl_core.deployment.checks`).
+    """
+    comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
+    figures = {name: value for each in comparisons for name, value in _figures(each)}
+    for key, now in _of(candidate, "reward/mean"):
+        figures |= {key: now, f"{key}/before": incumbent.metrics.get(key, math.nan)}
+    reasons = [*_rewards(comparisons, settings), *objections]
+    if not comparisons:
+        reasons.append("no task was evaluated with both versions")
+    for name, limit, what in (
+        ("tool_results/failed", settings.max_tool_errors, "tool calls that fail"),
+        ("answers/empty", settings.max_empty, "empty answers"),
+        ("answers/refused", settings.max_refusals, "answers that refuse"),
+        ("answers/question", settings.max_questions, "answers that end with a question"),
+    ):
+        for key, now in _of(candidate, name):
+            before = incumbent.metrics.get(key, 0.0)
+            figures |= {key: now, f"{key}/before": before}
+            if now - before > limit:
+                reasons.append(f"the share of {what} rose from {before:.3f} to {now:.3f} on {_place(key, name)}")
+    for key, now in _of(candidate, "length/response"):
+        length = incumbent.metrics.get(key, math.nan)
+        figures |= {key: now, f"{key}/before": length}
+        if now > settings.max_length * max(length, 1.0):
+            reasons.append(f"responses grew from {length:.0f} to {now:.0f} tokens on {_place(key, 'length/response')}")
+    if kl is not None:
+        figures["kl"] = kl
+    if settings.max_kl is not None and (kl is None or not kl <= settings.max_kl):
+        reasons.append("its divergence was not measured" if kl is None else f"its divergence is {kl:.3f} nats")
+    state = State.REJECTED if reasons else State.PASSED
+    return Decision(policy, step, state, By.GATE, _sentence(reasons or list(_gains(figures))), figures)
+
+
+def _rewards(comparisons: Sequence[Comparison], settings: GateSection) -> Iterator[str]:
+    for each in comparisons:
+        place, found = f"{each.set}, {each.mode}", each.difference
+        if each.tasks < settings.min_tasks:
+            yield f"{each.tasks} tasks are too few to compare rewards on {place} (min_tasks is {settings.min_tasks})"
+        elif not found.low > -settings.tolerance:
+            yield (
+                f"the reward on {place} may be lower by more than {settings.tolerance:g} ({found.value:+.3f}, 95% "
+                f"interval {found.low:+.3f} to {found.high:+.3f})"
+            )
+
+
+def _figures(comparison: Comparison) -> Iterator[tuple[str, float]]:
+    place, found = f"{comparison.set}/{comparison.mode}/reward", comparison.difference
+    yield f"{place}/difference", found.value
+    yield f"{place}/low", found.low
+    yield f"{place}/high", found.high
+    yield f"{comparison.set}/{comparison.mode}/tasks", float(comparison.tasks)
+
+
+def _gains(figures: Mapping[str, float]) -> Iterator[str]:
+    for key, now in figures.items():
+        if key.endswith("/reward/mean"):
+            yield f"reward {figures[f'{key}/before']:.3f} → {now:.3f} on {_place(key, 'reward/mean')}"
+
+
+def _of(evaluated: Evaluated, name: str) -> list[tuple[str, float]]:
+    """A metric of every set and mode."""
+    return [(key, value) for key, value in evaluated.metrics.items() if key.endswith(f"/{name}")]
+
+
+def _place(key: str, name: str) -> str:
+    return key.removesuffix(f"/{name}").replace("/", ", ")
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."

@@ -1,0 +1,210 @@
+"""Training on sessions of real use: no version answers them that did not pass the gate and its canary.
+
+    sessions and tasks ──▶ updates ──▶ checkpoint, every `propose_every` steps ──▶ gate ──▶ canary ──▶ stable
+                              ▲                                                     │ rejected   │ rolled back
+                              └────────── the weights go back to the stable version ┴────────────┘
+
+Steps count on when the weights go back. What the weights come from follows from the ledger and from the run's state
+alone, so a learner that is killed at any point goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agl_core.config.learn import LearnSection
+from agl_core.deployment import canary, gate
+from agl_core.deployment.canary import Outcome
+from agl_core.deployment.checks import objections
+from agl_core.deployment.experience import MixedExperience
+from agl_core.deployment.ledger import Ledger
+from agl_core.deployment.lineage import updates_since
+from agl_core.deployment.outcomes import Outcomes
+from agl_core.deployment.sessions import SessionSource
+from agl_core.deployment.standing import By, Decision, Standing, State
+from agl_core.errors import LedgerError
+from agl_core.protocols import Release, ReleaseCheck
+from agl_core.store.interface import SessionStore
+from agl_core.training.evaluate import Evaluated
+from agl_core.training.experience import Source
+from agl_core.training.loop import Trainer, uninterrupted
+
+
+class Serving(Protocol):
+    """What answers sessions."""
+
+    @property
+    def failed(self) -> Sequence[Outcome]:
+        """Sessions of which calls failed, since the start."""
+
+    async def refresh(self) -> None:
+        """Serve what the ledger says now."""
+
+
+@dataclass
+class Learner(Trainer):
+    """The training of a run whose versions answer real use."""
+
+    deployed: Serving = field(kw_only=True)
+    ledger: Ledger = field(kw_only=True)
+    _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
+    """Evaluations of this restart, by the version that they are of."""
+    _checks: Mapping[str, ReleaseCheck] = field(init=False)
+    """The user's own of the gate, by name."""
+    _outcomes: Outcomes = field(init=False)
+    _failures: int = field(default=0, init=False)
+    """Failed sessions of this restart from before the canary."""
+
+    def __post_init__(self) -> None:
+        self._checks = {name: chosen.build() for name, chosen in self.loaded.release_checks.items()}
+        self._outcomes = Outcomes(self._store, self.session.collector, self.session.run)
+        super().__post_init__()
+
+    @property
+    def _store(self) -> SessionStore:
+        store = self.session.control.store
+        assert isinstance(store, SessionStore), "it was checked"
+        return store
+
+    @property
+    def _policy(self) -> str:
+        """The only one, as the check of the configuration says."""
+        return next(iter(self.loaded.policies))
+
+    @property
+    def _section(self) -> LearnSection:
+        section = self.loaded.config.learn
+        assert section is not None, "it was checked"
+        return section
+
+    @property
+    def _standing(self) -> Standing:
+        return self.ledger.current(self._policy)
+
+    def _source(self) -> Source:
+        tasks, agents = self._section.groups_of_tasks, self.loaded.config.train.agents
+        sessions = SessionSource(
+            *(self._store, self.session.collector, self.session.run, self._section, agents),
+            versions=self.session.versions,
+            since=lambda version: updates_since(version, self.state.step, self.state.resets),
+            between=self._attend,
+        )
+        return MixedExperience(sessions, self._of_tasks(tasks) if tasks else None)
+
+    async def train(self) -> None:
+        """Train from where `state` is to the last step, or until this is cancelled."""
+        if not self.checkpoints.all():
+            await uninterrupted(self.checkpoint())  # What the weights can go back to.
+        await self._follow()
+        if self._standing.state(self.state.step) is State.CANDIDATE:
+            await self._judge()  # The learner was killed before the gate decided.
+        await super().train()
+
+    async def _after_step(self) -> None:
+        await self._attend()
+        standing = self._standing
+        is_free = standing.canary is None and standing.passed is None and standing.pinned is None
+        if self._section.is_due(self.state.step) and is_free:
+            if self.saved_step != self.state.step:
+                await uninterrupted(self.checkpoint())
+            reason = f"The weights after step {self.state.step} are proposed."
+            self._decide(Decision(self._policy, self.state.step, State.CANDIDATE, By.TRAINING, reason))
+            await self._judge()
+
+    async def _judge(self) -> None:
+        """Have the gate decide on the weights as they are, which are those of the last checkpoint."""
+        step, stable = self.state.step, self._standing.stable
+        assert stable is not None, "the run is deployed"
+        candidate = await self._evaluation_of(step)
+        incumbent = await self._evaluation_of(stable)
+        weights = self.checkpoints.path(step) / self._policy / "model"
+        release = Release(self._policy, step, weights, candidate.metrics, stable, incumbent.metrics)
+        against = await objections(self._checks, release)
+        decision = gate.judged(self._policy, step, candidate, incumbent, self._section.gate, objections=against)
+        self._evaluated = {step: candidate, stable: incumbent}
+        self._decide(decision)
+        await self._attend()
+
+    async def _release(self, step: int) -> None:
+        """Let a version that passed the gate answer sessions: some of them first, if there is to be a canary."""
+        share = self._section.canary.share
+        reason, state = f"It answers {share:.0%} of the sessions.", State.CANARY
+        if not share:
+            reason, state = "It passed the gate, and there is to be no canary.", State.STABLE
+        self._decide(Decision(self._policy, step, state, By.GATE, reason))
+        self._outcomes.forget()
+        self._failures = len(self.deployed.failed)
+
+    async def _attend(self) -> None:
+        """Look at the canary, begin one, and follow what was decided, by an operator too."""
+        self.session.control.check()
+        await self.session.engine.versions()  # EngineError if it was lost.
+        standing = self._standing
+        try:
+            if standing.pinned is None and standing.canary is not None:
+                await self._look_at(standing.canary)
+            elif standing.pinned is None and standing.passed is not None:
+                await self._release(standing.passed)
+        except LedgerError as error:  # An operator decided meanwhile.
+            self.observer.say(str(error))
+        await self._follow()
+        await self.deployed.refresh()
+
+    async def _look_at(self, tried: int) -> None:
+        """Promote the canary, or roll it back, if the sessions say so."""
+        standing = self._standing
+        assert standing.stable is not None, "the run is deployed"
+        outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
+        failed = self.deployed.failed[self._failures :]
+        look = canary.judged(self._policy, tried, standing.stable, [*failed, *outcomes], self._section.canary)
+        self.ledger.note(self._policy, tried, look.figures)
+        if look.decision is not None:
+            self._decide(look.decision)
+
+    async def _follow(self) -> None:
+        """Take the weights back to the stable version if they come from one that was rejected or rolled back."""
+        standing, state = self._standing, self.state
+        given_up = (
+            step
+            for step in standing.decided
+            if standing.state(step) in (State.REJECTED, State.ROLLED_BACK)
+            and updates_since(step, state.step, state.resets) is not None
+        )
+        refused = max(given_up, default=None)
+        if refused is None or standing.stable is None:
+            return
+        await uninterrupted(self._load(standing.stable))
+        state.resets.append([state.step, standing.stable])
+        self.observer.say(
+            f"step {state.step}: version {refused} was given up; the weights are those of version {standing.stable}"
+        )
+
+    async def _load(self, version: int) -> None:
+        await self.session.engine.load(self.checkpoints.path(version))
+        self.session.versions.update(await self.session.engine.versions())
+        await self.session.publish()
+
+    async def _evaluation_of(self, version: int) -> Evaluated:
+        """The evaluation of a version on the held-out tasks; afterwards the weights are as they were."""
+        if version not in self._evaluated:
+            now = self.state.step
+            if version == now:
+                self._evaluated[version] = await self._evaluate()
+            else:
+                await uninterrupted(self._load(version))
+                try:
+                    self._evaluated[version] = await self.session.evaluator.evaluate(version)
+                finally:
+                    await uninterrupted(self._load(now))
+        return self._evaluated[version]
+
+    async def _evaluate(self) -> Evaluated:
+        if self.state.step not in self._evaluated:
+            self._evaluated[self.state.step] = await super()._evaluate()
+        return self._evaluated[self.state.step]
+
+    def _decide(self, decision: Decision) -> None:
+        self.ledger.record(decision)
+        self.observer.say(f"{decision.policy}@{decision.step} {decision.state} (by {decision.by}): {decision.reason}")

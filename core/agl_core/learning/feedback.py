@@ -1,0 +1,64 @@
+"""What users said of a session of real use: as a reward, and whether it contradicts itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from agl_core.protocols import RewardValue
+from agl_core.types import Episode, Feedback, TransitionKey
+
+FEEDBACK_SOURCE = "feedback"
+"""The source of rewards that users, and systems beside the agent, gave."""
+
+
+def said(feedback: Sequence[Feedback]) -> dict[str | None, dict[str, list[float]]]:
+    """The numbers that were given, by call (None: the whole session) and name, the earliest first."""
+    found: dict[str | None, dict[str, list[float]]] = {}
+    for each in feedback:
+        for name, value in each.rewards.items():
+            found.setdefault(each.call, {}).setdefault(name, []).append(float(value))
+    return found
+
+
+def contradicts(feedback: Sequence[Feedback]) -> bool:
+    """Whether a number changed more than once, or a reply got a thumbs up and a correction.
+
+    To change one's mind once is no contradiction: the later number counts.
+    """
+    numbers = said(feedback)
+    if any(
+        sum(a != b for a, b in itertools.pairwise(values)) > 1
+        for names in numbers.values()
+        for values in names.values()
+    ):
+        return True
+    corrected = {each.call for each in feedback if each.correction is not None}
+    return any(numbers.get(call, {}).get("thumbs", [0.0])[-1] > 0 for call in corrected)
+
+
+def users_said(episode: Episode, *, weights: Mapping[str, float] = MappingProxyType({})) -> RewardValue:
+    """What users said: of the session as its terminal reward, of a call as the reward of that call.
+
+    Of several names (`thumbs`, `feedback`, parts) it is the mean, weighted by `weights`, where a name that is not
+    listed has the weight 1. What was not said does not count: without any number there is no reward. Where only a
+    correction was given, the reply was wrong: 0.
+    """
+    numbers = said(episode.feedback)
+    for each in episode.feedback:
+        if each.correction is not None and each.call not in numbers:
+            numbers[each.call] = {"thumbs": [0.0]}
+    found: list[tuple[str | None, float]] = []
+    for call, names in numbers.items():
+        heard = [(weights.get(name, 1.0), values[-1]) for name, values in names.items()]
+        total = math.fsum(weight for weight, _ in heard)
+        if total > 0:
+            found.append((call, math.fsum(weight * value for weight, value in heard) / total))
+    transitions = {t.key.call: t.key for t in reversed(episode.transitions)}
+    given: dict[str | TransitionKey, float] = {}
+    for call, value in found:
+        if call is None or call in transitions:
+            given["session" if call is None else transitions[call]] = value
+    return given or None

@@ -1,0 +1,88 @@
+"""Rules over sessions of real use: signs of trouble that no user has to report.
+
+Each gives 1 to the call that led to the sign, and says nothing where there is none, for silence is no evidence. So the
+weight of its table is negative: `[rewards.asked_again] scores = "sessions", weight = -0.5`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+import agl_core
+from agl_core.capture.status import message_text
+from agl_core.learning.health import has_failed, response_text
+from agl_core.types import Episode, Transition, TransitionKey
+
+_CORRECTION = re.compile(
+    r"^\W*(?:no\b[,.!]?(?! (?:problem|worries|thanks|thank))|wrong\b|that'?s (?:not|wrong)|that is (?:not|wrong)"
+    r"|not what i|i (?:said|meant|asked)\b|you (?:misunderstood|forgot|ignored))",
+    re.IGNORECASE,
+)
+
+
+@agl_core.reward_rule
+def asked_again(
+    episode: Episode,
+    *,
+    similarity: Annotated[
+        float, Field(gt=0, le=1, description="From which likeness on a request repeats the one before it.")
+    ] = 0.8,
+    correction: Annotated[
+        re.Pattern[str], Field(description="How a request begins that corrects the answer before it.")
+    ] = _CORRECTION,
+) -> Mapping[TransitionKey, float] | None:
+    """1 for a reply after which the user repeats or corrects the request, seen in the messages of the next call.
+
+    The next call has one user message more than the call of the reply. It repeats if it is nearly the same text as the
+    user message before it, and corrects if it begins like `correction`.
+    """
+    found: dict[TransitionKey, float] = {}
+    last = {each.turn: each for each in episode.transitions}
+    ordered = [last[turn] for turn in sorted(last)]
+    for before, after in itertools.pairwise(ordered):
+        earlier, later = _requests(before), _requests(after)
+        if not earlier or len(later) <= len(earlier):
+            continue
+        new = later[len(earlier)]
+        likeness = difflib.SequenceMatcher(None, _plain(earlier[-1]), _plain(new), autojunk=False).ratio()
+        if likeness >= similarity or correction.search(new):
+            found[before.key] = 1.0
+    return found or None
+
+
+@agl_core.reward_rule
+def tool_failed(episode: Episode) -> Mapping[TransitionKey, float] | None:
+    """1 for a call one of whose tools raised or timed out, as the tool results say that were recorded of it."""
+    found = {each.key: 1.0 for each in episode.transitions if any(map(has_failed, each.tool_results))}
+    return found or None
+
+
+@agl_core.reward_rule
+def abandoned(episode: Episode) -> Mapping[TransitionKey, float] | None:
+    """1 for the last reply of a session that nobody went on with, although it asked for something.
+
+    The session ended because it was idle, as the result of its attempt says, and its last reply asks for a tool whose
+    result never came, or ends in a question.
+    """
+    if not isinstance(episode.result, Mapping) or episode.result.get("ended_by") != "idle" or not episode.transitions:
+        return None
+    last = episode.transitions[-1]
+    waits = bool(last.response.get("tool_calls")) and not last.tool_results
+    asks = response_text(last).rstrip().endswith(("?", "？"))
+    return {last.key: 1.0} if waits or asks else None
+
+
+def _requests(transition: Transition) -> list[str]:
+    """What the user said before a reply, in order."""
+    messages: tuple[Mapping[str, Any], ...] = transition.messages
+    return [message_text(each.get("content")) for each in messages if each.get("role") == "user"]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())

@@ -1,0 +1,122 @@
+"""Effects of what a version has to show before it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agl_core.config.deployment import CanarySection, GateSection
+from agl_core.deployment import canary, gate
+from agl_core.deployment.canary import Outcome
+from agl_core.deployment.checks import objections
+from agl_core.deployment.serving import is_drawn
+from agl_core.protocols import Release
+from agl_core.training.evaluate import Evaluated, TaskScore
+
+from .settings_bench import Bench, Effect, Given
+
+USE: Given = {"online.applications": {"shop": 1}}
+BEFORE = np.random.default_rng(0).random(30) < 0.5
+
+
+def evaluated(rewards: Any, **metrics: float) -> Evaluated:
+    scores = [TaskScore("eval", "greedy", f"task-{n}", (float(each),)) for n, each in enumerate(rewards)]
+    return Evaluated([], {f"eval/greedy/{key}": value for key, value in metrics.items()}, 0, scores, [])
+
+
+def at_the_gate(metric: str = "", value: float = 0.0, *, worse: int = 0) -> Callable[[Bench, Given], Any]:
+    """What becomes of a version with this figure, which fails at so many more tasks."""
+
+    def observe(bench: Bench, given: Given) -> Any:
+        settings = _gate(bench, given)
+        usual = {"length/response": 20.0}
+        candidate = evaluated(BEFORE & (np.arange(30) >= worse), **usual, **({metric: value} if metric else {}))
+        return gate.judged("default", 2, candidate, evaluated(BEFORE, **usual), settings, kl=0.3).state
+
+    return observe
+
+
+def objected(bench: Bench, given: Given) -> Any:
+    release = Release("default", 2, Path(), {}, 1, {})
+    checks = {name: chosen.build() for name, chosen in bench.load({**USE, **given}).release_checks.items()}
+    return objections(checks, release)
+
+
+def with_sessions(*outcomes: Outcome) -> Callable[[Bench, Given], Any]:
+    """What becomes of a canary with these sessions."""
+
+    def observe(bench: Bench, given: Given) -> Any:
+        look = canary.judged("default", 2, 1, outcomes, _canary(bench, given))
+        return None if look.decision is None else look.decision.state
+
+    return observe
+
+
+def arms(count: int, *, here: float, there: float, names: int | None = None, **bad: Any) -> tuple[Outcome, ...]:
+    """So many sessions of both; of the canary's a fifth is bad."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        name = f"user-{number % (names or count)}"
+        found += [
+            Outcome(2, name, float(rng.random() < here), **(bad if number % 5 == 0 else {})),
+            Outcome(1, name, float(rng.random() < there)),
+        ]
+    return tuple(found)
+
+
+def drawn(bench: Bench, given: Given) -> list[bool]:
+    return [is_drawn(f"user-{number}", 2, _canary(bench, given).share) for number in range(50)]
+
+
+def _gate(bench: Bench, given: Given) -> GateSection:
+    learn = bench.load({**USE, **given}).config.learn
+    assert learn is not None
+    return learn.gate
+
+
+def _canary(bench: Bench, given: Given) -> CanarySection:
+    learn = bench.load({**USE, **given}).config.learn
+    assert learn is not None
+    return learn.canary
+
+
+EQUAL, BETTER = {"here": 0.7, "there": 0.7}, {"here": 0.9, "there": 0.4}
+ON: Given = {"learn.canary.tolerance": 0.1}
+GATE: Given = {"learn.gate.min_tasks": 20}
+
+EFFECTS: Mapping[str, Effect] = {
+    "learn.gate.tolerance": Effect(at_the_gate(worse=4), {"learn.gate.tolerance": 0.5}, GATE),
+    "learn.gate.min_tasks": Effect(at_the_gate(), {"learn.gate.min_tasks": 31}, GATE),
+    "learn.gate.max_length": Effect(at_the_gate("length/response", 45.0), {"learn.gate.max_length": 3.0}, GATE),
+    "learn.gate.max_tool_errors": Effect(
+        at_the_gate("tool_results/failed", 0.2), {"learn.gate.max_tool_errors": 0.3}, GATE
+    ),
+    "learn.gate.max_empty": Effect(at_the_gate("answers/empty", 0.2), {"learn.gate.max_empty": 0.3}, GATE),
+    "learn.gate.max_refusals": Effect(at_the_gate("answers/refused", 0.2), {"learn.gate.max_refusals": 0.3}, GATE),
+    "learn.gate.max_questions": Effect(at_the_gate("answers/question", 0.3), {"learn.gate.max_questions": 0.4}, GATE),
+    "learn.gate.max_kl": Effect(at_the_gate(), {"learn.gate.max_kl": 0.2}, GATE),
+    "learn.gate.checks": Effect(objected, {"learn.gate.checks": {"even": {}}}, GATE),
+    "learn.gate.checks.NAME.check": Effect(
+        objected, {"learn.gate.checks": {"even": {"check": "odd"}}}, {"learn.gate.checks": {"even": {}}}
+    ),
+    "learn.canary.share": Effect(drawn, {"learn.canary.share": 0.4}, ON),
+    "learn.canary.reward": Effect(
+        with_sessions(*arms(60, here=0.9, there=0.4)), {"learn.canary.reward": [0.0, 9.0]}, ON
+    ),
+    "learn.canary.tolerance": Effect(with_sessions(*arms(100, **EQUAL)), {"learn.canary.tolerance": 0.6}, ON),
+    "learn.canary.error": Effect(with_sessions(*arms(40, here=0.7, there=0.4)), {"learn.canary.error": 0.5}, ON),
+    "learn.canary.min_sessions": Effect(with_sessions(*arms(60, **BETTER)), {"learn.canary.min_sessions": 61}, ON),
+    "learn.canary.max_sessions": Effect(with_sessions(*arms(60, **EQUAL)), {"learn.canary.max_sessions": 50}, ON),
+    "learn.canary.per_name": Effect(with_sessions(*arms(60, **BETTER, names=3)), {"learn.canary.per_name": 50}, ON),
+    "learn.canary.max_tool_errors": Effect(
+        with_sessions(*arms(150, **EQUAL, tool_errors=1.0)), {"learn.canary.max_tool_errors": 0.3}, ON
+    ),
+    "learn.canary.max_empty": Effect(
+        with_sessions(*arms(150, **EQUAL, empty=1.0)), {"learn.canary.max_empty": 0.3}, ON
+    ),
+    "learn.canary.max_lost": Effect(with_sessions(*arms(150, **EQUAL, lost=True)), {"learn.canary.max_lost": 0.3}, ON),
+}
