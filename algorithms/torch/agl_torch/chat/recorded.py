@@ -21,12 +21,13 @@ def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
         messages = normalise([*reply.messages, reply.response])
         prompt = text.render(messages[:-1], tools=reply.tools)
         full = text.render(messages, tools=reply.tools, prompt=False)
-        if not full.startswith(prompt):
-            return None
-        said, end = _apart(text, full[len(prompt) :])
-        prompt_ids, response_ids = text.encode(prompt), text.encode(said)
-    except (ChatError, UnicodeEncodeError):  # No tokenizer takes lone surrogates.
+        full.encode()  # No tokenizer takes lone surrogates.
+    except (ChatError, UnicodeEncodeError):
         return None
+    if not full.startswith(prompt):
+        return None
+    said, end = _apart(text, full[len(prompt) :])
+    prompt_ids, response_ids = text.encode(prompt), text.encode(said)
     if reply.is_complete:
         response_ids += [min(text.eos_ids)] if end is None else text.encode(end)
     return TokenizedReply(np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))

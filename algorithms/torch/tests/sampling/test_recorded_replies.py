@@ -61,10 +61,12 @@ def test_a_reply_that_was_cut_short_has_no_end(qwen: Loaded) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        RecordedReply([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], [], {"role": "assistant"}),
+        RecordedReply(
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], [], {"role": "assistant"}
+        ),
         RecordedReply([USER], [], {"role": "assistant", "content": "half a pair: \ud800"}),
         RecordedReply([USER], [], {"role": "assistant", "tool_calls": ["none"]}),
-        RecordedReply([], [], {"role": "nobody", "content": "x"}),
+        RecordedReply([], [], {"role": "critic", "content": "x"}),
     ],
 )
 def test_what_no_template_can_write_has_no_ids(qwen: Loaded, reply: RecordedReply) -> None:

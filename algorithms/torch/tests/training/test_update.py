@@ -54,17 +54,17 @@ def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: A
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_unknown_log_probabilities_are_those_before_the_update(in_float64: LoadedModel, epochs: int) -> None:
     """The same update as if the policy itself had sampled; of the others, importance weights stay."""
-    algorithm = Grpo(GrpoOptions(importance_cap=1.05, epochs=epochs))
+    algorithm = grpo(importance_cap=1.05, epochs=epochs)
     own = make_batch(in_float64)
     known_N = np.arange(len(own)) % 2 == 0
     known_R = np.repeat(known_N, own.response_lengths_N)
     noisy = np.where(known_R, own.behaviour_logprobs_R - 0.5, own.behaviour_logprobs_R).astype(np.float32)
     before = copy.deepcopy(in_float64.model.state_dict())
 
-    def trained(batch: Batch) -> tuple[Tensor, Mapping[str, float], tuple[str | None, ...]]:
+    def trained(batch: Batch) -> tuple[dict[str, Tensor], Mapping[str, float], tuple[str | None, ...]]:
         in_float64.model.load_state_dict(before)
         result = trainer_of(in_float64, OptimizerSection(learning_rate=1e-2)).update(batch, algorithm)
-        return weights_of(in_float64), result.metrics, result.dropped
+        return weights_of(in_float64.model), result.metrics, result.dropped
 
     expected, _, dropped = trained(replace(own, behaviour_logprobs_R=noisy))
     unknown = np.where(known_R, noisy, np.nan).astype(np.float32)
