@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.types import Batch, Episode, Identity, Json, Reward, Task, TransitionKey
+from agl_core.types.recorded import RecordedReply, RecordedRollout, TokenizedReply
 
 RewardValue: TypeAlias = (
     float
@@ -80,6 +81,22 @@ class TaskSource(Protocol):
 
     def task(self, index: int) -> Task:
         """The task at this index; the same for the same index, always."""
+
+
+@runtime_checkable
+class RecordedTasks(TaskSource, Protocol):
+    """Tasks that come with rollouts. As the tasks of training, these are trained on, and the agent is not run."""
+
+    size: int
+
+    without_logprobs: bool
+    """Whether calls without log-probabilities are trained on, and those without token ids tokenised."""
+
+    def members(self, index: int) -> int:
+        """How many rollouts there are of the task at this index."""
+
+    async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
+        """These rollouts, each by the index of its task and its number there."""
 
 
 class Tracker(Protocol):
@@ -336,6 +353,17 @@ class PolicyEngine(Engine, Protocol):
 
     async def merge(self, spec: PolicySpec, folder: Path) -> None:
         """Write the model with its adapter merged into it, and the tokenizer, as transformers loads them."""
+
+
+@runtime_checkable
+class TokenizingEngine(Engine, Protocol):
+    """An engine that trains on recorded texts. It declares `Capability.RECORDED_TEXTS`.
+
+    In an update it takes the policy's own log-probabilities for those of a batch that are not known.
+    """
+
+    async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
+        """The token ids of each reply; None where the chat template cannot write it."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,16 @@ class Capability(StrEnum):
     """What a component needs of the rest of the run, or provides to it; checked before anything starts."""
 
     TOKEN_IDS = "token ids"
-    """Engines provide these five."""
+    """Engines provide these six."""
     CRITIC = "critic"
     REFERENCE = "reference model"
     OWN_ALGORITHMS = "own algorithms"
     """An engine that computes the algorithm by itself, by its name there."""
     POLICIES = "saved policies"
     """An engine that serves and merges what was saved, without a run (`agl_core.protocols.PolicyEngine`)."""
+    RECORDED_TEXTS = "recorded texts"
+    """An engine that tokenises recorded replies, and trains on them without knowing the log-probabilities that they
+    were sampled with (`agl_core.protocols.TokenizingEngine`)."""
     GROUPS = "groups"
     """Several rollouts of each task, to compare. The run's settings provide these two."""
     REPLAY = "replay"

@@ -235,6 +235,20 @@ def gym_tasks(bench: Bench, given: Given) -> list[str]:
     return [source.task(index).input for index in range(source.size)]
 
 
+async def recorded_tasks(bench: Bench, given: Given) -> list[list[str]]:
+    """The tasks of a recorded run, and what training on it is given."""
+    for name, changes in {"first": {}, "second": {"tasks.train.path": "other.jsonl"}}.items():
+        link = bench.folder / name
+        if not link.exists():
+            link.symlink_to((await bench.run(changes)).folder)
+    alone = {"train.group_size": 1, "tasks.eval.path": "tasks.jsonl", "algorithm.name": "reinforce++"}
+    ran = await bench.run({**alone, **given})
+    return [
+        train_tasks(bench, given),
+        [str(line["transitions/without_logprobs"]) for line in ran.metrics if line["kind"] == "train"],
+    ]
+
+
 TOOL_RESULTS = _table("tool_results")
 SQL = _table("sql_match", database="{folder}/pets3.sqlite")
 TASKS: Given = {"tasks.train": {"source": "jsonl", "path": "tasks.jsonl"}}
@@ -340,6 +354,18 @@ EFFECTS: Mapping[str, Effect] = {
             "size": 2,
             "settings": {"max_terms": 2},
         }.items()
+    },
+    **{
+        f"task_source.recorded.{name}": Effect(
+            recorded_tasks,
+            {f"tasks.train.{name}": value},
+            {"tasks.train": {"source": "recorded", "run": "first", **more}},
+        )
+        for name, value, more in (
+            ("run", "second", {}),
+            ("split", "eval", {}),
+            ("without_logprobs", True, {"split": "eval"}),
+        )
     },
     "task_source.hf.split": Effect(table_tasks, {"tasks.train.split": "eval"}, _of_table("hf")),
     "task_source.hf.subset": Effect(table_tasks, {"tasks.train.subset": "second"}, _of_table("hf", split="eval")),

@@ -90,7 +90,7 @@ class Terminal:
     def _shown(self, box: Block) -> str:
         """The box as soon as the second terminal shows what is in it."""
         assert self._second is not None
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while True:
             ended = self._second.poll() is not None
             found = box.shown(box.text, self._log.read_text())

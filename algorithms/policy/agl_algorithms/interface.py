@@ -22,7 +22,7 @@ class Samples:
     mask_R: Tensor
     """[R] bool: True where a token takes part in the loss."""
     behaviour_R: Tensor
-    """[R] log-probabilities as recorded when the tokens were sampled."""
+    """[R] log-probabilities as recorded when the tokens were sampled; NaN where they are not known."""
     values_N: Tensor
     """[N] credited values (rewards or returns)."""
     scores_N: Tensor
@@ -48,7 +48,7 @@ class Logprobs:
     old_R: Tensor
     """Recomputed at the start of the update."""
     behaviour_R: Tensor
-    """As recorded when sampled."""
+    """As recorded when sampled; the same as `old_R` where that is not known."""
     reference_R: Tensor | None = None
     """Under the initial weights; None unless the algorithm needs a reference."""
 

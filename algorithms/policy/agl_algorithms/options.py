@@ -108,8 +108,10 @@ class ReinforceOptions(TimeOptions):
     """Settings of REINFORCE++; a setting without effect is refused."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="With across_calls: what a reward is worth one call earlier.")
-    whitening: WhiteningUnit = Field(
-        "tokens", description="The unit that counts once in the batch's mean and deviation of the returns."
+    whitening: WhiteningUnit | Literal["off"] = Field(
+        "tokens",
+        description="What counts once in the batch's mean and deviation of the returns; 'off': neither, and the return "
+        "is the advantage. Of recorded replies, those are then imitated that have a reward, in its proportion.",
     )
 
     @model_validator(mode="after")

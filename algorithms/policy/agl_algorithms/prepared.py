@@ -104,7 +104,8 @@ class Prepared:
           the means of both. Only tokens that `version`, the weights before the update, has sampled count: equal
           weights have equal probabilities. Absent if there are none.
         """
-        known_R = (self.weights_R > 0) & torch.isfinite(old_R)  # A skipped step leaves tokens that were not computed.
+        # A skipped step leaves tokens that were not computed, and the probabilities of recorded texts are not known.
+        known_R = (self.weights_R > 0) & torch.isfinite(old_R) & torch.isfinite(self.samples.behaviour_R)
         gap_R = (old_R - self.samples.behaviour_R)[known_R].abs()
         found = {"logprob_gap_max": float(gap_R.max()) if gap_R.numel() else 0.0}
         own_M = torch.from_numpy(self.batch.version_N == version).to(known_R.device)

@@ -7,6 +7,7 @@ For transition t with return G_t at each of its unmasked tokens, mean μ and sta
 
 - G_t is the credited return, or with `across_calls` the discounted sum of credited rewards from call t on.
 - The loss is the clipped surrogate (`agl_algorithms.policy_gradient`), its gradient is clipped by the optimizer.
+- Without whitening A_t is G_t: replies are imitated in proportion to their returns.
 - There are no critic and no groups, and no KL unless `beta` is above 0. The paper subtracts the KL from the rewards,
   token by token; here it is a term of the loss, as in GRPO, so returns stay what credit made of them.
 """
@@ -31,10 +32,12 @@ class Reinforce(PolicyGradient):
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] the transition's advantage at each of its unmasked tokens, 0 at masked ones.
 
-        A batch of equal returns has exactly zero advantages.
+        A batch of equal returns has exactly zero advantages, unless whitening is off.
         """
         return_N = samples.values_N.to(torch.float64)
         if self.options.across_calls:
             return_N = discounted_sums(samples, gamma=self.options.gamma)
+        if self.options.whitening == "off":
+            return samples.at_tokens(return_N)
         advantage_R = whitened(return_N[samples.transition_R], samples, self.options.whitening)
         return advantage_R.to(samples.behaviour_R.dtype)

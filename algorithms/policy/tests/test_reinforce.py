@@ -123,6 +123,7 @@ def test_a_lone_transition_has_nothing_to_compare_with() -> None:
         ({}, {"across_calls": True}),
         ({"across_calls": True}, {"gamma": 0.5}),
         ({}, {"whitening": "transitions"}),
+        ({}, {"whitening": "off"}),
         ({}, {"aggregation": "token-mean"}),
         ({}, {"aggregation": "sequence-mean"}),
         ({}, {"importance_cap": 1.05}),
@@ -151,7 +152,7 @@ def test_a_discount_without_effect_is_refused() -> None:
         ReinforceOptions(gamma=0.9)
 
 
-@pytest.mark.parametrize("bad", [{"gamma": 1.1, "across_calls": True}, {"beta": -1}, {"whitening": "off"}, {"lam": 1}])
+@pytest.mark.parametrize("bad", [{"gamma": 1.1, "across_calls": True}, {"beta": -1}, {"whitening": "no"}, {"lam": 1}])
 def test_settings_out_of_bounds_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ReinforceOptions(**bad)
@@ -176,3 +177,13 @@ def test_better_than_the_mean_is_positive(batch: tuple[list[Row], int], whitenin
     if (found != 0).any():
         assert (unmasked[values == values.max()] > 0).all()
         assert (unmasked[values == values.min()] < 0).all()
+
+
+@given(batches())
+def test_without_whitening_the_return_is_the_advantage(batch: tuple[list[Row], int]) -> None:
+    samples, _ = build(*batch)
+
+    found = advantages(samples, whitening="off")
+
+    expected = samples.values_N[samples.transition_R] * samples.mask_R
+    torch.testing.assert_close(found, expected.to(found.dtype))

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from agl_core.engines.host import ProcessEngine
 from agl_core.protocols import Needs, Workload
+from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_torch.options import TorchOptions
 
 KILLED = -9
@@ -35,6 +36,10 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     async def estimate(self, work: Workload) -> Needs:
         """What a run would take; see `agl_core.protocols.EstimatingEngine`."""
         return await self._estimate(work)
+
+    async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
+        """The token ids of recorded replies; see `agl_core.protocols.TokenizingEngine`."""
+        return await self._tokenize(policy, replies)
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         """What to do about too little memory."""

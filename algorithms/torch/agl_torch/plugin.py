@@ -33,7 +33,13 @@ def register_engines(register: RegisterEngine) -> None:
         "torch",
         build_engine,
         options=TorchOptions,
-        provides={Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC, Capability.POLICIES},
+        provides={
+            Capability.TOKEN_IDS,
+            Capability.REFERENCE,
+            Capability.CRITIC,
+            Capability.POLICIES,
+            Capability.RECORDED_TEXTS,
+        },
     )
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,9 @@ from transformers.utils import logging as transformers_logging
 from agl_core.engines.child import Host
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import EngineContext, Needs, Progress, UpdateResult, Workload
+from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest
+from agl_torch.chat.recorded import tokenized
 from agl_torch.options import TorchOptions
 from agl_torch.policies import Policies
 from agl_torch.serve import EngineLoop, ModelServer, create_app
@@ -45,6 +47,7 @@ class ServedPolicies:
         policies = self._policies.policies
         self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()})
         served = {name: ModelServer(name, policy.loaded) for name, policy in policies.items()}
+        self._served = served
         versions = Versions(options, self._loop, served, threads=self._policies.threads.training)
         self.publish, self.withdraw, self.merge = versions.publish, versions.withdraw, versions.merge
         app = create_app(served, self._loop, api_key=context.api_key)
@@ -64,6 +67,11 @@ class ServedPolicies:
     def estimate(self, work: Workload) -> Needs:
         """What a run would take."""
         return self._loop.run_exclusive(lambda: self._policies.estimate(work)).result()
+
+    def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
+        """The token ids of recorded replies by the policy's tokenizer and chat template."""
+        text = self._served[policy].text
+        return [tokenized(text, reply) for reply in replies]
 
     def save(self, folder: Path) -> None:
         """Write each policy below `folder`."""

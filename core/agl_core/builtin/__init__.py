@@ -41,7 +41,8 @@ def register_stores(register: RegisterStore) -> None:
 
 @hookimpl
 def register_task_sources(register: RegisterTaskSource) -> None:
-    """Tasks from files."""
+    """Tasks from files, and from other runs."""
+    from agl_core.builtin.recorded import RecordedOptions, recorded, recorded_needs
     from agl_core.builtin.tables import DatasetOptions, FileOptions, csv_tasks, dataset_tasks, parquet_tasks
     from agl_core.builtin.tasks import JsonlOptions, jsonl
 
@@ -49,6 +50,7 @@ def register_task_sources(register: RegisterTaskSource) -> None:
     register("csv", csv_tasks, options=FileOptions)
     register("parquet", parquet_tasks, options=FileOptions)
     register("hf", dataset_tasks, options=DatasetOptions)
+    register("recorded", recorded, options=RecordedOptions, needs=recorded_needs)
 
 
 @hookimpl

@@ -192,6 +192,8 @@ def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
     from agl_core.worker.runners.isolated import is_there
 
     agent = loaded.config.agent
+    if agent is None:
+        return  # What it is needed for is found out with the tasks.
     if agent.entry is None:
         program = shlex.split(agent.command)[0] if isinstance(agent.command, str) else (agent.command or ("",))[0]
         remedy = "" if is_there(program, loaded.folder) else "name a program that is installed here (agent.command)"

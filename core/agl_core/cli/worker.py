@@ -131,7 +131,9 @@ def _planned(
     assert config.folder is not None
     agent = config.agent
     if entry is not None or command is not None:
-        agent = _agent(entry, command).model_copy(update={"attach": agent.attach})
+        agent = _agent(entry, command).model_copy(update={"attach": agent is None or agent.attach})
+    if agent is None:
+        raise ConfigError(f"{target} names no agent to run. Name it with --entry or --command, or set agent.entry.")
     return _Plan(agent, config.workers, config.folder, config.plugin_files, config, run_dir, url, keys)
 
 

@@ -29,6 +29,7 @@ _OF_THE_ENGINE = {
     Capability.CRITIC: "a critic",
     Capability.TOKEN_IDS: "token ids",
     Capability.OWN_ALGORITHMS: "an engine with algorithms of its own",
+    Capability.RECORDED_TEXTS: "an engine that trains on recorded texts",
 }
 
 

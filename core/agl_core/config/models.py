@@ -287,7 +287,9 @@ class RunConfig(Section):
         None, description="Where relative paths and the agent's module start; by default this file's own folder."
     )
     plugins: tuple[Path, ...] = Field((), description="Your own plugin files, relative to this file.")
-    agent: AgentSection
+    agent: AgentSection | None = Field(
+        None, description="The agent; it may be absent if training is on recorded rollouts and nothing is evaluated."
+    )
     tasks: dict[str, TaskSection] = Field(
         description="'train', and any number of held-out sets; the headline reports 'eval'."
     )

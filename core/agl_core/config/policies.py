@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from agl_core.config.sections import PluginChoice, Section
+from agl_core.config.sections import PluginChoice, Section, is_among
 
 
 class LoraSection(Section):
@@ -50,6 +51,25 @@ class OptimizerSection(Section):
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
     epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+
+
+def policy_of(
+    agent: str | None, model: str, agents: Mapping[str, Sequence[str]], policies: Collection[str]
+) -> str | None:
+    """Which of the policies answers a call: the agent's own (by `agents`), else the one that is named like the model,
+    else 'default', else the only one; None if it is none of these.
+
+    Of the policies that an agent's name fits, the first wins. So an agent that adapters recognise need not know what
+    policies there are.
+    """
+    for policy, patterns in agents.items():
+        if is_among(agent, patterns):
+            return policy
+    if model in policies:
+        return model
+    if "default" in policies:
+        return "default"
+    return next(iter(policies)) if len(policies) == 1 else None
 
 
 class PolicySection(Section):

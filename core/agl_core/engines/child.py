@@ -18,15 +18,26 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, Protocol, runtime_checkable
 
-from agl_core.engines.wire import START, Answer, Command, Options, Ready, decode_settings, decode_spec
+from agl_core.engines.wire import (
+    START,
+    Answer,
+    Command,
+    Options,
+    Ready,
+    decode_replies,
+    decode_settings,
+    decode_spec,
+    encode_tokens,
+)
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
+from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest, encode_result
 
 PROGRESS_STEP = 0.01
@@ -76,6 +87,13 @@ class Estimating(Protocol):
     """An engine that says what a run would take; asked as `update` is."""
 
     def estimate(self, work: Workload) -> Needs: ...
+
+
+@runtime_checkable
+class Tokenizing(Protocol):
+    """An engine that tokenises recorded replies; asked as `update` is."""
+
+    def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]: ...
 
 
 class Host(Generic[Options]):
@@ -162,6 +180,9 @@ class Host(Generic[Options]):
         if command.do == "estimate":
             assert isinstance(engine, Estimating)
             return asdict(engine.estimate(Workload(**json.loads(body))))
+        if command.do == "tokenize":
+            assert isinstance(engine, Tokenizing)
+            return encode_tokens(engine.tokenize(command.policy or "", decode_replies(body)))
         if command.do == "versions":
             return dict(engine.versions())
         if command.do == "stats":

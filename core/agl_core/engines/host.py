@@ -19,7 +19,18 @@ from typing import Any, ClassVar, Generic
 
 from agl_core import private
 from agl_core.engines.hub import check_models
-from agl_core.engines.wire import START, Action, Answer, Command, Options, Ready, encode_settings, encode_spec
+from agl_core.engines.wire import (
+    START,
+    Action,
+    Answer,
+    Command,
+    Options,
+    Ready,
+    decode_tokens,
+    encode_replies,
+    encode_settings,
+    encode_spec,
+)
 from agl_core.errors import EngineError
 from agl_core.protocols import (
     EngineContext,
@@ -32,6 +43,7 @@ from agl_core.protocols import (
     Workload,
 )
 from agl_core.types import Batch
+from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest, decode_result
 
 LOG_NAME = "engine.log"
@@ -146,6 +158,10 @@ class ProcessEngine(ABC, Generic[Options]):
     async def _estimate(self, work: Workload) -> Needs:
         """What the process says that a run would take, for a subclass that is an `EstimatingEngine`."""
         return Needs(**await self._ask("estimate", json.dumps(asdict(work)).encode()))
+
+    async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
+        """What the process makes of recorded replies, for a subclass that is a `TokenizingEngine`."""
+        return decode_tokens(await self._ask("tokenize", encode_replies(replies), policy=policy))
 
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""

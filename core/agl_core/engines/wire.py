@@ -8,20 +8,26 @@ after it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
+import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from agl_core import errors
 from agl_core.errors import AglError
 from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.types.recorded import RecordedReply, TokenizedReply
 
 START = 0
 """The number of the settings: the answer to them says that the engine serves, or why it does not start."""
-Action: TypeAlias = Literal["update", "save", "load", "versions", "stats", "estimate", "publish", "withdraw", "merge"]
+Action: TypeAlias = Literal[
+    "update", "save", "load", "versions", "stats", "estimate", "publish", "withdraw", "merge", "tokenize"
+]
 _CONTEXT = TypeAdapter(EngineContext)
 _SPEC = TypeAdapter(PolicySpec)
 Options = TypeVar("Options", bound=BaseModel)
@@ -37,10 +43,10 @@ class Command(BaseModel):
     folder: Path | None = None
     """Of save, load and merge."""
     policy: str | None = None
-    """Of publish and withdraw."""
+    """Of publish, withdraw and tokenize."""
     size: int = 0
     """Bytes that follow: an update's `agl_core.wire.updates.UpdateRequest`, an estimate's `Workload`, of publish and
-    merge a policy's spec."""
+    merge a policy's spec, of tokenize the replies."""
 
     @classmethod
     def of(cls, number: int, do: Action, folder: Path | None, policy: str | None = None) -> Command:
@@ -124,6 +130,26 @@ def encode_spec(spec: PolicySpec) -> bytes:
 def decode_spec(body: bytes) -> PolicySpec:
     """What `encode_spec` gave."""
     return _SPEC.validate_json(body)
+
+
+def encode_replies(replies: Sequence[RecordedReply]) -> bytes:
+    """The body that says what to tokenise."""
+    return json.dumps([asdict(reply) for reply in replies]).encode()  # Unlike orjson, it takes lone surrogates.
+
+
+def decode_replies(body: bytes) -> list[RecordedReply]:
+    """What `encode_replies` gave."""
+    return [RecordedReply(**reply) for reply in json.loads(body)]
+
+
+def encode_tokens(found: Sequence[TokenizedReply | None]) -> list[list[list[int]] | None]:
+    """The answer to `encode_replies`, as JSON values."""
+    return [None if each is None else [each.prompt_ids.tolist(), each.response_ids.tolist()] for each in found]
+
+
+def decode_tokens(value: Sequence[Sequence[Sequence[int]] | None]) -> list[TokenizedReply | None]:
+    """What `encode_tokens` gave."""
+    return [None if each is None else TokenizedReply(*(np.array(ids, np.int32) for ids in each)) for each in value]
 
 
 def in_one_line(error: Exception) -> str:

@@ -61,6 +61,7 @@ def make_batches(
     agents: Sequence[str] = ("*",),
     min_group_size: int = 1,
     step: int = 0,
+    without_logprobs: bool = False,
 ) -> StepBatches:
     """Credit every group and lay its trainable transitions out as batches, one per policy.
 
@@ -69,6 +70,7 @@ def make_batches(
     and of untrained agents, and its values are used for the policy's own transitions. Untrained agents are in no batch.
     If credit yields rewards of one step, the rewards of other calls go to the policy's trained transitions before them
     (`propagate_rewards`), and so stay in the return. `weights` has the weight of each group in the loss; empty: all 1.
+    Transitions without log-probabilities are dropped, unless `without_logprobs`.
     """
     rows: dict[str, list[_Row]] = {}
     dropped: list[TrainingRecord] = []
@@ -90,7 +92,7 @@ def make_batches(
         for member, episode in enumerate(left):
             trained: dict[str, list[int]] = {}
             for i, transition in enumerate(episode.transitions):
-                reason = left_out(transition, agents)
+                reason = left_out(transition, agents, without_logprobs=without_logprobs)
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
@@ -116,7 +118,7 @@ def make_batches(
     return StepBatches(batches, tuple(dropped), episodes_dropped)
 
 
-def left_out(transition: Transition, agents: Sequence[str]) -> DropReason | None:
+def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs: bool = False) -> DropReason | None:
     """Why a transition goes into no batch, if so; `screen` decides what a batch can hold."""
     if not is_among(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
@@ -124,6 +126,8 @@ def left_out(transition: Transition, agents: Sequence[str]) -> DropReason | None
         return DropReason.NO_TOKEN_IDS
     if len(transition.response_ids) == 0:
         return DropReason.EMPTY_RESPONSE
+    if transition.logprobs is None and without_logprobs:
+        return None
     if transition.logprobs is None or len(transition.logprobs) != len(transition.response_ids):
         return DropReason.NO_LOGPROBS
     if transition.distorted:
@@ -147,6 +151,8 @@ def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]
     prompt_lengths = np.array([len(p) for p in prompts], np.int64)
     response_lengths = np.array([len(r) for r in responses], np.int64)
+    unknown = (np.full(len(r), np.nan, np.float32) for r in responses)
+    logprobs = [nan if t.logprobs is None else t.logprobs for t, nan in zip(transitions, unknown, strict=True)]
     masks = [
         np.ones(len(r), np.bool_) if t.mask is None else t.mask for t, r in zip(transitions, responses, strict=True)
     ]
@@ -155,7 +161,7 @@ def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
         offsets=_offsets(prompt_lengths + response_lengths),
         prompt_lengths_N=prompt_lengths,
         response_offsets=_offsets(response_lengths),
-        behaviour_logprobs_R=np.concatenate([np.asarray(t.logprobs, np.float32) for t in transitions]),
+        behaviour_logprobs_R=np.concatenate([np.asarray(each, np.float32) for each in logprobs]),
         mask_R=np.concatenate(masks),
         temperature_N=np.array([t.temperature for t in transitions], np.float32),
         values_N=np.array([row.value for row in rows], np.float64),
@@ -167,6 +173,7 @@ def _batch(rows: Sequence[_Row], kind: CreditKind, step: int) -> Batch:
         scores_N=np.array([row.score for row in rows], np.float64),
         keys=tuple(t.key for t in transitions),
         weight_N=np.array([row.weight for row in rows], np.float64),
+        sampled_N=np.array([t.logprobs is not None for t in transitions], np.bool_),
         step=step,
     )
 

@@ -43,10 +43,12 @@ def unusable(
     - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
     - no unmasked token: FULLY_MASKED;
     - longer than the model's context: TOO_LONG;
-    - a log-probability of an unmasked token, credited value, score, weight or temperature that is not finite, a
-      temperature that is not positive, a weight below 0, a token id the model does not have: NON_FINITE.
+    - a log-probability of an unmasked token (unless it is not known), credited value, score, weight or temperature
+      that is not finite, a temperature that is not positive, a weight below 0, a token id the model does not have:
+      NON_FINITE.
     """
     wrong_R = batch.mask_R & ~np.isfinite(batch.behaviour_logprobs_R)
+    wrong_R &= np.repeat(batch.sampled_N, batch.response_lengths_N)
     unknown_T = batch.tokens_T < 0
     if vocabulary is not None:
         unknown_T |= batch.tokens_T >= vocabulary

@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 from agl_core.config import LoadedConfig
 from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_stale
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
+from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import SessionStore
 from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.cautions import (
@@ -156,6 +156,11 @@ class Trainer:
             return 1  # A session is the only one of its kind.
         return min(settings.min_group_size, settings.group_size)  # Groups may be made smaller than that.
 
+    @property
+    def _without_logprobs(self) -> bool:
+        source = self.session.tasks["train"]
+        return isinstance(source, RecordedTasks) and source.without_logprobs
+
     def _draw_context(self, step: int) -> DrawContext:
         staleness = self.loaded.config.asynchronous.max_staleness
         return DrawContext(step, self.loaded.config.seed, self.session.versions, staleness, self._min_group_size)
@@ -176,6 +181,7 @@ class Trainer:
             agents=settings.agents,
             min_group_size=self._min_group_size,
             step=step,
+            without_logprobs=self._without_logprobs,
         )
         rolled_out = time.monotonic()
         results = await self._update(step, prepared)
@@ -198,6 +204,7 @@ class Trainer:
             **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
             "transitions/kept": float(len(training_records) - drops.total()),
             "transitions/dropped": float(drops.total()),
+            "transitions/without_logprobs": float(sum((~b.sampled_N).sum() for b in prepared.batches.values())),
             "groups/in_flight": float(drawn.in_flight),
             "groups/carried_over": float(drawn.carried_over),
             "buffer/replayed": float(drawn.replayed),

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from agl_core.protocols import TaskSource
+from agl_core.protocols import RecordedTasks, TaskSource
 from agl_core.types import Mode, Rollout
 
 _SHORT = {Mode.EVAL_GREEDY: "-greedy", Mode.EVAL_SAMPLED: "-sampled"}
@@ -28,9 +28,15 @@ def _shuffled(size: int, epoch: int, seed: int) -> list[int]:
 def plan_train_group(
     source: TaskSource, position: int, *, groups_per_step: int, size: int, seed: int, run: str, restart: int
 ) -> list[Rollout]:
-    """The group at a position (0, 1, …) of training, made for the step that trains on it if none is late."""
+    """The group at a position (0, 1, …) of training, made for the step that trains on it if none is late.
+
+    It has `size` rollouts, or as many as were recorded of its task.
+    """
     step, number = divmod(position, groups_per_step)
-    task = source.task(train_index(source, position, seed))
+    index = train_index(source, position, seed)
+    task = source.task(index)
+    if isinstance(source, RecordedTasks):
+        size = source.members(index)
     name = f"s{step + 1}-g{number}"
     return _group(Rollout("", run, restart, name, task, Mode.TRAIN, step + 1, 0, position=position), size)
 

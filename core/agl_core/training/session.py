@@ -15,11 +15,14 @@ from pydantic_core import to_jsonable_python
 
 from agl_core.capture import attach, installed_adapters
 from agl_core.config.load import LoadedConfig
+from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames
-from agl_core.protocols import Engine, EngineContext, PolicySpec, StagedEngine, TaskSource
+from agl_core.learning import ScoringRule
+from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, StagedEngine, TaskSource
 from agl_core.training.checkpoints import verify
 from agl_core.training.collect import Collector, scoring_rules
 from agl_core.training.evaluate import Evaluator
+from agl_core.training.recorded import RecordedQueue
 from agl_core.training.report import Observer
 from agl_core.training.serving import RunControl, TrainingServer, check_reachable, recorded_name, registration
 from agl_core.training.stall import StallWatch
@@ -77,7 +80,9 @@ async def open_session(
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
     tasks = {name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()}
     rules = scoring_rules(loaded)
-    worker_key = server.worker_key if config.workers.embedded else None
+    source = tasks["train"]
+    check_agent(config, source)
+    worker_key = server.worker_key if config.workers.embedded and config.agent is not None else None
     runner = None if worker_key is None else await choose_own_runner(loaded, server.base_url)
     run = await recorded_name(control.store, run_dir)
     began = BeginRequest(run=run, started=time.time(), config=config.model_dump(mode="json"), resumed_step=resumed_step)
@@ -105,7 +110,7 @@ async def open_session(
             )
             worker.start()
             stack.push_async_callback(worker.stop)
-        else:
+        elif config.agent is not None:
             target = str(run_dir) if server.worker_key is not None else f"CONFIG --server {server.base_url}"
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {target}")
         setting = config.alarms.get(AlarmName.STALL)
@@ -115,8 +120,15 @@ async def open_session(
             check_health=health_check(control, worker),
             stall=stall,
         )
-        held_out = {name: source for name, source in tasks.items() if name != "train"}
+        held_out = {name: each for name, each in tasks.items() if name != "train"}
         evaluator = Evaluator(collector, held_out, config.eval, run, restart, observer, control.store)
+        if isinstance(source, RecordedTasks):
+            queue = RecordedQueue(source, config, control.store, engine)
+            rules = rules if config.rewards else [ScoringRule("recorded", queue.reward)]
+            collector = Collector(
+                *(control.store, queue, rules, config.train.endings, loaded.plugins.hook),
+                check_health=health_check(control, worker),
+            )
         yield Session(control, run, restart, engine, versions, worker, collector, evaluator, tasks, stall)
 
 
@@ -161,9 +173,31 @@ def first_made(name: str, source: TaskSource) -> TaskSource:
     return source
 
 
+def check_agent(config: RunConfig, source: TaskSource) -> None:
+    """ConfigError if rollouts are to be run and there is no agent, or if no recorded group can be trained on."""
+    held_out = [name for name in config.tasks if name != "train"]
+    if not isinstance(source, RecordedTasks):
+        if config.agent is None:
+            raise ConfigError("[agent]: the configuration names no agent, which training needs. Set agent.entry.")
+        return
+    if held_out and config.agent is None:
+        raise ConfigError(
+            f"[agent]: the configuration names no agent, which the held-out tasks [tasks.{held_out[0]}] are for. Set "
+            f"agent.entry, or leave the held-out tasks out."
+        )
+    least = min(config.train.min_group_size, config.train.group_size)
+    if all(source.members(index) < least for index in range(source.size)):
+        raise ConfigError(
+            f"[tasks.train]: no recorded task has {least} rollouts (train.min_group_size), so nothing could be "
+            f"compared and all would be dropped. Set train.group_size = 1, and an algorithm that compares no groups, "
+            f"such as 'reinforce++'."
+        )
+
+
 async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:
     """The runner of the agent in this process, imported; clients that its import makes find the server."""
     config = loaded.config
+    assert config.agent is not None
     with agent_environment(client_variables(base_url)):
         if config.agent.attach:
             attach(installed_adapters(loaded.plugins))

@@ -6,7 +6,7 @@ import orjson
 
 from agl_core.config.load import LoadedConfig
 from agl_core.protocols import TaskSource, Workload
-from agl_core.training.session import first_made
+from agl_core.training.session import check_agent, first_made
 
 CHARACTERS_PER_TOKEN = 3
 TEMPLATE_TOKENS = 32
@@ -22,6 +22,7 @@ def workload(loaded: LoadedConfig) -> Workload:
     sources = {
         name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()
     }
+    check_agent(config, sources["train"])
     asked = orjson.dumps(sources["train"].task(0).input)
     return Workload(
         steps=config.train.steps,

@@ -24,7 +24,7 @@ class Batch:
     response_offsets: NDArray[np.int64]
     """[N+1]; transition i owns the response-aligned arrays' [response_offsets[i]:response_offsets[i+1]]."""
     behaviour_logprobs_R: NDArray[np.float32]
-    """Log-probabilities as recorded when the tokens were sampled."""
+    """Log-probabilities as recorded when the tokens were sampled; NaN where they are not known."""
     mask_R: NDArray[np.bool_]
     """True where a token takes part in the loss."""
     temperature_N: NDArray[np.float32]
@@ -44,12 +44,17 @@ class Batch:
     keys: tuple[TransitionKey, ...]
     weight_N: NDArray[np.float64] = field(default_factory=lambda: np.ones(0))
     """A factor of at least 0 on each transition's share in the loss (`agl_core.protocols.DrawnGroup`); by default 1."""
+    sampled_N: NDArray[np.bool_] = field(default_factory=lambda: np.ones(0, np.bool_))
+    """Whether the log-probabilities are known; by default of all. Where not, an engine takes the policy's own from
+    before the update for them, so that importance weights are 1."""
     step: int = 0
     """The training step (1, 2, …) of the batch. Schedules use it, because not every policy has a batch in each step."""
 
     def __post_init__(self) -> None:
         if not len(self.weight_N):
             object.__setattr__(self, "weight_N", np.ones(len(self)))
+        if not len(self.sampled_N):
+            object.__setattr__(self, "sampled_N", np.ones(len(self), np.bool_))
 
     def __len__(self) -> int:
         return len(self.keys)

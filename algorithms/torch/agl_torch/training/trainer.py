@@ -144,12 +144,13 @@ class PolicyTrainer:
             if old_is_current:
                 old_R[micro.tokens_R] = scores.logprobs_R.detach()
             weights_R = step_weights_R[micro.tokens_R]
+            behaviour_R = samples.behaviour_R[micro.tokens_R]
             loss, measured = algorithm.loss(
                 _samples_of(micro, samples),
                 Logprobs(
                     current_R=scores.logprobs_R,
                     old_R=old_R[micro.tokens_R],
-                    behaviour_R=samples.behaviour_R[micro.tokens_R],
+                    behaviour_R=torch.where(behaviour_R.isnan(), old_R[micro.tokens_R], behaviour_R),
                     reference_R=None if reference_R is None else reference_R[micro.tokens_R],
                 ),
                 prepared.advantages_R[micro.tokens_R],

@@ -51,6 +51,31 @@ def trained_loss(loaded: LoadedModel, batch: Batch, *, beta: float, reference: A
     return total
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_unknown_log_probabilities_are_those_before_the_update(in_float64: LoadedModel, epochs: int) -> None:
+    """The same update as if the policy itself had sampled; of the others, importance weights stay."""
+    algorithm = grpo(importance_cap=1.05, epochs=epochs)
+    own = make_batch(in_float64)
+    known_N = np.arange(len(own)) % 2 == 0
+    known_R = np.repeat(known_N, own.response_lengths_N)
+    noisy = np.where(known_R, own.behaviour_logprobs_R - 0.5, own.behaviour_logprobs_R).astype(np.float32)
+    before = copy.deepcopy(in_float64.model.state_dict())
+
+    def trained(batch: Batch) -> tuple[dict[str, Tensor], Mapping[str, float], tuple[str | None, ...]]:
+        in_float64.model.load_state_dict(before)
+        result = trainer_of(in_float64, OptimizerSection(learning_rate=1e-2)).update(batch, algorithm)
+        return weights_of(in_float64.model), result.metrics, result.dropped
+
+    expected, _, dropped = trained(replace(own, behaviour_logprobs_R=noisy))
+    unknown = np.where(known_R, noisy, np.nan).astype(np.float32)
+    found, metrics, also_dropped = trained(replace(own, behaviour_logprobs_R=unknown, sampled_N=known_N))
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert also_dropped == dropped
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert 1 < metrics["importance_mean"] < 1.05
+
+
 @pytest.mark.parametrize("steps", [(1, 2, 3, 4, 5, 6), (2, 4), (1, 4)])
 def test_the_step_size_falls_along_a_cosine_over_the_runs_steps(in_float64: LoadedModel, steps: tuple[int]) -> None:
     """Whether or not the policy has a batch in each of them; the critic's as the policy's."""

@@ -133,16 +133,23 @@ async def _write_conversations(to: Format, path: Path, selected: Selected, writt
 
 async def _conversations(to: Format, selected: Selected, written: _Written) -> AsyncIterator[list[Row]]:
     selection = selected.selection
-    seen: set[tuple[str, int, str, int]] = set()
+    left: dict[tuple[str, int, str, int], int] = {}
+    """Of groups that were written: how many of their members come later. One is forgotten after its last."""
     async for page in selected.pages():
         written.pruned += sum(each.report.pruned for each in page)
         for each in page:
             rollout = each.rollout
             if to is Format.SFT:
                 yield list(sft_rows(each, selection))
-            elif (group := (rollout.run, rollout.restart, rollout.group, rollout.step)) not in seen:
-                seen.add(group)
-                yield list(preference_rows(await _group_of(selected, rollout), selection))
+                continue
+            group = (rollout.run, rollout.restart, rollout.group, rollout.step)
+            if group not in left:
+                members = await _group_of(selected, rollout)
+                left[group] = len(members)
+                yield list(preference_rows(members, selection))
+            left[group] -= 1
+            if not left[group]:
+                del left[group]
 
 
 async def _group_of(selected: Selected, rollout: Rollout) -> list[Exported]:

@@ -205,6 +205,7 @@ def _credited(loaded: ScoredConfig, groups: Sequence[Sequence[Episode]]) -> dict
         {name: PolicyCredit.planned(plan) for name, plan in loaded.policies.items()},
         agents=train.agents,
         min_group_size=min(train.min_group_size, train.group_size),
+        without_logprobs=bool(loaded.config.tasks["train"].settings.get("without_logprobs")),
     )
     found: dict[TransitionKey, Value] = {record.key: _credit(record) for record in prepared.dropped}
     for batch in prepared.batches.values():

@@ -120,7 +120,9 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
         screen.print(f"    state {state}", style="dim")
     prompt, response = transition.prompt_ids, transition.response_ids
     ids = "no token ids" if prompt is None or response is None else f"{len(prompt)} + {len(response)} tokens"
-    logprob = "" if transition.logprobs is None else f", log-probability {float(transition.logprobs.sum()):.3f}"
+    logprob = ", no log-probabilities" if transition.has_ids else ""
+    if transition.logprobs is not None:
+        logprob = f", log-probability {float(transition.logprobs.sum()):.3f}"
     broken = ", prefix broken" if transition.prefix_broken else ""
     screen.print(f"    {ids}{logprob}{broken}", style="dim")
     if transition.parse_error:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agl_core.capture import unpack_variables
-from agl_core.config.sections import is_among
+from agl_core.config.policies import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.dialects.replies import ReplyMemories
@@ -287,21 +287,11 @@ class Gateway:
 
 
 def _policy(served: Destination, model: str, agent: str | None) -> str:
-    """The policy of a call: the agent's own, else the one named like the model, else 'default', else the only one.
-
-    Of the policies that an agent's name fits, the first wins. So an agent that adapters recognise need not know what
-    policies there are.
-    """
-    for policy, patterns in served.settings.agents.items():
-        if is_among(agent, patterns):
-            return policy
+    """The policy that answers a call; ApiError 404 if there is none."""
     policies = served.upstream.models
-    if model in policies:
-        return model
-    if "default" in policies:
-        return "default"
-    if len(policies) == 1:
-        return next(iter(policies))
+    found = policy_of(agent, model, served.settings.agents, policies)
+    if found is not None:
+        return found
     caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
     raise ApiError(
         404,

@@ -1,0 +1,141 @@
+"""Training on what another run recorded: its rollouts take the place of new ones, and the agent is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from agl_core.config import RunConfig
+from agl_core.config.policies import policy_of
+from agl_core.errors import ConfigError, nearest
+from agl_core.learning.rewards import AGENT_SOURCE, reported
+from agl_core.learning.tool_results import messages_of, tools_of
+from agl_core.protocols import Engine, RecordedTasks, TokenizingEngine
+from agl_core.store.interface import Store
+from agl_core.training.plan import train_index
+from agl_core.types import Call, Choice, Episode, FinishReason, Rollout, RolloutState
+from agl_core.types.recorded import RecordedReply, TokenizedReply
+
+
+class RecordedQueue:
+    """A rollout queue (`agl_core.training.serving.Queue`) in which each rollout is done as soon as it is added.
+
+    What was recorded of another rollout of its task becomes its own, in the run's store. Its calls have no version,
+    since the policy of this run did not answer them. They have log-probabilities only if the other rollout was one of
+    training: elsewhere nothing sees to it that tokens are drawn from the distribution that these are of.
+    """
+
+    def __init__(self, source: RecordedTasks, config: RunConfig, store: Store, engine: Engine) -> None:
+        self._source, self._config, self._store = source, config, store
+        self._agents = {name: policy.agents for name, policy in config.policies.items()}
+        tokenizing = engine if isinstance(engine, TokenizingEngine) else None
+        self._tokens = _Tokens(tokenizing, without_logprobs=source.without_logprobs)
+        self._done: dict[str, Rollout] = {}
+        self._terminal: dict[str, float | None] = {}
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        """Record these rollouts as done."""
+        seed = self._config.seed
+        wanted = [(train_index(self._source, rollout.position, seed), rollout.member) for rollout in rollouts]
+        for rollout, found in zip(rollouts, await self._source.recorded(wanted), strict=True):
+            self._done[rollout.id] = replace(
+                rollout,
+                task=found.rollout.task,
+                state=RolloutState.DONE,
+                counted_attempt=found.attempt.attempt,
+                ending=found.rollout.ending,
+            )
+            self._terminal[rollout.id] = found.terminal
+            keeps = found.rollout.mode.trains
+            calls = [
+                await self._tokens.complete(self._own(call, rollout.id, keeps_logprobs=keeps)) for call in found.calls
+            ]
+            await self._store.put(
+                self._done[rollout.id],
+                replace(found.attempt, rollout=rollout.id),
+                *calls,
+                *(replace(each, rollout=rollout.id) for each in found.tool_results),
+                *(replace(each, rollout=rollout.id) for each in found.rewards if each.source == AGENT_SOURCE),
+            )
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        """All of them."""
+        return [self._done[id] for id in ids]
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        """Nothing: they are done."""
+
+    def reward(self, episode: Episode) -> float | None:
+        """The reward rule of a run that names none: the terminal reward that was recorded."""
+        del self._done[episode.rollout]  # It is scored once, and then nothing asks for it.
+        terminal = self._terminal.pop(episode.rollout)
+        return reported(episode) if terminal is None else terminal
+
+    def _own(self, call: Call, rollout: str, *, keeps_logprobs: bool) -> Call:
+        policy = policy_of(call.agent, call.policy, self._agents, self._agents)
+        if policy is None:
+            raise ConfigError(
+                f"[tasks.train]: no policy is chosen for the recorded calls of {call.agent or 'an unnamed agent'}, "
+                f"which '{call.policy}' answered. Name the agent in `agents` of a policy. "
+                f"{nearest(call.policy, self._agents)}"
+            )
+        choices = call.choices if keeps_logprobs else tuple(replace(each, logprobs=None) for each in call.choices)
+        return replace(call, rollout=rollout, policy=policy, version=None, choices=choices)
+
+
+class _Tokens:
+    """Completes recorded calls with the token ids that their policies' tokenizers make of them."""
+
+    def __init__(self, engine: TokenizingEngine | None, *, without_logprobs: bool) -> None:
+        self._engine, self._without_logprobs = engine, without_logprobs
+        self._are_own: dict[str, bool] = {}
+        """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
+
+    async def complete(self, call: Call) -> Call:
+        """The call with ids, if they may be made. ConfigError if it has those of another model, and they may not."""
+        if self._engine is None:
+            return call
+        has_ids = call.prompt_ids is not None and all(each.response_ids is not None for each in call.choices)
+        if has_ids and await self._fit(self._engine, call):
+            return call
+        if not self._without_logprobs:
+            if has_ids:
+                raise ConfigError(
+                    f"[tasks.train]: the recorded token ids are not those that the tokenizer and the chat template of "
+                    f"the policy '{call.policy}' make of the same prompt: another model was recorded. To train on the "
+                    f"texts instead, set without_logprobs = true (docs/data.md, Training on recorded data)."
+                )
+            return call
+        asked = [RecordedReply(messages_of(call), tools_of(call), c.message, _is_complete(c)) for c in call.choices]
+        made = await self._engine.tokenize(call.policy, asked)
+        prompts = [each.prompt_ids for each in made if each is not None]
+        return replace(
+            call,
+            prompt_ids=prompts[0] if prompts else None,
+            choices=tuple(_tokenized(choice, each) for choice, each in zip(call.choices, made, strict=True)),
+        )
+
+    async def _fit(self, engine: TokenizingEngine, call: Call) -> bool:
+        """Whether the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
+        if call.policy not in self._are_own:
+            messages, request = messages_of(call), call.request
+            replied = any(message.get("role") == "assistant" for message in messages)
+            if not messages or replied or "chat_template_kwargs" in request or request.get("tool_choice") == "none":
+                return True
+            reply = RecordedReply(messages, tools_of(call), call.choices[0].message if call.choices else {})
+            [made] = await engine.tokenize(call.policy, [reply])
+            if made is None or call.prompt_ids is None:
+                return True
+            self._are_own[call.policy] = bool(np.array_equal(made.prompt_ids, call.prompt_ids))
+        return self._are_own[call.policy]
+
+
+def _is_complete(choice: Choice) -> bool:
+    return choice.finish_reason is not FinishReason.LENGTH
+
+
+def _tokenized(choice: Choice, made: TokenizedReply | None) -> Choice:
+    ids = None if made is None else made.response_ids
+    return replace(choice, response_ids=ids, logprobs=None, mask=None)

@@ -1,0 +1,291 @@
+"""Training on recorded rollouts: what comes along, what is tokenised, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.analysis.importing import import_file
+from agl_core.builtin.credit import identical
+from agl_core.builtin.recorded import RecordedOptions, recorded
+from agl_core.config import RunConfig
+from agl_core.errors import ConfigError
+from agl_core.learning import PolicyCredit, ScoringRule, build_episode, make_batches
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.testing.memory_store import MemoryStore
+from agl_core.training.collect import Collector
+from agl_core.training.plan import plan_train_group
+from agl_core.training.recorded import RecordedQueue
+from agl_core.training.report import Silent
+from agl_core.training.session import check_agent
+from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Mode, Reward, RolloutState, Run
+from agl_core.types.recorded import RecordedReply, TokenizedReply
+
+USER = {"role": "user", "content": "2 + 3?"}
+PROMPT = np.array([1, 2, 3], np.int32)
+MINE = np.array([7, 8], np.int32)
+LOGPROBS = np.array([-0.25, -0.5], np.float32)
+
+
+class Tokenizing:
+    """An engine that tokenises: a token for each character."""
+
+    def __init__(self, prompt: Sequence[int] = PROMPT) -> None:
+        self._prompt = np.array(prompt, np.int32)
+
+    async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
+        return [
+            None
+            if reply.response["content"] == "unwritable"
+            else TokenizedReply(self._prompt, np.array([*map(ord, str(reply.response["content"]))], np.int32))
+            for reply in replies
+        ]
+
+    async def start(self) -> Any: ...
+    async def update(self, *arguments: Any) -> Any: ...
+    async def save(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None: ...
+    async def versions(self) -> Mapping[str, int]:
+        return {}
+
+    async def stats(self) -> Mapping[str, float]:
+        return {}
+
+    async def stop(self) -> None: ...
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "config_version": 1,
+            "tasks": {"train": {"source": "recorded"}},
+            "policies": {"default": {"model": {"path": "."}}},
+            **sections,
+        }
+    )
+
+
+def record_run(
+    folder: Path,
+    *,
+    mode: Mode = Mode.TRAIN,
+    reward: bool = True,
+    reply: str = "five",
+    members: int = 2,
+    split: str = "train",
+    **choice: Any,
+) -> None:
+    """A run with one group: its calls have ids and log-probabilities, unless `choice` says otherwise."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text("config_version = 1\n[capture]\n")
+    given = {"response_ids": MINE, "logprobs": LOGPROBS, **choice}
+    records: list[Any] = [Run("old", 0, 0.0, {"rewards": {"right": {"weight": 0.5}}})]
+    for member in range(members):
+        name = f"{mode.value}-m{member}"
+        state = {"state": RolloutState.DONE, "counted_attempt": 0, "ending": Ending.FINISHED}
+        task = replace(make.rollout("r").task, split=split)
+        records.append(
+            make.rollout(name, run="old", group=f"{mode.value}-g", member=member, mode=mode, task=task, **state)
+        )
+        records.append(make.attempt(name, ending=Ending.FINISHED, result=reply))
+        answered = replace(make.choice(message={"role": "assistant", "content": reply}), **given)
+        ids = None if given["response_ids"] is None else PROMPT
+        records.append(
+            make.call(
+                0, answered, rollout=name, version=3, prompt_ids=ids, request={"messages": [USER]}, agent="solver"
+            )
+        )
+        if reward:
+            records.append(Reward(name, 0, "right", float(member), "right"))
+
+    async def put() -> None:
+        async with SqliteStore(folder / "store.sqlite") as store:
+            await store.put(*records)
+
+    asyncio.run(put())
+
+
+class Taken:
+    """What training takes of a recorded run for its first group."""
+
+    def __init__(self, folder: Path, engine: Any = None, chosen: RunConfig | None = None, **options: Any) -> None:
+        source = recorded(RecordedOptions(run=folder, **options), Path(), 0)
+        self.store, self.without_logprobs = MemoryStore(), source.without_logprobs
+        queue = RecordedQueue(source, chosen or config(), self.store, engine or Tokenizing())
+        rules = [ScoringRule("recorded", queue.reward)]
+        hook: Any = type("Hook", (), {"episode_built": staticmethod(lambda episode: episode)})
+        collector = Collector(self.store, queue, rules, dict.fromkeys(Ending, "score"), hook, lambda: None)
+        self.group = plan_train_group(source, 0, groups_per_step=1, size=99, seed=0, run="new", restart=0)
+
+        async def collect() -> list[Episode]:
+            with Silent().phase("rollouts", 1) as phase:
+                return (await collector.collect([self.group], phase)).episodes
+
+        self.episodes = asyncio.run(collect())
+
+    @property
+    def batch(self) -> Batch:
+        found = self._made.batches["default"]
+        assert isinstance(found, Batch)
+        return found
+
+    @property
+    def dropped(self) -> list[str | None]:
+        return [each.dropped for each in self._made.dropped]
+
+    @property
+    def _made(self) -> Any:
+        credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
+        return make_batches([self.episodes], credit, without_logprobs=self.without_logprobs)
+
+
+def test_ids_and_log_probabilities_of_training_come_along(tmp_path: Path) -> None:
+    record_run(tmp_path / "old")
+
+    taken = Taken(tmp_path / "old")
+
+    assert taken.batch.tokens_T.tolist() == [*PROMPT, *MINE] * 2
+    assert taken.batch.behaviour_logprobs_R.tolist() == [*LOGPROBS] * 2
+    assert taken.batch.sampled_N.all()
+    assert taken.batch.version_N.tolist() == [-1, -1], "no version of this run sampled them"
+    assert [key.rollout for key in taken.batch.keys] == ["s1-g0-m0", "s1-g0-m1"]
+
+
+def test_they_are_rollouts_of_this_run_with_the_rewards_of_the_other(tmp_path: Path) -> None:
+    record_run(tmp_path / "old")
+
+    taken = Taken(tmp_path / "old")
+
+    assert [episode.terminal for episode in taken.episodes] == [0.0, 0.5]
+    assert [(each.run, each.mode, each.state) for each in asyncio.run(taken.store.rollouts())] == [
+        ("new", Mode.TRAIN, RolloutState.DONE)
+    ] * 2
+    assert {reward.source for episode in taken.episodes for reward in episode.rewards} == {"recorded"}
+    assert {t.agent for episode in taken.episodes for t in episode.transitions} == {"solver"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"response_ids": None, "logprobs": None}, DropReason.NO_TOKEN_IDS),
+        ({"logprobs": None}, DropReason.NO_LOGPROBS),
+        ({"mode": Mode.EVAL_SAMPLED}, DropReason.NO_LOGPROBS),
+        ({"mode": Mode.USE}, DropReason.NO_LOGPROBS),
+    ],
+)
+def test_what_is_not_known_is_dropped_unless_the_user_says_so(
+    tmp_path: Path, changes: dict[str, Any], reason: DropReason
+) -> None:
+    record_run(tmp_path / "old", **changes)
+
+    assert Taken(tmp_path / "old").dropped == [reason] * 2
+    batch = Taken(tmp_path / "old", without_logprobs=True).batch
+
+    assert not batch.sampled_N.any()
+    assert np.isnan(batch.behaviour_logprobs_R).all()
+    has_ids = changes.get("response_ids", MINE) is not None
+    assert batch.tokens_T.tolist() == [*PROMPT, *(MINE if has_ids else map(ord, "five"))] * 2
+
+
+def test_a_reply_that_no_template_writes_is_dropped_and_counted(tmp_path: Path) -> None:
+    record_run(tmp_path / "old", reply="unwritable", response_ids=None, logprobs=None)
+
+    assert Taken(tmp_path / "old", without_logprobs=True).dropped == [DropReason.NO_TOKEN_IDS] * 2
+
+
+def test_the_ids_of_another_model_are_refused_or_made_anew(tmp_path: Path) -> None:
+    record_run(tmp_path / "old")
+    another = Tokenizing(prompt=[9])
+
+    with pytest.raises(ConfigError, match=r"another model was recorded.*without_logprobs = true"):
+        Taken(tmp_path / "old", another)
+    batch = Taken(tmp_path / "old", another, without_logprobs=True).batch
+
+    assert batch.tokens_T.tolist() == [9, *map(ord, "five")] * 2
+    assert not batch.sampled_N.any()
+
+
+def test_imported_conversations_with_their_rewards(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    said = '{{"messages": [{{"role": "user", "content": "2 + 3?"}}, {{"role": "assistant", "content": "{}"}}], "id": "a", "reward": {}}}\n'  # noqa: E501
+    file.write_text(said.format("5", 1) + said.format("7", -0.5))
+    run = asyncio.run(import_file(file, "chats", tmp_path)).run
+
+    taken = Taken(run, without_logprobs=True)
+
+    assert [episode.terminal for episode in taken.episodes] == [1.0, -0.5]
+    assert taken.batch.tokens_T.tolist() == [*PROMPT, ord("5"), *PROMPT, ord("7")]
+
+
+def test_a_run_that_trained_leaves_its_evaluations_out(tmp_path: Path) -> None:
+    record_run(tmp_path / "old", mode=Mode.EVAL_GREEDY, split="eval", members=1)
+    evaluations = recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
+    record_run(tmp_path / "old")
+
+    source = recorded(RecordedOptions(run=Path("old")), tmp_path, 0)
+    of_split = recorded(RecordedOptions(run=Path("old"), split="eval"), tmp_path, 0)
+
+    assert (evaluations.size, evaluations.members(0)) == (1, 1)
+    assert (source.size, source.members(0), source.task(0).split) == (1, 2, "train")
+    assert (of_split.size, of_split.members(0), of_split.task(0).split) == (1, 1, "eval")
+
+
+def test_calls_go_to_the_policy_of_their_agent(tmp_path: Path) -> None:
+    record_run(tmp_path / "old")
+    model = {"model": {"path": "."}}
+    chosen = config(policies={"other": model, "mine": {**model, "agents": ["solv*"]}})
+
+    taken = Taken(tmp_path / "old", chosen=chosen)
+
+    assert {t.policy for episode in taken.episodes for t in episode.transitions} == {"mine"}
+    with pytest.raises(ConfigError, match="no policy is chosen for the recorded calls of solver"):
+        Taken(tmp_path / "old", chosen=config(policies={"other": model, "another": model}))
+
+
+class TestRefused:
+    """Before anything starts, with the remedy."""
+
+    def test_what_is_no_run(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"nowhere is not a run's folder .*`agl import`"):
+            recorded(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
+
+    def test_a_run_without_what_is_asked_for(self, tmp_path: Path) -> None:
+        record_run(tmp_path / "old")
+        with pytest.raises(ConfigError, match="has no rollout of the split 'test' that is done"):
+            recorded(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
+
+    def test_groups_that_are_all_too_small(self, tmp_path: Path) -> None:
+        record_run(tmp_path / "old", members=1)
+        source = recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
+        with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
+            check_agent(config(), source)
+        check_agent(config(train={"group_size": 1}), source)
+
+    def test_no_agent_where_one_is_needed(self, tmp_path: Path) -> None:
+        record_run(tmp_path / "old")
+        source = recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
+        tasks = {"train": {"source": "recorded"}, "eval": {"source": "jsonl"}}
+        check_agent(config(), source)
+        with pytest.raises(ConfigError, match=r"names no agent, which the held-out tasks \[tasks.eval\] are for"):
+            check_agent(config(tasks=tasks), source)
+        with pytest.raises(ConfigError, match="names no agent, which training needs"):
+            check_agent(config(), type("Fresh", (), {"size": 1, "task": None})())  # type: ignore[arg-type]
+
+
+def test_what_was_asked_and_answered_comes_along(tmp_path: Path) -> None:
+    record_run(tmp_path / "old", members=1)
+    store = Taken(tmp_path / "old").store
+    [rollout] = asyncio.run(store.rollouts())
+    [attempt] = asyncio.run(store.attempts(rollout.id))
+
+    episode = build_episode(rollout, attempt, asyncio.run(store.calls([attempt.key])))
+
+    assert (rollout.task.input, episode.result) == (make.rollout("r").task.input, "five")
+    assert episode.transitions[0].messages == (USER,)
