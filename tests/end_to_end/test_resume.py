@@ -56,7 +56,8 @@ def in_the_middle_of(store: Path, step: int) -> bool:
             running = await opened.rollouts(step=step, mode=Mode.TRAIN, state=RolloutState.RUNNING)
             return bool(await opened.calls(AttemptKey(rollout.id, 0) for rollout in running))
 
-    started = any((store.parent / "checkpoints").glob("step-*"))  # Before that, the store may just be being made.
+    # Before that, the store may just be being made, and looking into it would only cost time.
+    started = (store.parent / "checkpoints" / f"step-{step - 1:06d}").exists()
     return started and asyncio.run(look())
 
 
