@@ -99,11 +99,11 @@ def opened(folder: Path) -> Iterator[Page]:
     command = [CHROMIUM, *flags, "--remote-allow-origins=*", f"--user-data-dir={folder}", "about:blank"]
     browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        told, deadline = folder / "DevToolsActivePort", time.monotonic() + PATIENCE
-        while not (told.exists() and told.read_text().count("\n")):
+        ready, deadline = folder / "DevToolsActivePort", time.monotonic() + PATIENCE
+        while not (ready.exists() and ready.read_text().count("\n")):
             assert time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.05)
-        port = told.read_text().splitlines()[0]
+        port = ready.read_text().splitlines()[0]
         (page,) = (each for each in httpx.get(f"http://127.0.0.1:{port}/json/list").json() if each["type"] == "page")
         with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Page(socket)
