@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MISSING = "no Chromium is installed (apt-get install chromium)"
@@ -24,7 +25,7 @@ PATIENCE = 60.0
 class Page:
     """One tab; what it complains about (errors of scripts, refusals of the security policy) is in `complaints`."""
 
-    def __init__(self, socket: ClientConnection) -> None:
+    def __init__(self, socket: Connection) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
         self.complaints: list[str] = []
         for domain in ("Page", "Runtime", "Log"):
