@@ -55,7 +55,6 @@ async def make(run: Path, out: Path) -> None:
     """All pictures of this run, in the folder `out`."""
     group = await telling(run)
     best = max(group.members, key=lambda each: (each.entry.reward or 0.0, -each.entry.rollout.member))
-    out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         async with shown_beside(run, "127.0.0.1", 0, None) as shown:
             await asyncio.to_thread(_visit, httpx.URL(shown.address), best.entry.rollout.id, Path(profile), out)
@@ -80,6 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     if CHROMIUM is None:
         parser.error(MISSING)
+    options.out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(make(train(Path(folder)) if options.run is None else options.run, options.out))
     print(*sorted(options.out.iterdir()), sep="\n")

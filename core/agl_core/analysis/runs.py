@@ -158,7 +158,7 @@ def read_entry(folder: Path) -> RunEntry:
     steps = max((line.step for line in lines if line.kind == "train"), default=0)
     planned = None if "capture" in config else int(config.get("train", {}).get("steps", 0))
     rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]
-    all_made = bool(planned) and steps >= (planned or 0)
+    all_made = planned is not None and 0 < planned <= steps
     state: RunStatus = "stopped"
     if is_written(folder / "store.sqlite") and not (all_made and (folder / SUMMARY_FILE).exists()):
         state = "running"

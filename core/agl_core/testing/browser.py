@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MISSING = "no Chromium is installed (apt-get install chromium)"
@@ -24,7 +25,7 @@ PATIENCE = 60.0
 class Page:
     """One tab; what it complains about (errors of scripts, refusals of the security policy) is in `complaints`."""
 
-    def __init__(self, socket: ClientConnection) -> None:
+    def __init__(self, socket: Connection) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
         self.complaints: list[str] = []
         for domain in ("Page", "Runtime", "Log"):
@@ -99,11 +100,11 @@ def opened(folder: Path) -> Iterator[Page]:
     command = [CHROMIUM, *flags, "--remote-allow-origins=*", f"--user-data-dir={folder}", "about:blank"]
     browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        told, deadline = folder / "DevToolsActivePort", time.monotonic() + PATIENCE
-        while not (told.exists() and told.read_text().count("\n")):
+        ready, deadline = folder / "DevToolsActivePort", time.monotonic() + PATIENCE
+        while not (ready.exists() and ready.read_text().count("\n")):
             assert time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.05)
-        port = told.read_text().splitlines()[0]
+        port = ready.read_text().splitlines()[0]
         (page,) = (each for each in httpx.get(f"http://127.0.0.1:{port}/json/list").json() if each["type"] == "page")
         with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Page(socket)

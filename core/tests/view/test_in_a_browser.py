@@ -117,6 +117,7 @@ PAGES = {
     "group": "/runs/calc/groups/s1-g0-m0",
     "rollout": "/runs/calc/rollouts/s1-g0-m1",
     "call": "/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c1",
+    "health": "/runs/calc/health",
     "timeline": "/runs/calc/timeline?step=1",
     "try": "/runs/calc/try?weight.right=0.5",
     "overlay": "/overlay?run=calc",
@@ -158,6 +159,19 @@ def test_keys_lead_through_a_page(running: Running, page: Page) -> None:
     page.until("document.activeElement === document.body")
     page.press("u")
     page.until("location.pathname === '/runs/calc'")
+
+
+def test_filters_are_set_by_typing_and_are_in_the_address(running: Running, page: Page) -> None:
+    page.open(running.page(PAGES["step"]))
+    page.click("document.querySelector('input[type=search]')")
+    for letter in "it is 41":
+        page.press(letter)
+    page.run("document.querySelector('[name=status]').value = 'error'")
+    page.click("document.querySelector('.filters button')")
+    page.until("location.search.includes('text=it+is+41') && location.search.includes('status=error')")
+    page.until("document.body && document.body.innerText.includes('1 of 4 rollouts')")
+    assert page.run("document.querySelectorAll('.groups > li').length") == 1
+    assert page.run("document.querySelector('[name=status]').value") == "error"
 
 
 def test_runs_are_chosen_and_overlaid_without_typing(running: Running, page: Page) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -220,6 +222,15 @@ def test_a_damaged_store_leaves_the_curves(runs: Folder) -> None:
     assert "is not an SQLite database" in page
     assert 'aria-label="Reward.' in page
     assert "is not an SQLite database" in runs.page("/runs/calc/rollouts", 503)
+
+
+def test_a_store_of_a_newer_version_leaves_the_curves(runs: Folder) -> None:
+    with contextlib.closing(sqlite3.connect(runs.trained() / "store.sqlite")) as store:
+        store.execute("PRAGMA user_version = 9999")
+
+    assert "Use the agl that wrote it, or a newer one" in runs.page("/runs/calc")
+    assert 'aria-label="Reward.' in runs.page("/runs/calc")
+    assert "has schema version 9999" in runs.page("/runs/calc/rollouts", 503)
 
 
 def test_a_folder_that_is_no_run_of_agl(runs: Folder) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .viewed_runs import HOSTILE, Folder, rollout
+from agl_core.testing.browser import CHROMIUM, MISSING
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from .viewed_runs import HOSTILE, Folder, rollout
 
 
 @pytest.fixture
@@ -71,8 +70,10 @@ def test_a_folder_without_runs_is_named(runs: Folder, tmp_path: Path) -> None:
 
 
 @pytest.mark.storm
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
-@pytest.mark.parametrize("page", ["runs/calc", "runs/calc/rollouts", "runs/calc/groups/s1-g0-m0"])
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+@pytest.mark.parametrize(
+    "page", ["runs/calc", "runs/calc/rollouts", "runs/calc/groups/s1-g0-m0", "runs/calc/rollouts/s1-g0-m0"]
+)
 def test_a_real_browser_shows_hostile_text_and_runs_none_of_it(
     runs: Folder, view: subprocess.Popen[str], tmp_path: Path, page: str
 ) -> None:
@@ -84,10 +85,10 @@ def test_a_real_browser_shows_hostile_text_and_runs_none_of_it(
     runs.make("calc", *records, metrics=[{"step": 1, "kind": "train", "restart": 0, "reward/mean": 0.5}])
     opened, _, token = printed_address(view).partition("?")
 
-    assert BROWSER is not None
+    assert CHROMIUM is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=4000"]
     seen = subprocess.run(
-        [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"{opened}{page}?{token}"],
+        [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"{opened}{page}?{token}"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -253,7 +253,7 @@ class _Credited:
     @classmethod
     def by(cls, credit: Mapping[TransitionKey, Value], groups: Sequence[Sequence[Episode]]) -> _Credited:
         """The advantages follow from the credit of these groups; policies are compared each on its own."""
-        advantage = {}
+        advantage: dict[TransitionKey, float] = {}
         for transitions in (_by_policy(group) for group in groups):
             for policy, keys in transitions.items():
                 values = {key: value for key in keys if isinstance(value := credit.get(key), float)}
