@@ -81,6 +81,7 @@ def measure(setup: Setup, seconds: float) -> Table:
         async with asyncio.timeout(seconds):
             models = (CALC,) if setup.stand_in else (CALC, SMALL_LLAMA)
             made = [await compare(model, setup) for model in models]
+            torch.cuda.empty_cache()  # The parts that follow start engines on the same GPU.
         return Table(COLUMNS, [*chain(*(each.rows for each in made))], [*chain(*(each.beyond for each in made))])
 
     return asyncio.run(measured())

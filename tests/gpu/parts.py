@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "jinja2")
-ENGINE = (*LIBRARIES, "httpx", "numpy", "orjson", "pluggy", "pydantic", "starlette", "uvicorn")
+ENGINE = (*LIBRARIES, "httpx", "numpy", "orjson", "pluggy", "pydantic", "rich", "starlette", "tomli_w", "uvicorn")
 VERL = (*ENGINE, "verl", "ray", "tensordict", "transfer_queue", "hydra")
 NAMES = {"verl": "veRL", "ray": "Ray", "vllm": "vLLM", "transfer_queue": "TransferQueue", "hydra": "hydra-core"}
 """What a module is called where it is not called by its own name."""

@@ -89,7 +89,8 @@ class ServedPolicies:
         """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; peak_rss_bytes, cache_bytes, and
         peak_gpu_bytes (what torch took of the GPU) on a GPU."""
         counted = self._loop.counters()
-        on_gpu = {"peak_gpu_bytes": float(torch.cuda.max_memory_reserved())} if torch.cuda.is_initialized() else {}
+        uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        on_gpu = {"peak_gpu_bytes": float(torch.cuda.max_memory_reserved())} if uses_gpu else {}
         return {
             **{name if name == "preempted" else f"tokens_{name}": float(count) for name, count in counted.items()},
             "peak_rss_bytes": float(peak_rss_bytes()),
