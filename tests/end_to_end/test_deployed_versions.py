@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 import tomli_w
 import torch
 from transformers import AutoModelForCausalLM
@@ -79,6 +80,7 @@ def difference(model: Any, call: Call) -> float:
     return float(np.abs(sampled - choice.logprobs).max())
 
 
+@pytest.mark.storm
 async def test_recorded_calls_are_those_of_the_version_that_they_name(tmp_path: Path) -> None:
     ledger = make_run(tmp_path / "run")
     decide(ledger, 1, State.PASSED, State.CANARY)

@@ -33,7 +33,7 @@ def at_the_gate(metric: str = "", value: float = 0.0, *, worse: int = 0) -> Call
     def observe(bench: Bench, given: Given) -> Any:
         settings = _gate(bench, given)
         usual = {"length/response": 20.0}
-        candidate = evaluated(BEFORE & (np.arange(30) >= worse), **usual, **({metric: value} if metric else {}))
+        candidate = evaluated(BEFORE & (np.arange(30) >= worse), **{**usual, **({metric: value} if metric else {})})
         return gate.judged("default", 2, candidate, evaluated(BEFORE, **usual), settings, kl=0.3).state
 
     return observe
@@ -56,13 +56,13 @@ def with_sessions(*outcomes: Outcome) -> Callable[[Bench, Given], Any]:
 
 
 def arms(count: int, *, here: float, there: float, names: int | None = None, **bad: Any) -> tuple[Outcome, ...]:
-    """So many sessions of both; of the canary's a fifth is bad."""
+    """So many sessions of both; of the canary's three in five are bad."""
     rng = np.random.default_rng(0)
     found = []
     for number in range(count):
         name = f"user-{number % (names or count)}"
         found += [
-            Outcome(2, name, float(rng.random() < here), **(bad if number % 5 == 0 else {})),
+            Outcome(2, name, float(rng.random() < here), **(bad if number % 5 < 3 else {})),
             Outcome(1, name, float(rng.random() < there)),
         ]
     return tuple(found)
@@ -85,7 +85,7 @@ def _canary(bench: Bench, given: Given) -> CanarySection:
 
 
 EQUAL, BETTER = {"here": 0.7, "there": 0.7}, {"here": 0.9, "there": 0.4}
-ON: Given = {"learn.canary.tolerance": 0.1}
+ON: Given = {"learn.canary.tolerance": 0.1, "learn.canary.share": 0.5}
 GATE: Given = {"learn.gate.min_tasks": 20}
 
 EFFECTS: Mapping[str, Effect] = {
@@ -104,19 +104,17 @@ EFFECTS: Mapping[str, Effect] = {
         objected, {"learn.gate.checks": {"even": {"check": "odd"}}}, {"learn.gate.checks": {"even": {}}}
     ),
     "learn.canary.share": Effect(drawn, {"learn.canary.share": 0.4}, ON),
-    "learn.canary.reward": Effect(
-        with_sessions(*arms(60, here=0.9, there=0.4)), {"learn.canary.reward": [0.0, 9.0]}, ON
-    ),
+    "learn.canary.reward": Effect(with_sessions(*arms(100, **EQUAL)), {"learn.canary.reward": [0.9, 1.9]}, ON),
     "learn.canary.tolerance": Effect(with_sessions(*arms(100, **EQUAL)), {"learn.canary.tolerance": 0.6}, ON),
     "learn.canary.error": Effect(with_sessions(*arms(40, here=0.7, there=0.4)), {"learn.canary.error": 0.5}, ON),
     "learn.canary.min_sessions": Effect(with_sessions(*arms(60, **BETTER)), {"learn.canary.min_sessions": 61}, ON),
     "learn.canary.max_sessions": Effect(with_sessions(*arms(60, **EQUAL)), {"learn.canary.max_sessions": 50}, ON),
     "learn.canary.per_name": Effect(with_sessions(*arms(60, **BETTER, names=3)), {"learn.canary.per_name": 50}, ON),
     "learn.canary.max_tool_errors": Effect(
-        with_sessions(*arms(150, **EQUAL, tool_errors=1.0)), {"learn.canary.max_tool_errors": 0.3}, ON
+        with_sessions(*arms(150, **EQUAL, tool_errors=1.0)), {"learn.canary.max_tool_errors": 0.9}, ON
     ),
     "learn.canary.max_empty": Effect(
-        with_sessions(*arms(150, **EQUAL, empty=1.0)), {"learn.canary.max_empty": 0.3}, ON
+        with_sessions(*arms(150, **EQUAL, empty=1.0)), {"learn.canary.max_empty": 0.9}, ON
     ),
-    "learn.canary.max_lost": Effect(with_sessions(*arms(150, **EQUAL, lost=True)), {"learn.canary.max_lost": 0.3}, ON),
+    "learn.canary.max_lost": Effect(with_sessions(*arms(150, **EQUAL, lost=True)), {"learn.canary.max_lost": 0.9}, ON),
 }

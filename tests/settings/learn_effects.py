@@ -72,8 +72,8 @@ async def _end(store: SqliteStore, number: int) -> None:
     await store.put(rollout, attempt, make.call(rollout=id, version=0), said)
 
 
-def trained(taken: Taken | None) -> list[str]:
-    return [] if taken is None else [e.rollout.id for e in taken.scored if e.episode.dropped is None]
+def decided(taken: Taken | None) -> list[tuple[str, str | None]]:
+    return [] if taken is None else [(each.rollout.id, each.episode.dropped) for each in taken.scored]
 
 
 def weights(taken: Taken | None) -> list[float]:
@@ -127,11 +127,11 @@ def _with(**settings: Any) -> Given:
 
 
 EFFECTS: Mapping[str, Effect] = {
-    "learn.sessions_per_step": Effect(taking(trained), _with(sessions_per_step=5), GIVEN),
+    "learn.sessions_per_step": Effect(taking(decided), _with(sessions_per_step=5), GIVEN),
     "learn.offline_share": Effect(groups_of_tasks, _with(offline_share=0.5), GIVEN),
-    "learn.max_staleness": Effect(taking(trained), _with(max_staleness=UPDATES - 1), GIVEN),
-    "learn.max_age_hours": Effect(taking(trained), _with(max_age_hours=OLD_HOURS / 2), GIVEN),
-    "learn.wait_minutes": Effect(taking(trained), _with(wait_minutes=RECENT_MINUTES * 2), GIVEN),
+    "learn.max_staleness": Effect(taking(decided), _with(max_staleness=UPDATES - 1), GIVEN),
+    "learn.max_age_hours": Effect(taking(decided), _with(max_age_hours=OLD_HOURS / 2), GIVEN),
+    "learn.wait_minutes": Effect(taking(decided), _with(wait_minutes=RECENT_MINUTES * 2), GIVEN),
     "learn.key_share": Effect(taking(weights), _with(key_share=0.25), _with(name_share=1.0)),
     "learn.name_share": Effect(taking(weights), _with(name_share=0.5), GIVEN),
     "learn.propose_every": Effect(proposals, _with(propose_every=7), GIVEN),

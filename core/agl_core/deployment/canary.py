@@ -29,7 +29,7 @@ _REASONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one session came to, in the order in which sessions ended."""
+    """What one session came to."""
 
     version: int
     """The version that answered it."""
@@ -57,24 +57,23 @@ class Look:
 def judged(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Look:
     """What the sessions since the canary began say: promote it, roll it back, or go on.
 
-    `outcomes` are those of sessions that began after the canary did. Asked after every session, a canary whose mean
-    reward is lower by `tolerance` or more is promoted with a probability of at most `error`. One that is as good in
-    every respect is rolled back with a probability of at most `error`, apart from those that `max_sessions` ends.
+    `outcomes` are those of sessions that began after the canary did, in the order of their ends; where those without a
+    reward stand among them does not matter. Asked after every session, a canary whose mean reward is lower by
+    `tolerance` or more is promoted with a probability of at most `error`. One that is as good in every respect is
+    rolled back with a probability of at most `error`, apart from those that `max_sessions` ends.
     """
     counted = list(_counted(outcomes, settings.per_name))
     arms = [[each for each in counted if each.version == version] for version in (canary, stable)]
     rewards = [[each.reward for each in arm if each.reward is not None] for arm in arms]
-    figures = {
-        **_figures("canary", arms[0], rewards[0]),
-        **_figures("stable", arms[1], rewards[1]),
-    }
+    figures = {**_figures("canary", arms[0], rewards[0]), **_figures("stable", arms[1], rewards[1])}
 
     def rolled_back(reason: str) -> Look:
         return Look(Decision(policy, canary, State.ROLLED_BACK, By.CANARY, reason, figures), figures)
 
     for name, what, setting, value in _LIMITS:
-        limit = getattr(settings, setting)
-        if low(differences(counted, canary, stable, value), settings.error / _REASONS, -1.0) > limit:
+        values = [[value(each) for each in arm] for arm in arms]
+        excess = _excess(values[0], values[1], settings.share)
+        if low(excess, settings.error / _REASONS, -1.0) > getattr(settings, setting):
             here, there = figures[f"canary/{name}"], figures[f"stable/{name}"]
             return rolled_back(
                 f"The share of {what} is {here:.3f} in {len(arms[0])} sessions, and {there:.3f} in {len(arms[1])} with "
@@ -131,6 +130,16 @@ def differences(
             found.append(mean(block[canary]) - mean(block[stable]))
             block = {canary: [], stable: []}
     return np.asarray(found, dtype=np.float64)
+
+
+def _excess(canary: Sequence[float], stable: Sequence[float], share: float) -> NDArray[np.float64]:
+    """By how much each session of the canary is above as many of the stable version as come on one of the canary.
+
+    It does not ask which came first, for nothing says when a session ended that failed and was not recorded.
+    """
+    many = max(1, round((1 - share) / share)) if share else 1
+    pairs = ((one, stable[many * place : many * (place + 1)]) for place, one in enumerate(canary))
+    return np.asarray([one - mean(others) for one, others in pairs if len(others) == many], dtype=np.float64)
 
 
 def low(values: NDArray[np.float64], error: float, smallest: float = 0.0) -> float:

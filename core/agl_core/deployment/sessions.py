@@ -27,7 +27,7 @@ from agl_core.training.report import Phase
 from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition
 
 _AT_ONCE = 256
-"""Sessions that are too old, and that a step drops at most."""
+"""Sessions that one step drops for their age, at most."""
 _LATEST = 4096
 """Sessions among which those of a step are looked for."""
 _SHORTEST, _SHARE = 0.5, 20

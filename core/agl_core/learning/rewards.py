@@ -116,10 +116,11 @@ async def score_groups(
         for place, (episode, _) in enumerate(scored)
         if episode.dropped is None and endings.get(episode.ending, "score") == "score"
     }
-    groups: dict[tuple[str, str], list[_Comparison]] = {}
+    groups: dict[tuple[Mode, str], list[_Comparison]] = {}
     for each in compared.values():
         groups.setdefault((each.episode.mode, each.episode.group), []).append(each)
-    await asyncio.gather(*(_compare(group, together) for group in groups.values()))
+    fitting = {mode: [scoring for scoring in together if mode in scoring.modes] for mode, _ in groups}
+    await asyncio.gather(*(_compare(group, fitting[mode]) for (mode, _), group in groups.items()))
     return [
         (compared[place].result(), [*errors, *compared[place].errors]) if place in compared else (episode, errors)
         for place, (episode, errors) in enumerate(scored)

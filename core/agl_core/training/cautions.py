@@ -52,7 +52,8 @@ class Assertions:
         """The alarms that a run with this configuration may raise."""
         rules = [chosen for name, chosen in loaded.rewards.items() if loaded.config.rewards[name].weight]
         counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
-        return cls(any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting), not rules)
+        of_tasks = any(each.weight and each.scores != "sessions" for each in loaded.config.rewards.values())
+        return cls(any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting), not of_tasks)
 
     def noticed(self, episodes: Sequence[Episode]) -> Iterator[Alarm]:
         """The alarms on the episodes of a step."""

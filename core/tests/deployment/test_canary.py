@@ -13,7 +13,7 @@ from agl_core.deployment.canary import Outcome, judged, low
 from agl_core.deployment.standing import State
 
 STABLE, CANARY = 10, 20
-SETTINGS = CanarySection(tolerance=0.15, max_sessions=100_000)
+SETTINGS = CanarySection(share=0.4, tolerance=0.15, max_sessions=100_000)
 LOOKS = (20, 60, 150, 400, 1000, 2500)
 """Sessions of both arms after which the question is asked."""
 
@@ -136,6 +136,16 @@ def test_a_limit_trips_after_few_sessions_whatever_the_reward(field: str, says: 
     assert look.decision.state is State.ROLLED_BACK
     assert says in look.decision.reason
     assert look.figures["canary/sessions"] <= 12
+
+
+def test_failed_sessions_count_wherever_they_stand() -> None:
+    """Those of which nothing was recorded are known apart from the others."""
+    failed = [Outcome(CANARY, f"failed-{number}", None, lost=True) for number in range(15)]
+    others = [Outcome(STABLE, f"user-{number}", 1.0) for number in range(135)]
+    for outcomes in ([*failed, *others], [*others, *failed]):
+        look = judged("default", CANARY, STABLE, outcomes, CanarySection(share=0.1))
+        assert look.decision is not None
+        assert "sessions that fail is 1.000 in 15 sessions, and 0.000 in 135" in look.decision.reason
 
 
 def test_what_stays_undecided_is_rolled_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from agl_core.training.evaluate import Evaluated, TaskScore
 SAME = np.random.default_rng(0).random(100) < 0.6
 
 
-def evaluated(rewards: Sequence[float], mode: str = "greedy", **shares: float) -> Evaluated:
+def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
     scores = [TaskScore("eval", mode, f"task-{number}", (float(each),)) for number, each in enumerate(rewards)]
     metrics = {"reward/mean": float(np.mean(rewards)), "length/response": 20.0, **shares}
     return Evaluated([], {f"eval/{mode}/{key}": value for key, value in metrics.items()}, 0, scores, [])
