@@ -158,7 +158,7 @@ class Trainer:
 
     @property
     def _without_logprobs(self) -> bool:
-        source = self.session.tasks["train"]
+        source = self.session.tasks.get("train")
         return isinstance(source, RecordedTasks) and source.without_logprobs
 
     def _draw_context(self, step: int) -> DrawContext:
