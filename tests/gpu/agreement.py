@@ -61,7 +61,8 @@ class Bounds:
         return found
 
 
-BOUNDS = {"float32": Bounds(1e-4, 0.999), "bfloat16": Bounds(0.05, 0.8)}
+BOUNDS = {"float32": Bounds(1e-4, 0.999), "bfloat16": Bounds(0.05, 0.5)}
+"""The calc policy in bfloat16 on a CPU: 0.007 and 0.91 (one epoch). An unrelated change has a cosine of about 0."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Part:
 
     title: str
     module: str
-    """In this folder; its `measure(setup)` makes the table."""
+    """In this folder; its `measure(setup, seconds)` makes the table in that time, or raises TimeoutError."""
     needs: Sequence[str]
     """Modules that have to be installed."""
     only_on_gpu: bool = False
