@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -63,10 +64,12 @@ class Pages:
     address: httpx.URL
 
     def cpu(self) -> float:
-        """Seconds of CPU that their process has taken."""
+        """Milliseconds of CPU that their process has taken, exactly on Linux."""
         (process,) = [each for each in psutil.Process().children() if "agl_core.view" in each.cmdline()]
+        if sys.platform == "linux":
+            return 1000 * time.clock_gettime(~process.pid << 3 | 2)  # Its clock, as clock_getcpuclockid(3) gives it.
         times = process.cpu_times()
-        return float(times.user + times.system)
+        return 1000 * float(times.user + times.system)
 
 
 @contextlib.asynccontextmanager
@@ -88,18 +91,18 @@ async def time_pages(folder: Path, rollouts: int, visits: int) -> str:
     rows = []
     async with pages_beside(folder) as pages:
         for name, path in PAGES.items():
-            taken = []
-            before = 0.0
-            for visit in range(1 + visits):
-                before = pages.cpu() if visit == 1 else before
-                started = time.perf_counter()
+            taken, cpu = [], []
+            for _ in range(1 + visits):
+                before, started = pages.cpu(), time.perf_counter()
                 answered = await pages.client.get(path.format(**places))
                 taken.append(1000 * (time.perf_counter() - started))
+                cpu.append(pages.cpu() - before)
                 assert answered.status_code == 200, (path, answered.text)
-            cpu = 1000 * (pages.cpu() - before) / visits
             size = len(answered.content) / 1024
-            rows.append(f"{name} | {taken[0]:.0f} ms | {min(taken[1:]):.0f} ms | {cpu:.0f} ms | {size:.0f} KiB")
-    return _table("Page | first visit | later visits | processor time of one | size", rows)
+            rows.append(
+                f"{name} | {taken[0]:.0f} ms | {min(taken[1:]):.0f} ms | {min(cpu[1:]):.0f} ms | {size:.0f} KiB"
+            )
+    return _table("Page | first visit | later visits | processor time of a later one | size", rows)
 
 
 async def time_paint(folder: Path, visits: int) -> str:
