@@ -19,7 +19,7 @@ from agl_core.types import Ending, Reward, RolloutState, Run, TrainingRecord
 FEW, MANY = 5_000, 50_000
 """Transitions."""
 BUFFERS = 64 << 20
-"""Bytes. What waits to be written, which a small run does not fill; the rows of the large one take several times that."""
+"""Bytes of what waits to be written, which a small run does not fill; the rows of the large one take more."""
 EXPORT = """
 import asyncio, pathlib, sys
 from agl_core.analysis.export.exporting import export_run
