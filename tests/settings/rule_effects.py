@@ -7,6 +7,7 @@ import inspect
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,13 +18,18 @@ import pyarrow.parquet
 from aiohttp import web
 
 from agl_core.errors import ConfigError
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
 from agl_core.testing.http import served
+from agl_core.training.run import make_run_dir
 from agl_core.types import (
     Ending,
     Episode,
     FinishReason,
     Mode,
     Reward,
+    RolloutState,
+    Run,
     Task,
     ToolResult,
     ToolStatus,
@@ -236,17 +242,28 @@ def gym_tasks(bench: Bench, given: Given) -> list[str]:
 
 
 async def recorded_tasks(bench: Bench, given: Given) -> list[list[str]]:
-    """The tasks of a recorded run, and what training on it is given."""
-    for name, changes in {"first": {}, "second": {"tasks.train.path": "other.jsonl"}}.items():
-        link = bench.folder / name
-        if not link.exists():
-            link.symlink_to((await bench.run(changes)).folder)
-    alone = {"train.group_size": 1, "tasks.eval.path": "tasks.jsonl", "algorithm.name": "reinforce++"}
-    ran = await bench.run({**alone, **given})
-    return [
-        train_tasks(bench, given),
-        [str(line["transitions/without_logprobs"]) for line in ran.metrics if line["kind"] == "train"],
-    ]
+    """The tasks of a recorded run, and how many of its calls are trained on without log-probabilities."""
+    for name in ("first", "second"):
+        await _record_use(bench.folder / name, name)
+    ran = await bench.run({"train.group_size": 1, "algorithm.name": "reinforce++", **given})
+    counted = [str(line["transitions/without_logprobs"]) for line in ran.metrics if line["kind"] == "train"]
+    return [train_tasks(bench, given), counted]
+
+
+async def _record_use(folder: Path, task: str) -> None:
+    """Two sessions, of tasks of two splits: the log-probabilities of real use need not be the policy's own."""
+    make_run_dir(folder, lambda folder: None)
+    (folder / "config.toml").write_text("config_version = 1\n[capture]\n")
+    async with SqliteStore(folder / "store.sqlite") as store:
+        await store.put(Run(task, 0, 0.0, {}))
+        for split in ("train", "other"):
+            name = f"{task}-{split}"
+            done = {"state": RolloutState.DONE, "counted_attempt": 0, "ending": Ending.FINISHED}
+            rollout = make.rollout(
+                name, group=name, mode=Mode.USE, task=Task(name, name, split, {"result": "56"}), **done
+            )
+            call = make.call(0, make.choice(tokens=3), rollout=name, prompt_ids=np.arange(3, dtype=np.int32))
+            await store.put(rollout, make.attempt(name), call)
 
 
 TOOL_RESULTS = _table("tool_results")
@@ -357,15 +374,9 @@ EFFECTS: Mapping[str, Effect] = {
     },
     **{
         f"task_source.recorded.{name}": Effect(
-            recorded_tasks,
-            {f"tasks.train.{name}": value},
-            {"tasks.train": {"source": "recorded", "run": "first", **more}},
+            recorded_tasks, {f"tasks.train.{name}": value}, {"tasks.train": {"source": "recorded", "run": "first"}}
         )
-        for name, value, more in (
-            ("run", "second", {}),
-            ("split", "eval", {}),
-            ("without_logprobs", True, {"split": "eval"}),
-        )
+        for name, value in {"run": "second", "split": "other", "without_logprobs": True}.items()
     },
     "task_source.hf.split": Effect(table_tasks, {"tasks.train.split": "eval"}, _of_table("hf")),
     "task_source.hf.subset": Effect(table_tasks, {"tasks.train.subset": "second"}, _of_table("hf", split="eval")),

@@ -81,8 +81,15 @@ class RecordedQueue:
                 f"which '{call.policy}' answered. Name the agent in `agents` of a policy. "
                 f"{nearest(call.policy, self._agents)}"
             )
-        choices = call.choices if keeps_logprobs else tuple(replace(each, logprobs=None) for each in call.choices)
-        return replace(call, rollout=rollout, policy=policy, version=None, choices=choices)
+        own = replace(call, rollout=rollout, policy=policy, version=None)
+        if keeps_logprobs:
+            return own
+        return replace(
+            own,
+            choices=tuple(replace(each, logprobs=None) for each in call.choices),
+            # It is trained on as if this run had sampled it.
+            effective=replace(call.effective, temperature=self._config.sampling.temperature),
+        )
 
 
 class _Tokens:

@@ -25,7 +25,7 @@ from agl_core.training.plan import plan_train_group
 from agl_core.training.recorded import RecordedQueue
 from agl_core.training.report import Silent
 from agl_core.training.session import check_agent
-from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Mode, Reward, RolloutState, Run
+from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Mode, Reward, RolloutState, Run, Sampling
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 
 USER = {"role": "user", "content": "2 + 3?"}
@@ -95,11 +95,18 @@ def record_run(
             make.rollout(name, run="old", group=f"{mode.value}-g", member=member, mode=mode, task=task, **state)
         )
         records.append(make.attempt(name, ending=Ending.FINISHED, result=reply))
+        effective = Sampling(temperature=1.0 if mode.trains else 0.0)
         answered = replace(make.choice(message={"role": "assistant", "content": reply}), **given)
         ids = None if given["response_ids"] is None else PROMPT
         records.append(
             make.call(
-                0, answered, rollout=name, version=3, prompt_ids=ids, request={"messages": [USER]}, agent="solver"
+                *(0, answered),
+                rollout=name,
+                version=3,
+                prompt_ids=ids,
+                request={"messages": [USER]},
+                agent="solver",
+                effective=effective,
             )
         )
         if reward:
@@ -190,6 +197,7 @@ def test_what_is_not_known_is_dropped_unless_the_user_says_so(
 
     assert not batch.sampled_N.any()
     assert np.isnan(batch.behaviour_logprobs_R).all()
+    assert batch.temperature_N.tolist() == [1, 1]
     has_ids = changes.get("response_ids", MINE) is not None
     assert batch.tokens_T.tolist() == [*PROMPT, *(MINE if has_ids else map(ord, "five"))] * 2
 

@@ -156,6 +156,7 @@ class _Batches:
         self._columns = columns
         self.schema = pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
         self._waiting: list[pa.RecordBatch] = []
+        self._bytes = 0
 
     def add(self, rows: Sequence[Row]) -> Iterator[pa.Table]:
         """Keep rows; what is due to be written."""
@@ -167,7 +168,8 @@ class _Batches:
                 for name, kind in self._columns.items()
             ]
             self._waiting.append(pa.RecordBatch.from_arrays(arrays, schema=self.schema))
-        if sum(batch.nbytes for batch in self._waiting) >= _BATCH_BYTES:
+            self._bytes += self._waiting[-1].nbytes
+        if self._bytes >= _BATCH_BYTES:
             yield from self.rest()
 
     def rest(self) -> Iterator[pa.Table]:
@@ -175,7 +177,7 @@ class _Batches:
         import pyarrow as pa
 
         if self._waiting:
-            waiting, self._waiting = self._waiting, []
+            waiting, self._waiting, self._bytes = self._waiting, [], 0
             yield pa.Table.from_batches(waiting, self.schema).combine_chunks()
 
 
