@@ -54,7 +54,8 @@ def configuration(folder: Path) -> Path:
 
 LEARN = [
     "train.steps=400", "train.group_size=4", "train.checkpoint_every=2", "eval.every=0", "eval.tasks=30",
-    "algorithm.name=reinforce++", "algorithm.reinforce++.importance_cap=2", "policies.default.optimizer.schedule=constant",
+    "algorithm.name=reinforce++", "algorithm.reinforce++.importance_cap=2",
+    "policies.default.optimizer.schedule=constant",
 ]  # fmt: skip
 
 

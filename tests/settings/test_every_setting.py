@@ -14,6 +14,7 @@ from agl_core.plugins import Plugins
 from . import (
     alarm_effects,
     algorithm_effects,
+    learn_effects,
     online_effects,
     policy_effects,
     rule_effects,
@@ -35,6 +36,7 @@ EFFECTS: Mapping[str, Effect] = {
     **rule_effects.EFFECTS,
     **server_effects.EFFECTS,
     **online_effects.EFFECTS,
+    **learn_effects.EFFECTS,
     **alarm_effects.EFFECTS,
     **tracker_effects.EFFECTS,
     **algorithm_effects.effects(PLUGINS),

@@ -1,0 +1,148 @@
+"""Effects of how sessions of real use are learned from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from agl_core.deployment.sessions import SessionSource, Taken
+from agl_core.plugins import Plugins
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
+from agl_core.training.collect import Collector, scoring_rules
+from agl_core.training.report import Silent
+from agl_core.types import Attempt, Ending, Episode, Feedback, Mode, Rollout, RolloutState, Task, Transition
+
+from .settings_bench import Bench, Effect, Given
+
+UPDATES, OLD_HOURS, RECENT_MINUTES = 20, 10.0, 1.0
+"""Since the version that answered the sessions; since the end of the one that ended long ago, and of the others."""
+
+
+class EnoughError(Exception):
+    """What has not happened in the first look does not happen."""
+
+
+def taking(look: Callable[[Taken | None], Any]) -> Callable[[Bench, Given], Awaitable[Any]]:
+    """Look at what the first step takes of some sessions; None: it waits for more."""
+
+    async def observe(bench: Bench, given: Given) -> Any:
+        loaded = bench.load(given)
+        assert loaded.config.learn is not None
+        path = bench.folder / f"sessions-{time.monotonic_ns()}" / "store.sqlite"
+        path.parent.mkdir()
+        async with SqliteStore(path) as store:
+            for number in range(6):
+                await _end(store, number)
+            rules = scoring_rules(loaded)
+            collector = Collector(store, cast(Any, None), rules, {}, Plugins().hook, lambda: None)
+            looks = 0
+
+            async def between() -> None:
+                nonlocal looks
+                looks += 1
+                if looks > 1:
+                    raise EnoughError
+
+            source = SessionSource(
+                *(store, collector, "run", loaded.config.learn, ("*",)),
+                versions={"default": UPDATES},
+                since=lambda version: UPDATES - version,
+                between=between,
+            )
+            with Silent().phase("rollouts", 1) as phase:
+                try:
+                    return look(await source.take(1, phase))
+                except EnoughError:
+                    return look(None)
+
+    return observe
+
+
+async def _end(store: SqliteStore, number: int) -> None:
+    """A session that got a thumbs up; the first ended long ago, the last is another application's."""
+    id, application = f"use-{number}", "mail" if number == 5 else "shop"
+    ended = time.time() - (OLD_HOURS * 3600 if number == 0 else RECENT_MINUTES * 60)
+    name = "talk" if number < 4 else id
+    task = Task(name, None, "use", {"application": application})
+    rollout = Rollout(id, "run", 0, name, task, Mode.USE, 0, 0, RolloutState.DONE, 0, Ending.FINISHED)
+    attempt = Attempt(id, 0, application, ended, ended, Ending.FINISHED)
+    said = Feedback(id, 0, "f", ended, {"thumbs": 1.0})
+    await store.put(rollout, attempt, make.call(rollout=id, version=0), said)
+
+
+def trained(taken: Taken | None) -> list[str]:
+    return [] if taken is None else [e.rollout.id for e in taken.scored if e.episode.dropped is None]
+
+
+def weights(taken: Taken | None) -> list[float]:
+    return [] if taken is None else taken.weights
+
+
+def groups_of_tasks(bench: Bench, given: Given) -> int:
+    learn = bench.load(given).config.learn
+    assert learn is not None
+    return learn.groups_of_tasks
+
+
+def proposals(bench: Bench, given: Given) -> list[int]:
+    learn = bench.load(given).config.learn
+    assert learn is not None
+    return [step for step in range(1, 50) if learn.is_due(step)]
+
+
+def what_users_said(bench: Bench, given: Given) -> Any:
+    rule = bench.load(given).rewards["users"].build()
+    said = Feedback("r", 0, "f", 0.0, {"thumbs": 1.0, "helpful": 0.0})
+    return rule(make.episode(make.transition(), mode=Mode.USE, feedback=(said,)))  # type: ignore[operator]
+
+
+def asked_again(bench: Bench, given: Given) -> Any:
+    rule = bench.load(given).rewards["asked_again"].build()
+    texts = "Book a flight", "Book the flights", "Stop it"
+
+    def reply(turn: int) -> Transition:
+        return make.transition(turn, messages=tuple({"role": "user", "content": each} for each in texts[: turn + 1]))
+
+    return rule(make.episode(*map(reply, range(3)), mode=Mode.USE))  # type: ignore[operator]
+
+
+async def who_is_scored(bench: Bench, given: Given) -> list[bool]:
+    """Whether the rule says anything of a task's rollout, and of a session."""
+    [rule] = [each for each in scoring_rules(bench.load(given)) if each.name == "exact_match"]
+    episodes: list[Episode] = [make.episode(mode=mode) for mode in (Mode.TRAIN, Mode.USE)]
+    return [each.mode in rule.modes for each in episodes]
+
+
+GIVEN: Given = {
+    "online": {"applications": {"shop": 1, "mail": 1}},
+    "learn": {"sessions_per_step": 4},
+    "algorithm": {"name": "reinforce++", "reinforce++": {"importance_cap": 2.0}},
+}
+
+
+def _with(**settings: Any) -> Given:
+    return {**GIVEN, "learn": {"sessions_per_step": 4, **settings}}
+
+
+EFFECTS: Mapping[str, Effect] = {
+    "learn.sessions_per_step": Effect(taking(trained), _with(sessions_per_step=5), GIVEN),
+    "learn.offline_share": Effect(groups_of_tasks, _with(offline_share=0.5), GIVEN),
+    "learn.max_staleness": Effect(taking(trained), _with(max_staleness=UPDATES - 1), GIVEN),
+    "learn.max_age_hours": Effect(taking(trained), _with(max_age_hours=OLD_HOURS / 2), GIVEN),
+    "learn.wait_minutes": Effect(taking(trained), _with(wait_minutes=RECENT_MINUTES * 2), GIVEN),
+    "learn.key_share": Effect(taking(weights), _with(key_share=0.25), _with(name_share=1.0)),
+    "learn.name_share": Effect(taking(weights), _with(name_share=0.5), GIVEN),
+    "learn.propose_every": Effect(proposals, _with(propose_every=7), GIVEN),
+    "rewards.NAME.scores": Effect(who_is_scored, {"rewards.exact_match.scores": "both"}),
+    "reward.feedback.weights": Effect(
+        what_users_said, {"rewards.users.weights": {"helpful": 3.0}}, {"rewards.users": {"rule": "feedback"}}
+    ),
+    "reward.asked_again.similarity": Effect(
+        asked_again, {"rewards.asked_again.similarity": 1.0}, {"rewards.asked_again": {}}
+    ),
+    "reward.asked_again.correction": Effect(
+        asked_again, {"rewards.asked_again.correction": "^Stop"}, {"rewards.asked_again": {}}
+    ),
+}
