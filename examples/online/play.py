@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,14 @@ RESULTS = HERE / "results.json"
 AGL = Path(sys.executable).with_name("agl")
 WINDOW = 100
 """Sessions over which success is averaged."""
+AFTERWARDS = 400
+"""Sessions of a play after what it waits for."""
 _NEVER = 1_000_000
+_HEAD = (
+    "| play/seed | before | after the shift | at the end | recovered after | sessions | time | versions |\n"
+    + "|---" * 8
+    + "|"
+)
 
 Result: TypeAlias = dict[str, Any]
 """What is kept of a play: `right`, a list of 0 and 1 by session; `decisions`, each with the sessions that had ended."""
@@ -46,9 +54,12 @@ class Play:
     """One deployment and its users."""
 
     sessions: int
+    """At most."""
     shift: int
     settings: tuple[str, ...] = ()
     """Keys of the configuration that are different."""
+    until: str | None = None
+    """What a version has to become for the play to end, some sessions later."""
     thumb: Callable[[Path], Thumb] = lambda run: honest
     """What users say of a run, given its folder."""
 
@@ -66,12 +77,13 @@ def inverted_at_first(run: Path) -> Thumb:
 PLAYS: Mapping[str, Play] = {
     "learning": Play(3000, 600),
     "without": Play(3000, 600, (f"learn.sessions_per_step={_NEVER}",)),
-    "inverted": Play(1000, _NEVER, thumb=inverted),
+    "inverted": Play(2000, _NEVER, until="rejected", thumb=inverted),
     "unseen": Play(
-        1500,
+        3000,
         _NEVER,
-        # The gate's tasks all name an airline, and the users' wishes never do.
+        # All tasks name an airline, and no traveller does.
         ("tasks.eval.names_airline=true", "learn.offline_share=0"),
+        "rolled_back",
         inverted_at_first,
     ),
 }
@@ -85,12 +97,17 @@ def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) ->
     visits: list[Visit] = []
     began = time.monotonic()
     run = Path("runs") / run_name
+    last = sessions or chosen.sessions
 
-    def ended(visit: Visit) -> None:
+    def ended(visit: Visit) -> bool:
+        nonlocal last
         visits.append(visit)
         if len(visits) % WINDOW == 0:
             right = mean(each.right for each in visits[-WINDOW:])
             print(f"{name}: {len(visits)} sessions in {time.monotonic() - began:.0f} s; right: {right:.2f}", flush=True)
+            if chosen.until is not None and _became(run, chosen.until):
+                last = min(last, len(visits) + AFTERWARDS)
+        return len(visits) < last
 
     with deployed(run, settings) as url:
         crowd = Crowd(
@@ -98,7 +115,7 @@ def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) ->
             _key(run),
             _key(run, "--feedback"),
             seed,
-            sessions or chosen.sessions,
+            last,
             chosen.shift,
             thumb=chosen.thumb(run),
         )
@@ -167,10 +184,34 @@ def success(right: Sequence[int]) -> list[tuple[int, float]]:
     """The share of right answers in windows of sessions, by the last session of each.
 
     >>> success([1] * 100 + [0] * 100)
-    [(100, 1.0), (200, 0.0)]
+    [(100, 1), (200, 0)]
     """
     ends = range(WINDOW, len(right) + 1, WINDOW)
     return [(end, mean(right[end - WINDOW : end])) for end in ends]
+
+
+def recovered(result: Result) -> int | None:
+    """Sessions from the shift to the end of the first window that is as good as before, within 0.05; None: it was none.
+
+    >>> recovered({"shift": 100, "right": [1] * 100 + [0] * 100 + [1] * 100})
+    200
+    """
+    shift, right = result["shift"], result["right"]
+    before = mean(right[:shift])
+    ends = (end for end, share in success(right) if end > shift and share >= before - 0.05)
+    first = next(ends, None)
+    return None if first is None else first - shift
+
+
+def row(key: str, result: Result) -> str:
+    """What came of a play, as a row of a table."""
+    shift, right = min(result["shift"], len(result["right"])), result["right"]
+    after = right[shift : shift + 2 * WINDOW]
+    became = Counter(each["state"] for each in result["decisions"] if each["version"])
+    cells = [f"{mean(right[:shift]):.3f}", f"{mean(after):.3f}" if after else "", f"{mean(right[-2 * WINDOW :]):.3f}"]
+    cells += [str(recovered(result) or "never") if after else "", str(len(right)), f"{result['seconds']} s"]
+    cells += [", ".join(f"{count} {state}" for state, count in became.items())]
+    return f"| {' | '.join([key, *cells])} |"
 
 
 def draw(results: Mapping[str, Result], out: Path) -> None:
@@ -193,16 +234,19 @@ def draw(results: Mapping[str, Result], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plays", nargs="*", choices=[[], *PLAYS], metavar="PLAY", help=", ".join(PLAYS))
+    parser.add_argument("plays", nargs="*", metavar="PLAY", help=", ".join(PLAYS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sessions", type=int, help="other than the play's own number")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of agl learn")
     parser.add_argument("--draw", type=Path, help="the file to draw")
     options = parser.parse_args()
+    if unknown := set(options.plays) - set(PLAYS):
+        parser.error(f"there is no play {', '.join(sorted(unknown))}: there are {', '.join(PLAYS)}")
     results: dict[str, Result] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     for name in options.plays:
         results[f"{name}/{options.seed}"] = play(name, options.seed, options.sessions, options.set)
         RESULTS.write_text(json.dumps(results, sort_keys=True) + "\n")
+    print(_HEAD, *(row(key, result) for key, result in results.items()), sep="\n")
     if options.draw:
         draw(results, options.draw)
 

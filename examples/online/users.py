@@ -69,7 +69,8 @@ def travellers(seed: int, shift: int) -> Iterator[Traveller]:
 def is_right(said: str, wish: Wish) -> bool:
     """Whether an answer ends with the fare that was asked for.
 
-    >>> is_right("It costs 70.", Wish("Rome", "Friday", "Kite")), is_right("It costs 20.", Wish("Rome", "Friday", "Kite"))
+    >>> wish = Wish("Rome", "Friday", "Kite")
+    >>> is_right("It costs 70.", wish), is_right("It costs 20.", wish)
     (True, False)
     """
     numbers = re.findall(r"\d+", said)
@@ -95,17 +96,19 @@ class Crowd:
     thumb: Callable[[bool, int], str] = honest
     """What is sent as the thumb, by whether the answer was right and the traveller's number."""
 
-    async def visit(self, ended: Callable[[Visit], None]) -> None:
-        """Let all of them come; `ended` is called with each session."""
+    async def visit(self, ended: Callable[[Visit], bool]) -> None:
+        """Let them come; `ended` is called with each session, and says whether more should."""
         coming = itertools.islice(travellers(self.seed, self.shift), self.sessions)
+        more = True
         async with (
             httpx.AsyncClient(trust_env=False, timeout=60) as http,
             AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0) as client,
         ):
 
             async def one_after_another() -> None:
-                for each in coming:
-                    ended(await self._session(each, client, http))
+                nonlocal more
+                while more and (each := next(coming, None)) is not None:
+                    more = ended(await self._session(each, client, http)) and more
 
             await asyncio.gather(*(one_after_another() for _ in range(self.at_once)))
 
@@ -155,7 +158,7 @@ def main() -> None:
     keys = os.environ[APPLICATION_KEY], os.environ[FEEDBACK_KEY]
     crowd = Crowd(options.url, *keys, options.seed, options.sessions, options.shift)
     with options.log.open("a", buffering=1) as log:
-        asyncio.run(crowd.visit(lambda visit: log.write(json.dumps(asdict(visit)) + "\n") and None))
+        asyncio.run(crowd.visit(lambda visit: log.write(json.dumps(asdict(visit)) + "\n") > 0))
 
 
 if __name__ == "__main__":
