@@ -35,7 +35,7 @@ RESULTS = HERE / "results.json"
 AGL = Path(sys.executable).with_name("agl")
 WINDOW = 100
 """Sessions over which success is averaged."""
-AFTERWARDS = 400
+AFTERWARDS = 200
 """Sessions of a play after what it waits for."""
 _NEVER = 1_000_000
 _HEAD = (
