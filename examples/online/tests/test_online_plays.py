@@ -30,13 +30,11 @@ def test_the_gate_stops_what_is_learned_from_feedback_that_is_turned_round(playe
     states = {each["state"] for each in learned(result)}
     assert "rejected" in states
     assert states <= {"candidate", "rejected"}, "no version that was learned ever answered"
-    right = result["right"]
-    assert mean(right) > 0.9
+    assert mean(result["right"]) > 0.9
 
 
 def test_the_canary_stops_what_the_gate_cannot_see(played: Callable[[str], Result]) -> None:
-    result = played("unseen")
-    first = learned(result)[0]["version"]
-    states = [each["state"] for each in learned(result) if each["version"] == first]
+    decisions = learned(played("unseen"))
+    states = [each["state"] for each in decisions if each["version"] == decisions[0]["version"]]
     assert states == ["candidate", "passed", "canary", "rolled_back"]
-    assert mean(result["right"][-200:]) > 0.88, "the stable version answers again"
+    assert "stable" not in {each["state"] for each in decisions}
