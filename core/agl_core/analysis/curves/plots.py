@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -62,6 +63,26 @@ def draw(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
     `kinds` has for each kind of run, by its name, the curves of its seeds. ConfigError if matplotlib is missing, or the
     file's name has another ending.
     """
+    sets = list(dict.fromkeys(name for seeds in kinds.values() for each in seeds for name, _ in each.held_out)) or [""]
+    with panels(out, len(sets)) as row:
+        for panel, name in zip(row, sets, strict=True):
+            for number, (kind, seeds) in enumerate(kinds.items()):
+                alone = len(kinds) == 1
+                _draw_kind(panel, name, seeds, "" if alone else f"{kind}, ", None if alone else number)
+            panel.set_title(name, fontsize=10)
+            panel.set_xlabel("step")
+        row[0].set_ylabel("mean reward")
+        counts = sorted({len(seeds) for seeds in kinds.values()})
+        title = None if counts == [1] else f"{' or '.join(map(str, counts))} seeds"
+        row[-1].legend(fontsize=8, loc="best", title=title, title_fontsize=8)
+
+
+@contextmanager
+def panels(out: Path, count: int, width: float = 3.7) -> Iterator[Sequence[Any]]:
+    """Panels side by side to draw on (matplotlib's `Axes`), of this width in inches; then they are written to `out`.
+
+    The same drawing gives the same file, byte for byte. ConfigError as of `draw`.
+    """
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"{out} does not say what to draw. Let its name end in {' or '.join(FORMATS)}.")
     try:
@@ -69,21 +90,12 @@ def draw(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("Plots need matplotlib: pip install 'agl-core[plot]'") from error
-    sets = list(dict.fromkeys(name for seeds in kinds.values() for each in seeds for name, _ in each.held_out)) or [""]
     with matplotlib.rc_context({"svg.hashsalt": "agl"}):
-        figure = Figure(figsize=(1 + 3.7 * len(sets), 3.4), layout="constrained")
-        row = figure.subplots(1, len(sets), sharey=True, squeeze=False)[0]
-        for panel, name in zip(row, sets, strict=True):
-            for number, (kind, seeds) in enumerate(kinds.items()):
-                alone = len(kinds) == 1
-                _draw_kind(panel, name, seeds, "" if alone else f"{kind}, ", None if alone else number)
-            panel.set_title(name, fontsize=10)
-            panel.set_xlabel("step")
+        figure = Figure(figsize=(1 + width * count, 3.4), layout="constrained")
+        row = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+        for panel in row:
             panel.grid(alpha=0.3)
-        row[0].set_ylabel("mean reward")
-        counts = sorted({len(seeds) for seeds in kinds.values()})
-        title = None if counts == [1] else f"{' or '.join(map(str, counts))} seeds"
-        row[-1].legend(fontsize=8, loc="best", title=title, title_fontsize=8)
+        yield row
         ending = out.suffix.lower()[1:]
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
         figure.savefig(out, format=ending, dpi=150, metadata=undated)

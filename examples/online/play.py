@@ -1,0 +1,258 @@
+"""Deploys the travel desk with `agl learn`, lets simulated users come, and says what they met.
+
+    python examples/online/play.py learning without         # what travellers want shifts; with and without learning
+    python examples/online/play.py inverted                 # feedback is turned round: the gate stops what comes of it
+    python examples/online/play.py unseen                   # … in what the gate cannot see: the canary stops it
+    python examples/online/play.py --draw curves.svg        # draw what was kept of the plays
+
+What is kept of a play is in `results.json` beside this file, one entry for each play and seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, TypeAlias
+
+from users import Crowd, Visit, honest
+
+from agl_core.analysis.curves.plots import panels
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+AGL = Path(sys.executable).with_name("agl")
+WINDOW = 100
+"""Sessions over which success is averaged."""
+AFTERWARDS = 200
+"""Sessions of a play after what it waits for."""
+_NEVER = 1_000_000
+_HEAD = (
+    "| play/seed | before | after the shift | at the end | recovered after | sessions | time | versions |\n"
+    + "|---" * 8
+    + "|"
+)
+
+Result: TypeAlias = dict[str, Any]
+"""What is kept of a play: `right`, a list of 0 and 1 by session; `decisions`, each with the sessions that had ended."""
+Thumb: TypeAlias = Callable[[bool, int], str]
+
+
+@dataclass(frozen=True)
+class Play:
+    """One deployment and its users."""
+
+    sessions: int
+    """At most."""
+    shift: int
+    settings: tuple[str, ...] = ()
+    """Keys of the configuration that are different."""
+    until: str | None = None
+    """What a version has to become for the play to end, some sessions later."""
+    thumb: Callable[[Path], Thumb] = lambda run: honest
+    """What users say of a run, given its folder."""
+
+
+def inverted(run: Path) -> Thumb:
+    """A bug in the form: every thumb is turned round."""
+    return lambda right, number: honest(not right, number)
+
+
+def inverted_at_first(run: Path) -> Thumb:
+    """The same, until it is mended: by chance just when the first version of it becomes a canary."""
+    return lambda right, number: honest(right if _became(run, "canary") else not right, number)
+
+
+_SESSIONS_ALONE = ("learn.offline_share=0",)
+"""Offline tasks would hold against feedback that is wrong."""
+
+PLAYS: Mapping[str, Play] = {
+    "learning": Play(2600, 600),
+    "without": Play(2600, 600, (f"learn.sessions_per_step={_NEVER}",)),
+    "inverted": Play(2000, _NEVER, _SESSIONS_ALONE, "rejected", inverted),
+    "unseen": Play(
+        3000,
+        _NEVER,
+        # The gate's tasks all name an airline, at which the desk is bad anyway, and no traveller does.
+        (*_SESSIONS_ALONE, "tasks.eval.names_airline=true", "learn.gate.tolerance=0.3"),
+        "rolled_back",
+        inverted_at_first,
+    ),
+}
+
+
+def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) -> Result:
+    """Play it, and return what is kept."""
+    chosen = PLAYS[name]
+    run_name = f"online-{name}-seed-{seed}-{time.strftime('%H%M%S')}"
+    settings = (*chosen.settings, f"seed={seed}", f"name={run_name}", *settings)
+    visits: list[Visit] = []
+    began = time.monotonic()
+    run = Path("runs") / run_name
+    last = sessions or chosen.sessions
+
+    def ended(visit: Visit) -> bool:
+        nonlocal last
+        visits.append(visit)
+        if len(visits) % WINDOW == 0:
+            right = mean(each.right for each in visits[-WINDOW:])
+            print(f"{name}: {len(visits)} sessions in {time.monotonic() - began:.0f} s; right: {right:.2f}", flush=True)
+            if chosen.until is not None and _became(run, chosen.until):
+                last = min(last, len(visits) + AFTERWARDS)
+        return len(visits) < last
+
+    with deployed(run, settings) as url:
+        crowd = Crowd(
+            url,
+            _key(run),
+            _key(run, "--feedback"),
+            seed,
+            last,
+            chosen.shift,
+            thumb=chosen.thumb(run),
+        )
+        asyncio.run(crowd.visit(ended))
+    return {
+        "seconds": round(time.monotonic() - began),
+        "cores": len(os.sched_getaffinity(0)),
+        "shift": chosen.shift,
+        "right": [int(each.right) for each in visits],
+        "decisions": [
+            {
+                "sessions": sum(each.ended < decision["time"] for each in visits),
+                "version": decision["step"],
+                "state": decision["state"],
+                "reason": decision["reason"],
+            }
+            for decision in _decisions(run)
+        ],
+    }
+
+
+@contextmanager
+def deployed(run: Path, settings: Sequence[str]) -> Iterator[str]:
+    """`agl learn` in a process of its own; the address of its server. It is stopped afterwards."""
+    run.parent.mkdir(exist_ok=True)
+    log = run.with_suffix(".log")
+    command = [str(AGL), "learn", str(HERE / "train.toml"), *(part for each in settings for part in ("--set", each))]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as learning:
+        try:
+            yield _address(run / "server.json", learning, log)
+        finally:
+            if learning.poll() is None:
+                learning.send_signal(signal.SIGINT)
+    if learning.returncode not in (0, 128 + signal.SIGINT):
+        sys.exit(f"agl learn ended with status {learning.returncode}: see {log}")
+
+
+def _address(file: Path, learning: subprocess.Popen[bytes], log: Path) -> str:
+    while True:
+        try:
+            return str(json.loads(file.read_text())["base_url"])
+        except (OSError, ValueError):
+            if learning.poll() is not None:
+                sys.exit(f"agl learn did not begin: see {log}")
+            time.sleep(0.1)
+
+
+def _key(run: Path, *options: str) -> str:
+    command = [str(AGL), "sessions", "key", str(run), "desk", *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _decisions(run: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (run / "versions.jsonl").read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def _became(run: Path, state: str) -> bool:
+    return any(each["state"] == state for each in _decisions(run))
+
+
+def success(right: Sequence[int]) -> list[tuple[int, float]]:
+    """The share of right answers in windows of sessions, by the last session of each.
+
+    >>> success([1] * 100 + [0] * 100)
+    [(100, 1), (200, 0)]
+    """
+    ends = range(WINDOW, len(right) + 1, WINDOW)
+    return [(end, mean(right[end - WINDOW : end])) for end in ends]
+
+
+def recovered(result: Result) -> int | None:
+    """Sessions from the shift to the end of the first window that is as good as before, within 0.05; None: it was none.
+
+    >>> recovered({"shift": 100, "right": [1] * 100 + [0] * 100 + [1] * 100})
+    200
+    """
+    shift, right = result["shift"], result["right"]
+    before = mean(right[:shift])
+    ends = (end for end, share in success(right) if end > shift and share >= before - 0.05)
+    first = next(ends, None)
+    return None if first is None else first - shift
+
+
+def row(key: str, result: Result) -> str:
+    """What came of a play, as a row of a table."""
+    shift, right = min(result["shift"], len(result["right"])), result["right"]
+    after = right[shift : shift + 2 * WINDOW]
+    became = Counter(each["state"] for each in result["decisions"] if each["version"])
+    cells = [f"{mean(right[:shift]):.3f}", f"{mean(after):.3f}" if after else "", f"{mean(right[-2 * WINDOW :]):.3f}"]
+    cells += [str(recovered(result) or "never") if after else "", str(len(right)), f"{result['seconds']} s"]
+    cells += [", ".join(f"{count} {state}" for state, count in became.items())]
+    return f"| {' | '.join([key, *cells])} |"
+
+
+def draw(results: Mapping[str, Result], out: Path) -> None:
+    """Success by session, with and without learning; a line for each seed, and a mark where a version was promoted."""
+    with panels(out, 1, 6) as [panel]:
+        for colour, name in (("C0", "learning"), ("grey", "without")):
+            found = [result for key, result in results.items() if key.partition("/")[0] == name]
+            for number, result in enumerate(found):
+                label = {"learning": "with learning", "without": "without"}[name] if number == 0 else None
+                panel.plot(*zip(*success(result["right"]), strict=True), color=colour, linewidth=1.2, label=label)
+                for each in result["decisions"]:
+                    if each["state"] == "stable" and each["version"]:
+                        panel.axvline(each["sessions"], color=colour, linewidth=0.5, linestyle=":")
+                panel.axvline(result["shift"], color="C3", linewidth=0.8, linestyle="--")
+        panel.set_xlabel("session")
+        panel.set_ylabel(f"right answers, of {WINDOW} sessions")
+        panel.set_ylim(0, 1)
+        panel.legend(fontsize=8, loc="lower right")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plays", nargs="*", metavar="PLAY", help=", ".join(PLAYS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sessions", type=int, help="other than the play's own number")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of agl learn")
+    parser.add_argument("--draw", type=Path, help="the file to draw")
+    options = parser.parse_args()
+    if unknown := set(options.plays) - set(PLAYS):
+        parser.error(f"there is no play {', '.join(sorted(unknown))}: there are {', '.join(PLAYS)}")
+    results: dict[str, Result] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for name in options.plays:
+        results[f"{name}/{options.seed}"] = play(name, options.seed, options.sessions, options.set)
+        RESULTS.write_text(json.dumps(results, sort_keys=True) + "\n")
+    print(_HEAD, *(row(key, result) for key, result in results.items()), sep="\n")
+    if options.draw:
+        draw(results, options.draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The simulated travellers: the same for the same seed, and bounded."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from flights import Wish
+from users import FEEDBACK_SHARE, NAMING_SHARE, Traveller, honest, is_right, travellers
+
+
+def crowd(seed: int, count: int = 2000, shift: int = 1000) -> list[Traveller]:
+    return list(islice(travellers(seed, shift), count))
+
+
+def test_a_crowd_follows_from_its_seed() -> None:
+    assert crowd(1) == crowd(1)
+    assert crowd(1) != crowd(2)
+
+
+def test_wishes_shift_and_nothing_else_does() -> None:
+    shifted, steady = crowd(0), crowd(0, shift=10_000)
+    assert not any(each.wish.airline for each in [*shifted[:1000], *steady])
+    assert sum(each.wish.airline is not None for each in shifted[1000:]) == pytest.approx(1000 * NAMING_SHARE, abs=50)
+    for ours, theirs in zip(shifted, steady, strict=True):
+        assert (ours.wish.city, ours.wish.day, ours.gives_feedback) == (
+            theirs.wish.city,
+            theirs.wish.day,
+            theirs.gives_feedback,
+        )
+
+
+def test_some_never_give_feedback() -> None:
+    assert sum(each.gives_feedback for each in crowd(0)) == pytest.approx(2000 * FEEDBACK_SHARE, abs=80)
+
+
+@pytest.mark.parametrize(("said", "right"), [("It costs 70.", True), ("70 or 20", False), ("No.", False), ("", False)])
+def test_the_last_number_is_the_answer(said: str, right: bool) -> None:
+    assert is_right(said, Wish("Rome", "Friday", "Kite")) is right
+    assert honest(right, 0) == ("up" if right else "down")
