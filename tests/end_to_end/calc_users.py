@@ -1,6 +1,6 @@
 """Simulated users of the deployed calc agent, by the official client, in a process of their own.
 
-    python -m tests.end_to_end.calc_users ADDRESS_FILE LOG
+    PYTHONPATH=examples/calc python -m tests.end_to_end.calc_users ADDRESS_FILE LOG
 
 They ask the problems of the example's training split, run the calculator when the model asks for it, and give a thumbs
 up if the answer is right. While the server is away they try again. Each finished session is a line of LOG.
@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 import openai
 
-CALC = Path(__file__).parents[2] / "examples" / "calc"
 USERS = 16
 MOST_CALLS = 4
 
@@ -92,5 +91,4 @@ async def _post(http: httpx.AsyncClient, at: dict[str, str], route: str, key: st
 
 
 if __name__ == "__main__":
-    sys.path.append(str(CALC))
     asyncio.run(main(*map(Path, sys.argv[1:3])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -78,7 +79,10 @@ class Deployed:
         if self.users is None:
             arguments = ["-m", "tests.end_to_end.calc_users", self.folder / "address.json", self.folder / "users.log"]
             with (self.folder / "users.txt").open("w") as output:
-                self.users = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output)
+                environment = {**os.environ, "PYTHONPATH": str(CALC.parent)}
+                self.users = subprocess.Popen(
+                    [sys.executable, *arguments], stdout=output, stderr=output, env=environment
+                )
         return command
 
     def key(self, *options: str) -> str:

@@ -21,8 +21,9 @@ from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import health_of, staleness
 from agl_core.learning.health import answer, has_failed, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.protocols import KeepingTracker, Tracker
+from agl_core.returns import episode_return
 from agl_core.training.alarms import Alarm
-from agl_core.types import Ending, Episode, FinishReason
+from agl_core.types import Ending, Episode, FinishReason, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,10 @@ def mean(values: Iterable[float]) -> float:
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Rewards and their parts, endings, lengths, turns, calls and health of one set of rollouts.
 
-    An episode without a terminal reward (it was dropped) counts as 0 in `reward/mean`.
+    An episode without a terminal reward (it was dropped) counts as 0 in `reward/mean`. Of a session it is the return,
+    for users may say of each reply what it was worth.
     """
-    rewards = [e.terminal or 0.0 for e in episodes]
+    rewards = [episode_return(e) if e.mode is Mode.USE else e.terminal or 0.0 for e in episodes]
     transitions = [t for e in episodes for t in e.transitions]
     metrics = {
         "reward/mean": mean(rewards),
