@@ -94,7 +94,9 @@ class Prioritised:
         if new is None:
             return None
         replays = self._replays(math.ceil(self._options.ratio * count), context)
-        usable = (_without_dropped(group.episodes) for group in new)
+        # Not in the order of completion, which depends on time.
+        by_name = sorted(new, key=lambda group: group.episodes[0].group)
+        usable = (_without_dropped(group.episodes) for group in by_name)
         kept = [_Kept(group, spread(group)) for group in usable if len(group) >= context.min_group_size]
         self._kept = [*self._kept, *kept][-self._options.capacity :]
         return [*new, *replays]
