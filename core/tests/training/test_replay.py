@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -166,9 +167,9 @@ def test_what_was_dropped_is_dropped_once_and_a_group_that_is_too_small_is_not_r
     buffer.draw(3, asking(at_least=2))
     _, *again = buffer.draw(1, asking(at_least=2)) or ()
     assert [[each.rollout for each in drawn.episodes] for drawn in again] == [
+        ["new-m0", "new-m1"],
         ["three-m0", "three-m1"],
         ["two-m0", "two-m1"],
-        ["new-m0", "new-m1"],
     ]
     small = Prioritised(PrioritisedOptions(ratio=10.0, alpha=0.0))
     for each in first:
@@ -183,7 +184,16 @@ def test_too_few_new_groups_are_waited_for_and_cost_nothing() -> None:
     assert buffer.draw(2, asking()) is None
     assert (buffer.pending, len(buffer)) == (["a"], 4)
     buffer.add(group("b"))
-    assert names(buffer.draw(2, asking())) == ["a", "b", *THREE]
+    assert names(buffer.draw(2, asking())) == ["a", "b", *sorted(THREE)]
+
+
+def test_which_group_ended_first_does_not_matter() -> None:
+    drawn = []
+    for order in itertools.permutations(THREE):
+        buffer = holding({name: THREE[name] for name in order})
+        buffer.add(group("new"))
+        drawn.append(names(buffer.draw(1, asking())))
+    assert all(each == drawn[0] for each in drawn)
 
 
 def test_the_draw_is_a_function_of_seed_and_step() -> None:
