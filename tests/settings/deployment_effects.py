@@ -34,7 +34,7 @@ def at_the_gate(metric: str = "", value: float = 0.0, *, worse: int = 0) -> Call
         settings = _gate(bench, given)
         usual = {"length/response": 20.0}
         candidate = evaluated(BEFORE & (np.arange(30) >= worse), **{**usual, **({metric: value} if metric else {})})
-        return gate.judged("default", 2, candidate, evaluated(BEFORE, **usual), settings, kl=0.3).state
+        return gate.judged("default", 2, candidate, evaluated(BEFORE, **usual), settings).state
 
     return observe
 
@@ -98,7 +98,6 @@ EFFECTS: Mapping[str, Effect] = {
     "learn.gate.max_empty": Effect(at_the_gate("answers/empty", 0.2), {"learn.gate.max_empty": 0.3}, GATE),
     "learn.gate.max_refusals": Effect(at_the_gate("answers/refused", 0.2), {"learn.gate.max_refusals": 0.3}, GATE),
     "learn.gate.max_questions": Effect(at_the_gate("answers/question", 0.3), {"learn.gate.max_questions": 0.4}, GATE),
-    "learn.gate.max_kl": Effect(at_the_gate(), {"learn.gate.max_kl": 0.2}, GATE),
     "learn.gate.checks": Effect(objected, {"learn.gate.checks": {"even": {}}}, GATE),
     "learn.gate.checks.NAME.check": Effect(
         objected, {"learn.gate.checks": {"even": {"check": "odd"}}}, {"learn.gate.checks": {"even": {}}}

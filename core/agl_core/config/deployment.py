@@ -36,11 +36,6 @@ class GateSection(Section):
     max_empty: Rise = Field(0.05, description="By how much the share of empty answers may rise.")
     max_refusals: Rise = Field(0.05, description="By how much the share of answers that refuse may rise.")
     max_questions: Rise = Field(0.2, description="By how much the share of answers that end with a question may rise.")
-    max_kl: float | None = Field(
-        None,
-        gt=0,
-        description="The largest mean divergence of its tokens from the served version's, in nats; absent: any.",
-    )
     checks: dict[str, ReleaseCheckSection] = Field(
         {}, description="Checks of your own, by plugin name, each with its settings (docs/plugins.md)."
     )

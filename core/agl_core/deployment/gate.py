@@ -21,14 +21,12 @@ def judged(
     incumbent: Evaluated,
     settings: GateSection,
     *,
-    kl: float | None = None,
     objections: Sequence[str] = (),
 ) -> Decision:
     """Whether a candidate passes the gate, with the figures that say so.
 
-    `candidate` and `incumbent` are evaluations of both versions on the same tasks. `kl` is the mean divergence of the
-    candidate's tokens from the incumbent's, in nats, if it was measured. `objections` are what the user's own checks
-    say against it (`agl_core.deployment.checks`).
+    `candidate` and `incumbent` are evaluations of both versions on the same tasks. `objections` are what
+    the user's own checks say against it (`agl_core.deployment.checks`).
     """
     comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
     figures = {name: value for each in comparisons for name, value in _figures(each)}
@@ -53,10 +51,6 @@ def judged(
         figures |= {key: now, f"{key}/before": length}
         if now > settings.max_length * max(length, 1.0):
             reasons.append(f"responses grew from {length:.0f} to {now:.0f} tokens on {_place(key, 'length/response')}")
-    if kl is not None:
-        figures["kl"] = kl
-    if settings.max_kl is not None and (kl is None or not kl <= settings.max_kl):
-        reasons.append("its divergence was not measured" if kl is None else f"its divergence is {kl:.3f} nats")
     state = State.REJECTED if reasons else State.PASSED
     return Decision(policy, step, state, By.GATE, _sentence(reasons or list(_gains(figures))), figures)
 

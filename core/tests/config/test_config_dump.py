@@ -99,7 +99,6 @@ CHANGED: dict[str, Any] = {
     "learn.gate.max_empty": 0.0,
     "learn.gate.max_refusals": 0.1,
     "learn.gate.max_questions": 0.3,
-    "learn.gate.max_kl": 0.5,
     "learn.gate.checks.swears.check": "polite",
     "learn.gate.checks.polite.limit": 5,
     "learn.canary.share": 0.25,
