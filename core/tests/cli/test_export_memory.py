@@ -20,8 +20,8 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import Ending, Reward, RolloutState, Run, TrainingRecord
 
-FEW, MANY = 5_000, 50_000
-"""Transitions."""
+FEW, MANY = 4_800, 48_000
+"""Transitions, in whole groups."""
 BUFFERS = 64 << 20
 """Bytes of what waits to be written, which a small run does not fill; the rows of the large one take more."""
 EXPORT = """
