@@ -21,7 +21,7 @@ import pytest
 
 import agl_core
 from agl_core.errors import ConfigError, StoreError
-from agl_core.types import Call, Ending, Mode, Rollout, RolloutState, Task
+from agl_core.types import Call, Ending, Mode, Rollout, RolloutState, Task, Verdict
 
 FORMATS = ("parquet", "jsonl", "hf", "csv")
 
@@ -164,6 +164,17 @@ def test_filters(trained: Any, filters: list[str], expected: list[str]) -> None:
     exported(trained, *filters)
 
     assert [line["rollout"] for line in lines(trained.folder / "out" / "episodes.jsonl")] == expected
+
+
+def test_the_filter_by_verdict_is_that_of_agl_rollouts(trained: Any) -> None:
+    found = []
+    for verdict in Verdict:
+        shown = json.loads(trained.agl("rollouts", "calc", "--verdict", verdict, "--json").output)
+        exported(trained, "--verdict", verdict, out=verdict)
+        names = [line["rollout"] for line in lines(trained.folder / verdict / "episodes.jsonl")]
+        assert sorted(names) == sorted(each["id"] for each in shown)
+        found.append(set(names))
+    assert sum(map(bool, found)) > 1, "they differ"
 
 
 def test_only_some_tables(trained: Any) -> None:

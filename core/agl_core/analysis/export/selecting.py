@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from agl_core.analysis.filters import Query, matches_itself
 from agl_core.analysis.rollouts import AttemptReport, RolloutEntry, attempt_reports, entries_of
 from agl_core.store.interface import Store
-from agl_core.types import Attempt, Mode, Rollout, RolloutState, Transition
+from agl_core.types import Attempt, Mode, Rollout, RolloutState, Transition, Verdict
 
 _PAGE = 32
 """Rollouts that are in memory at a time."""
@@ -28,6 +28,13 @@ class Selection:
     """The highest terminal reward; it is included."""
     agent: str | None = None
     """One that made a call. Of a transition: the one that made its call."""
+    verdict: Verdict | None = None
+    """Of its health."""
+
+    def takes(self, report: AttemptReport) -> bool:
+        """Whether a rollout with the right step, mode, split and reward is selected."""
+        agents = {transition.agent for transition in report.episode.transitions}
+        return self.agent in (None, *agents) and self.verdict in (None, report.health.verdict)
 
     def has(self, transition: Transition) -> bool:
         """Whether a transition of a selected rollout is selected."""
@@ -99,7 +106,7 @@ class Selected:
             report = reports.get(entry.rollout.id)
             if report is None:
                 left_out.unfinished += 1
-            elif asked.agent is not None and asked.agent not in {t.agent for t in report.episode.transitions}:
+            elif not asked.takes(report):
                 left_out.unwanted += 1
             else:
                 found.append(Exported(entry, report))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agl_core.analysis.export.formats import Format
-from agl_core.cli.recorded.rollouts import ModeOption
+from agl_core.cli.recorded.rollouts import ModeOption, VerdictOption
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
 from agl_core.errors import ConfigError, nearest
@@ -46,6 +46,7 @@ def export(
     min_reward: Low = None,
     max_reward: High = None,
     agent: Agent = None,
+    verdict: VerdictOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Write what was recorded of a run for other tools: tables, or conversations to train on.
@@ -63,7 +64,7 @@ def export(
 
     for unknown in set(table) - set(TABLES):
         raise ConfigError(f"--table {unknown}: there is no such table. {nearest(unknown, TABLES)}")
-    selection = Selection(_steps(step), mode, split, min_reward, max_reward, agent)
+    selection = Selection(_steps(step), mode, split, min_reward, max_reward, agent, verdict)
     found = asyncio.run(export_run(find_run(run), to, out, selection, table or tuple(TABLES)))
     if as_json:
         print_json(found)

@@ -22,7 +22,7 @@ Name = Annotated[str, typer.Option(help="The run's folder below ./runs.")]
 
 
 def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> None:
-    """Make a run of recorded conversations, to look at, to score and to export.
+    """Make a run of recorded conversations, to look at, to score, to export and to train on.
 
     Each assistant message is a call: what comes before it is its prompt. Beside `messages` and `tools` a line may have
     `id` (lines with the same id are rollouts of one task), `split`, `reward` and `model`; all else is the task's
