@@ -28,12 +28,15 @@ def no_problems(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 
 
 @pytest.fixture(name="agl")
-def agl_in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Agl:
+def agl_in_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> Agl:
     """Runs an `agl` command in this process, from its first line to the exit status; a process takes a second more."""
     [command] = entry_points(group="console_scripts", name="agl")
     main = command.load()
 
     def run(*arguments: str) -> CompletedProcess[str]:
+        _forget_modules_in(tmp_path_factory.getbasetemp())  # Those of other tests: a process would not have them.
         monkeypatch.setattr(sys, "argv", ["agl", *arguments])
         status: object = 0
         try:
@@ -51,8 +54,11 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """The test's folder as the one in which a user runs a command here; what is imported from it goes with it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    before = {*sys.modules}
     yield tmp_path
-    for name in {*sys.modules} - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+    _forget_modules_in(tmp_path)
+
+
+def _forget_modules_in(folder: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{folder}/"):
             del sys.modules[name]
