@@ -81,7 +81,9 @@ async def _serve(
             "With [learn], versions of the run's own answer its sessions, and `agl learn` serves them: start that, or "
             "leave [learn] out and name online.upstream."
         )
-    async with standalone_server(loaded, run_dir, None if online is None else _upstream(online, console)) as server:
+    upstream = None if online is None else _upstream(online, console)
+    stopping = asyncio.ensure_future(until_signalled())  # A signal that comes early stops it as cleanly.
+    async with standalone_server(loaded, run_dir, upstream) as server:
         begun()
         queue = server.queue
         if queue.queued or queue.running:
@@ -99,7 +101,7 @@ async def _serve(
         console.print(f"train:  agl train {trained} --server {server.base_url}")
         console.print(f"work:   agl worker {worked} --server {server.base_url}")
         async with shown(run_dir, loaded.config.server, server.keys.operator, console):
-            await until_signalled()
+            await stopping
         console.print("stopping; trainer and workers wait for the next server")
 
 

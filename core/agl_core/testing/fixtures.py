@@ -36,7 +36,10 @@ def agl_in_process(
     main = command.load()
 
     def run(*arguments: str) -> CompletedProcess[str]:
-        _forget_modules_in(tmp_path_factory.getbasetemp())  # Those of other tests: a process would not have them.
+        # A process would have no modules of other tests, and those of its own folder first.
+        _forget_modules_in(tmp_path_factory.getbasetemp())
+        for file in Path.cwd().glob("*.py"):
+            monkeypatch.delitem(sys.modules, file.stem, raising=False)
         monkeypatch.setattr(sys, "argv", ["agl", *arguments])
         status: object = 0
         try:
