@@ -64,8 +64,9 @@ class Imported:
 def import_file(file: Path, name: str, runs: Path) -> Coroutine[Any, Any, Imported]:
     """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file, or of a folder that `agl export` made.
 
-    Each line of the file is a conversation in OpenAI's chat format, or an episode (`agl_core.save_episodes`,
-    `agl export --to jsonl`). EpisodesError names each bad line, and then there is no run.
+    Each line of the file is a conversation in OpenAI's chat format, a prompt and completion as TRL takes them, or an
+    episode (`agl_core.save_episodes`, `agl export --to jsonl`). EpisodesError names each bad line, and then there is no
+    run.
     """
     if not FOLDER_NAME.fullmatch(name):
         raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
@@ -155,7 +156,7 @@ class _Lines:
             raise ValueError(f"must be a JSON object, not {type(data).__name__}")
         if "transitions" in data:
             return self._episode(number, from_json(Episode, data))
-        return self._conversation(number, data)
+        return self._conversation(number, _joined(data))
 
     def _episode(self, number: int, episode: Episode) -> list[Record]:
         if episode.rollout in self._rollouts:
@@ -172,7 +173,10 @@ class _Lines:
     def _conversation(self, number: int, data: Mapping[str, Any]) -> list[Record]:
         if not isinstance(data.get("messages"), list):
             near = "; an exported table cannot be imported, episodes.jsonl can" if "rollout" in data else ""
-            raise ValueError(f"has no list 'messages' of a conversation, and no 'transitions' of an episode{near}")
+            raise ValueError(
+                f"has no list 'messages' of a conversation, no 'prompt' with 'completion', and no 'transitions' of an "
+                f"episode{near}"
+            )
         messages = [_message(place, each) for place, each in enumerate(data["messages"])]
         tools = data.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
@@ -291,6 +295,19 @@ def _asked(
         temperature=1.0,
         tools=tuple(tools),
     )
+
+
+def _joined(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """TRL's prompt and completion (as `agl export --to sft` writes them) as one conversation, whose prompt is given."""
+    prompt, completion, tools = data.get("prompt"), data.get("completion"), data.get("tools")
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        return data
+    given = [{**each, "weight": 0} if isinstance(each, dict) else each for each in prompt]
+    rest = {key: value for key, value in data.items() if key not in ("prompt", "completion")}
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            rest["tools"] = json.loads(tools)
+    return {**rest, "messages": [*given, *completion]}
 
 
 def _message(place: int, message: Any) -> Mapping[str, Json]:

@@ -66,6 +66,18 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     assert (pair["chosen"][0]["tool_calls"][0]["id"], pair["rejected"][0]["content"]) == ("c1", "7")
 
 
+def test_what_was_exported_for_trl_comes_back(run: Any) -> None:
+    """A line is one call: what its prompt says was said is not recorded once more."""
+    run.agl("import", write(run, CONVERSATION), "--name", "first")
+    run.agl("export", "first", "--to", "sft", "--out", "first.jsonl")
+
+    assert "second: 2 rollouts, 2 calls" in run.agl("import", "first.jsonl", "--name", "second").stdout
+
+    run.agl("export", "second", "--to", "sft", "--out", "second.jsonl")
+    first, second = ((run.folder / f"{name}.jsonl").read_text() for name in ("first", "second"))
+    assert second == first
+
+
 def test_other_rewards_can_be_tried(run: Any) -> None:
     run.agl("import", write(run, CONVERSATION))
     run.write("try.toml", rewards={"numeric_match": {"field": "result"}})

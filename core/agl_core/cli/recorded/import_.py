@@ -14,8 +14,8 @@ from agl_core.cli.shared.text import print_json
 File = Annotated[
     Path,
     typer.Argument(
-        help="Conversations in OpenAI's chat format, one JSON object a line; or episodes: a file, or the folder of "
-        "agl export --to jsonl."
+        help="Conversations in OpenAI's chat format or TRL's (prompt and completion), one JSON object a line; or "
+        "episodes: a file, or the folder of agl export --to jsonl."
     ),
 ]
 Name = Annotated[str, typer.Option(help="The run's folder below ./runs.")]

@@ -125,12 +125,12 @@ async def test_who_does_not_end_a_body_is_told_and_not_waited_for(
         key = stack.server.worker_key if "/agl/" in path else stack.key(attempt)
         place = path.encode() % attempt.rollout.encode() if "%b" in path else path.encode()
         writer.write(TRICKLE % (place, key.encode()))
-        answer = asyncio.ensure_future(reader.read())
+        # Not to the end: bytes that are sent to a closed connection reset it.
+        answer = asyncio.ensure_future(reader.readuntil(b"body did not come in time"))
         while not answer.done():
             writer.write(b" ")
             await asyncio.wait({answer}, timeout=0.05)
         assert answer.result().startswith(b"HTTP/1.1 408 ")
-        assert b"body did not come in time" in answer.result()
     assert [record for record in caplog.records if record.exc_info] == []
 
 
