@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -164,6 +163,4 @@ class Summary:
 
     def write(self) -> None:
         """Write `summary.json` as a whole."""
-        part = self.file.with_name(f"{SUMMARY_FILE}.part")
-        private.write(part, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
-        os.replace(part, self.file)
+        private.replace(self.file, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
