@@ -70,7 +70,7 @@ class PolicyServer:
     async def stop(self) -> None:
         """Finish the calls in flight, which get a few seconds, and close the port."""
         await self._listening.stop()
-        await self._client.__aexit__(None, None, None)
+        self._client.close()
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
         """One model call."""

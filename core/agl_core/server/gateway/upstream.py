@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import orjson
@@ -50,12 +49,8 @@ class UpstreamClient:
         }
         self._timeout = timeout
 
-    async def __aenter__(self) -> UpstreamClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Keep no connections any more; what is in flight goes on."""
         for endpoint in self._endpoints.values():
             endpoint.close()
 
@@ -158,10 +153,9 @@ class Relay:
         """Forward to this one from now on; for `expires` seconds only, unless this is called again."""
         before = self._served
         if before is None or (before.upstream, before.settings) != (upstream, settings):
-            client = await UpstreamClient(upstream, settings.timeout).__aenter__()
-            self._served = Destination(upstream, settings, client, self.versions)
+            self._served = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
             if before is not None:
-                await before.client.__aexit__(None, None, None)
+                before.client.close()
         self._disarm()
         if expires is not None:
             self._expiry = asyncio.get_running_loop().call_later(expires, self._expire, expires)
@@ -179,7 +173,7 @@ class Relay:
         self.withdraw()
         served, self._served = self._served, None
         if served is not None:
-            await served.client.__aexit__(None, None, None)
+            served.client.close()
 
     def _expire(self, seconds: float) -> None:
         logger.warning("The trainer was not heard of for %g seconds: rollouts wait until it is back.", seconds)
