@@ -23,6 +23,7 @@ from agl_core.wire.operation import Answer, Asked, Operation
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Owner = TypeVar("Owner", str, AttemptKey)
 
 
 def route(
@@ -32,33 +33,20 @@ def route(
     return _route(operation, keys, lambda _, body: answer(body))
 
 
-def route_of_application(
+def route_of(
     operation: Operation[Asked, Answer],
     keys: Keys,
-    whose: Callable[[Request], str | None],
-    answer: Callable[[str, Asked], Coroutine[Any, Any, Answer]],
+    find: Callable[[Request], Owner | None],
+    answer: Callable[[Owner, Asked], Coroutine[Any, Any, Answer]],
 ) -> Route:
-    """The route of an operation that takes a key of an application; `answer` gets the application that it is of."""
+    """The route of an operation whose key belongs to an attempt or an application: `answer` gets that too."""
 
-    def with_application(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
-        application = whose(request)
-        assert application is not None, "its key was checked"
-        return answer(application, body)
+    def with_owner(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
+        owner = find(request)
+        assert owner is not None, "its key was checked"
+        return answer(owner, body)
 
-    return _route(operation, keys, with_application)
-
-
-def route_of_attempt(
-    operation: Operation[Asked, Answer], keys: Keys, answer: Callable[[AttemptKey, Asked], Coroutine[Any, Any, Answer]]
-) -> Route:
-    """The route of an operation that takes a lease's secret; `answer` gets the attempt too."""
-
-    def with_attempt(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
-        attempt = attempt_in_path(request)
-        assert attempt is not None, "it has a lease"
-        return answer(attempt, body)
-
-    return _route(operation, keys, with_attempt)
+    return _route(operation, keys, with_owner)
 
 
 def emptily(work: Callable[[Asked], Awaitable[None]]) -> Callable[[Asked], Coroutine[Any, Any, Empty]]:
