@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from agl_core.client.http import BlockingClient, LightningClient, RefusedError, UnreachableError
@@ -88,9 +87,7 @@ class RemoteServer:
     async def __aenter__(self) -> RemoteServer:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.run.fall_silent()
         await self._client.close()
 
