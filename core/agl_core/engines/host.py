@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic
 from agl_core import private
 from agl_core.engines.hub import check_models
 from agl_core.engines.wire import (
+    SPEC,
     START,
     Action,
     Answer,
@@ -29,7 +30,6 @@ from agl_core.engines.wire import (
     decode_tokens,
     encode_replies,
     encode_settings,
-    encode_spec,
 )
 from agl_core.errors import EngineError
 from agl_core.protocols import (
@@ -166,7 +166,7 @@ class ProcessEngine(ABC, Generic[Options]):
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""
         await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("publish", encode_spec(spec), policy=name)
+        await self._ask("publish", SPEC.dump_json(spec), policy=name)
 
     async def withdraw(self, name: str) -> None:
         """Serve a policy no longer."""
@@ -175,7 +175,7 @@ class ProcessEngine(ABC, Generic[Options]):
     async def merge(self, spec: PolicySpec, folder: Path) -> None:
         """Write the model with its adapter merged into it."""
         await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("merge", encode_spec(spec), folder=folder)
+        await self._ask("merge", SPEC.dump_json(spec), folder=folder)
 
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""

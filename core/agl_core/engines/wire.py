@@ -29,7 +29,8 @@ Action: TypeAlias = Literal[
     "update", "save", "load", "versions", "stats", "estimate", "publish", "withdraw", "merge", "tokenize"
 ]
 _CONTEXT = TypeAdapter(EngineContext)
-_SPEC = TypeAdapter(PolicySpec)
+SPEC = TypeAdapter(PolicySpec)
+"""The body that says which policy to load."""
 Options = TypeVar("Options", bound=BaseModel)
 
 
@@ -120,16 +121,6 @@ def decode_settings(line: bytes, options: type[Options]) -> tuple[Options, Engin
     """What `encode_settings` gave."""
     value = orjson.loads(line)
     return options.model_validate(value["options"]), _CONTEXT.validate_python(value["context"])
-
-
-def encode_spec(spec: PolicySpec) -> bytes:
-    """The body that says which policy to load."""
-    return _SPEC.dump_json(spec)
-
-
-def decode_spec(body: bytes) -> PolicySpec:
-    """What `encode_spec` gave."""
-    return _SPEC.validate_json(body)
 
 
 def encode_replies(replies: Sequence[RecordedReply]) -> bytes:
