@@ -7,7 +7,7 @@ import contextlib
 import os
 import queue
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -106,6 +106,19 @@ def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """What is written inside is written whole, or not at all."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 def check_folder(path: Path) -> None:
