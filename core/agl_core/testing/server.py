@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import openai
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agl_core.capture import ActiveAttempt, Recording, attach, running
 from agl_core.config.models import SamplingSection
@@ -191,8 +191,8 @@ class StackInThread:
 
     stack: Stack
     key: AttemptKey
-    loop: asyncio.AbstractEventLoop
-    """The stack's own, in its thread."""
+    portal: BlockingPortal
+    """Calls functions in the stack's own thread."""
 
     @property
     def base_url(self) -> str:
@@ -208,26 +208,10 @@ class StackInThread:
 @contextlib.contextmanager
 def stack_in_thread() -> Iterator[StackInThread]:
     """Serve from a thread with a loop of its own."""
-    ready, stop = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-    found: list[StackInThread] = []
-
-    async def serve() -> None:
-        models = {"models": {"default": "served", "other": "served-too"}}
-        async with running_stack(upstream_fields=lambda _: models) as stack:
-            found.append(StackInThread(stack, await stack.lease(), loop))
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(30)
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
+    models = {"models": {"default": "served", "other": "served-too"}}
+    served = running_stack(upstream_fields=lambda _: models)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(served) as stack:
+        yield StackInThread(stack, portal.call(stack.lease), portal)
 
 
 async def until(condition: Callable[[], object]) -> None:
