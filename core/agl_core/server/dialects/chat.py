@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.fields import (
     COMMON,
     FUNCTION,
@@ -27,7 +27,7 @@ from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import chunk_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply
-from agl_core.types import Json, Sampling
+from agl_core.types import Json
 
 
 class ChatCompletions:
@@ -41,30 +41,23 @@ class ChatCompletions:
         check_fields(body, _FIELDS)
         if body.get("top_logprobs") is not None and not body.get("logprobs"):
             raise wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
-        model = need(body, "model")
+        need(body, "model")
         _check_messages(body.get("messages"))
         for place, tool in enumerate(body.get("tools") or ()):
             _check_tool(place, tool)
         limit = body.get("max_completion_tokens")
-        return ModelRequest(
-            body=body,
-            chat={name: value for name, value in body.items() if name not in OWN_FIELDS and value is not None},
-            recorded=body,
-            model=model,
-            stream=bool(body.get("stream")),
+        return asked(
+            body,
+            body,
+            body,
+            max_tokens=body.get("max_tokens") if limit is None else limit,
             logprobs=bool(body.get("logprobs")),
-            requested=Sampling(
-                temperature=body.get("temperature"),
-                top_p=body.get("top_p"),
-                max_tokens=body.get("max_tokens") if limit is None else limit,
-                seed=body.get("seed"),
-            ),
         )
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
         completion = {**reply.completion, "model": request.model}
         if not request.stream:
-            return Response(orjson.dumps(completion), media_type="application/json")
+            return rendered(completion)
         usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
         return chunk_stream(_chunks(completion, usage))
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
 from agl_core.server.dialects.chat import openai_error
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.fields import (
     COMMON,
     SAMPLING,
@@ -36,7 +35,7 @@ from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import chunk_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply
-from agl_core.types import Json, Sampling
+from agl_core.types import Json
 
 
 class Completions:
@@ -51,26 +50,20 @@ class Completions:
         for name, (neutral, why) in _NOT_SERVED.items():
             if body.get(name) is not None and not is_one_of(body[name], neutral):
                 raise unsupported(name, f"= {shown(body[name])} {why}")
-        model, prompt = need(body, "model"), _prompt(need(body, "prompt"))
+        need(body, "model")
+        prompt = _prompt(need(body, "prompt"))
         logprobs = body.get("logprobs")
         translated = {
             "messages": [{"role": "user", "content": prompt}],
             **({} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}),
         }
-        passed = {name: value for name, value in body.items() if name not in _TRANSLATED and value is not None}
-        return ModelRequest(
-            body=body,
-            chat={**{name: value for name, value in passed.items() if name not in OWN_FIELDS}, **translated},
-            recorded={**{name: value for name, value in body.items() if name != "prompt"}, **translated},
-            model=model,
-            stream=bool(body.get("stream")),
+        passed = {name: value for name, value in body.items() if name not in _TRANSLATED}
+        return asked(
+            body,
+            {**passed, **translated},
+            {**{name: value for name, value in body.items() if name != "prompt"}, **translated},
+            max_tokens=body.get("max_tokens"),
             logprobs=logprobs is not None,
-            requested=Sampling(
-                temperature=body.get("temperature"),
-                top_p=body.get("top_p"),
-                max_tokens=body.get("max_tokens"),
-                seed=body.get("seed"),
-            ),
         )
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
@@ -78,7 +71,7 @@ class Completions:
         choices: Any = reply.completion["choices"]
         completion["choices"] = [_choice(choice) for choice in choices]
         if not request.stream:
-            return Response(orjson.dumps(completion), media_type="application/json")
+            return rendered(completion)
         usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
         return chunk_stream(_chunks(completion, usage))
 

@@ -9,12 +9,13 @@ that this module does not know are passed on as they are, as with chat completio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.fields import (
     COMMON,
     Fields,
@@ -36,7 +37,7 @@ from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import event_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply, reasoning_of
-from agl_core.types import FinishReason, Json, Sampling
+from agl_core.types import FinishReason, Json
 
 
 class Messages:
@@ -49,34 +50,24 @@ class Messages:
         body = json_object(raw)
         check_fields(body, _FIELDS)
         _refuse(body)
-        model, limit = need(body, "model"), need(body, "max_tokens")
+        need(body, "model")
+        limit = need(body, "max_tokens")
         messages = [*read_system(body.get("system")), *read_messages(need(body, "messages"), memory)]
         chat = {
             **{name: value for name, value in body.items() if name not in _TRANSLATED and value is not None},
             **_translated(body),
         }
-        return ModelRequest(
-            body=body,
-            chat={
-                **{name: value for name, value in chat.items() if name not in OWN_FIELDS},
-                "messages": unmarked(messages),
-            },
-            recorded={
-                **{name: value for name, value in body.items() if name not in _REWRITTEN},
-                **chat,
-                "messages": messages,
-            },
-            model=model,
-            stream=bool(body.get("stream")),
-            logprobs=False,
-            requested=Sampling(temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=limit),
+        recorded = {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat}
+        request = asked(
+            body, {**chat, "messages": unmarked(messages)}, {**recorded, "messages": messages}, max_tokens=limit
         )
+        return replace(request, requested=replace(request.requested, seed=None))  # This API has none.
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
         message = _message(request, reply)
         if request.stream:
             return event_stream(_stream_events(message))
-        return Response(orjson.dumps(message), media_type="application/json")
+        return rendered(message)
 
     def refuse(self, error: ApiError) -> Response:
         default = "invalid_request_error" if error.status < 500 else "api_error"

@@ -13,11 +13,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
 from agl_core.server.dialects.chat import openai_error
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.fields import (
     COMMON,
     FUNCTION,
@@ -41,7 +40,7 @@ from agl_core.server.dialects.responses_input import item_id, read_input
 from agl_core.server.dialects.sse import event_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply, called, reasoning_of
-from agl_core.types import FinishReason, Json, Sampling
+from agl_core.types import FinishReason, Json
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -57,7 +56,7 @@ class Responses:
         body = json_object(raw)
         check_fields(body, _FIELDS)
         _refuse(body)
-        model = need(body, "model")
+        need(body, "model")
         messages = [*_earlier(body, memory), *read_input(need(body, "input"), memory)]
         if not messages:
             raise wrong("input", "must be a string or a list with at least one item", code="missing_required_parameter")
@@ -68,19 +67,12 @@ class Responses:
             **_translated(body),
             "messages": [*system, *messages],
         }
-        return ModelRequest(
-            body=body,
-            chat={name: value for name, value in chat.items() if name not in OWN_FIELDS},
-            recorded={**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat},
-            model=model,
-            stream=bool(body.get("stream")),
+        return asked(
+            body,
+            chat,
+            {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat},
+            max_tokens=body.get("max_output_tokens"),
             logprobs=_wants_logprobs(body),
-            requested=Sampling(
-                temperature=body.get("temperature"),
-                top_p=body.get("top_p"),
-                max_tokens=body.get("max_output_tokens"),
-                seed=body.get("seed"),
-            ),
             conversation=None if body.get("store") is False else messages,
         )
 
@@ -88,7 +80,7 @@ class Responses:
         response = _response(request, reply)
         if request.stream:
             return event_stream(_stream_events(response))
-        return Response(orjson.dumps(response), media_type="application/json")
+        return rendered(response)
 
     def refuse(self, error: ApiError) -> Response:
         return openai_error(error)
