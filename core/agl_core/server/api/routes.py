@@ -68,7 +68,9 @@ def _route(
         try:
             keys.check(request, operation.right, attempt_in_path(request))
             work = answer(request, await _read(request, operation))
-            reply = await (_while_connected(request, work) if operation.waits else work)
+            reply = await (unless_gone(request, work) if operation.waits else work)
+            if reply is None:
+                raise stopping()  # Nobody waits for it.
         except AglError as error:
             return refused(error)
         except Exception:
@@ -89,15 +91,13 @@ async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
         raise ApiError(422, f"{request.url.path}: {problems}", code="invalid_body") from error
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of what may wait; ends it if the client goes away meanwhile, so that it gets nothing."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of what may wait; None, and the work is given up, if the client goes away meanwhile."""
     working = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise stopping()  # The client is gone.
-        return working.result()
+        return working.result() if working.done() else None
     finally:
         gone.cancel()
         working.cancel()
