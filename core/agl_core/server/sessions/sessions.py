@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections import OrderedDict
@@ -35,11 +34,11 @@ from agl_core.server.sessions.session import (
     ActiveSession,
     Recorder,
     SessionCounters,
+    checked_name,
 )
 from agl_core.store.interface import SessionStore
 from agl_core.types import Attempt, Ending, Mode, Rollout, RolloutState, Task
 from agl_core.wire.headers import HEADER_ROLLOUT, HEADER_SESSION, HEADER_SESSION_END, HEADER_SESSION_RECORD
-from agl_core.wire.online import SESSION_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class Sessions:
             application = None if named else self._keys.application_of(request)
             if application is None:
                 return None
-            name = _checked_name(request.headers.get(HEADER_SESSION))
+            name = checked_name(request.headers.get(HEADER_SESSION))
             session = await self.begin(application, name, recorded=recorded)
         session.ends_with_reply |= request.headers.get(HEADER_SESSION_END) == "1"
         session.used = time.time()
@@ -319,7 +318,7 @@ class Sessions:
 
     async def _write_end(self, session: ActiveSession) -> bool:
         """Write how a session ended; False if that has to be tried again."""
-        if not await _settled(session):
+        if not await session.settled():
             return False
         if not session.begun or not session.recorded:
             session.move(AttemptState.COUNTED)
@@ -358,7 +357,7 @@ class Sessions:
     async def _opt_out(self, session: ActiveSession) -> None:
         """Store nothing of a session any more, nor of others of its name, and remove what is stored."""
         session.recorded = False
-        await _settled(session)
+        await session.settled()
         await self._erase_soon((session.id, session.rollout.group))
 
     async def _erase_soon(self, ids: Collection[str]) -> None:
@@ -376,7 +375,7 @@ class Sessions:
     async def _silence(self, session: ActiveSession) -> None:
         """End a session of which nothing is to be left."""
         session.recorded = False
-        await _settled(session)
+        await session.settled()
         await self.end(session, "deletion")
 
     async def _is_there(self, id: str) -> bool:
@@ -391,14 +390,6 @@ class Sessions:
         self._removed = time.monotonic()
 
 
-async def _settled(session: ActiveSession) -> bool:
-    """Wait for what is being written of a session; False if that takes too long."""
-    if session.committing:
-        _, writing = await asyncio.wait(set(session.committing), timeout=_LONGEST_LOOK)
-        return not writing
-    return True
-
-
 async def _exactly(store: SessionStore, id: str) -> Rollout | None:
     """The session of this id, as the store has it."""
     try:
@@ -406,14 +397,3 @@ async def _exactly(store: SessionStore, id: str) -> Rollout | None:
     except StoreRefusedError:
         return None
     return rollout if rollout.id == id and rollout.mode is Mode.USE else None
-
-
-def _checked_name(name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(SESSION_NAME.removesuffix("$"), name):
-        raise ApiError(
-            400,
-            f"The header {HEADER_SESSION} has to be a name of up to 200 letters, digits, '.', '_', ':' and '-', not "
-            f"{name[:40]!r}.",
-            code="session_name",
-        )
-    return name
