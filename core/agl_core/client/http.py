@@ -74,7 +74,6 @@ class _Requests(ABC):
         return await self._ask(operation, operation.path, body)
 
     async def health(self) -> Health:
-        """What the server is doing."""
         return await self.ask(HEALTH, Empty())
 
     async def close_attempt(self, lease: Lease, request: CloseRequest) -> CloseReply:
@@ -93,7 +92,6 @@ class _Requests(ABC):
         return [record for record in found if isinstance(record, Rollout)]
 
     async def cancel(self, ids: Sequence[str]) -> None:
-        """End rollouts as cancelled."""
         await self.ask(CANCEL, CancelRequest(ids=list(ids)))
 
     async def put(self, records: Iterable[Record]) -> None:
@@ -107,7 +105,6 @@ class _Requests(ABC):
                 raise
 
     async def query(self, question: StoreQuestion) -> list[Record]:
-        """Read records."""
         return unpack(await self.ask(QUERY, StoreQuery(question)))
 
     @abstractmethod
@@ -156,7 +153,6 @@ class LightningClient(_Requests):
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> LightningClient:
@@ -227,7 +223,6 @@ class BlockingClient:
     query = _blocking(_Requests.query)
 
     def close(self) -> None:
-        """Close the connections."""
         self._requests.http.close()
 
     def __enter__(self) -> BlockingClient:

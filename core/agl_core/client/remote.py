@@ -112,7 +112,6 @@ class RemoteRun:
             raise self._presence.refused
 
     async def begin(self, request: BeginRequest) -> BeginReply:
-        """Begin the run's next restart."""
         return await persistently(self._link, lambda: self._client.ask(BEGIN, request))
 
     async def serve(self, registration: Registration) -> None:
@@ -127,16 +126,13 @@ class RemoteRun:
         await persistently(self._link, lambda: self._client.ask(PUBLISH, request))
 
     async def activity(self) -> Activity:
-        """What the rollouts wait for."""
         return await persistently(self._link, lambda: self._client.ask(ACTIVITY, Empty()))
 
     async def finish(self, request: FinishRequest) -> None:
-        """The trainer stops."""
         await self.fall_silent()
         await _at_the_end(self._link, lambda: self._client.ask(FINISH, request))
 
     async def fall_silent(self) -> None:
-        """Stop repeating the engine's address."""
         await self._presence.stop()
 
 

@@ -219,7 +219,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _all_weights(policies: Mapping[str, PolicySection], folder: Path, report: Report) -> dict[str, str]:
-    """What each policy starts from."""
     found = {}
     for name, policy in policies.items():
         weights = _weights(policy.model, folder)

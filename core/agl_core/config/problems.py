@@ -56,7 +56,6 @@ class Report:
         self._problems: list[Problem] = []
 
     def add(self, place: Place, text: str) -> None:
-        """Note one problem."""
         self._problems.append(Problem(place, text))
 
     def validated(

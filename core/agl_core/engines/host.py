@@ -138,20 +138,16 @@ class ProcessEngine(ABC, Generic[Options]):
         return decode_result(await self._ask("update", body, progress))
 
     async def save(self, folder: Path) -> None:
-        """Write every policy below `folder`."""
         await self._ask("save", folder=folder)
 
     async def load(self, folder: Path) -> None:
-        """Restore exactly what `save` wrote."""
         await self._ask("load", folder=folder)
 
     async def versions(self) -> Mapping[str, int]:
-        """The version being served of each policy."""
         versions: dict[str, int] = await self._ask("versions")
         return versions
 
     async def stats(self) -> Mapping[str, float]:
-        """Counters since the start."""
         stats: dict[str, float] = await self._ask("stats")
         return stats
 
@@ -169,7 +165,6 @@ class ProcessEngine(ABC, Generic[Options]):
         await self._ask("publish", SPEC.dump_json(spec), policy=name)
 
     async def withdraw(self, name: str) -> None:
-        """Serve a policy no longer."""
         await self._ask("withdraw", policy=name)
 
     async def merge(self, spec: PolicySpec, folder: Path) -> None:
@@ -253,7 +248,6 @@ class ProcessEngine(ABC, Generic[Options]):
         return await self._exchange(do, number, Command.of(number, do, folder, policy).encode(body), progress)
 
     async def _exchange(self, doing: str, number: int, data: bytes, progress: Progress | None = None) -> Any:
-        """Write to the process and wait for the answer."""
         process, reading = self._process, self._reading
         assert process is not None
         assert process.stdin is not None
@@ -288,7 +282,6 @@ class ProcessEngine(ABC, Generic[Options]):
         return f"{self._stage}, for {time.monotonic() - self._stage_began:.0f} s"
 
     def _too_slow(self) -> EngineError:
-        """The deadline of the start has passed."""
         return EngineError(
             _sentences(
                 f"The engine did not start in {self.seconds_to_start:g} s; it was {self._where}",
@@ -313,7 +306,6 @@ class ProcessEngine(ABC, Generic[Options]):
         return (kind or EngineError)(_sentences(f"{what}: {answer.error}", remedy, end))
 
     def _lost(self, doing: str) -> EngineError:
-        """The process ended, or says no more."""
         assert self._process is not None
         code = self._process.returncode
         said = [self._loss] if self._loss else self._log_lines(LINES_SEARCHED)

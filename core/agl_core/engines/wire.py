@@ -87,7 +87,6 @@ class Answer(BaseModel):
 
     @classmethod
     def decode(cls, line: bytes) -> Answer:
-        """What `encode` gave."""
         return cls.model_validate(orjson.loads(line))
 
     @property
@@ -118,7 +117,6 @@ def encode_settings(options: BaseModel, context: EngineContext) -> bytes:
 
 
 def decode_settings(line: bytes, options: type[Options]) -> tuple[Options, EngineContext]:
-    """What `encode_settings` gave."""
     value = orjson.loads(line)
     return options.model_validate(value["options"]), _CONTEXT.validate_python(value["context"])
 
@@ -129,7 +127,6 @@ def encode_replies(replies: Sequence[RecordedReply]) -> bytes:
 
 
 def decode_replies(body: bytes) -> list[RecordedReply]:
-    """What `encode_replies` gave."""
     return [RecordedReply(**reply) for reply in json.loads(body)]
 
 
@@ -139,7 +136,6 @@ def encode_tokens(found: Sequence[TokenizedReply | None]) -> list[list[list[int]
 
 
 def decode_tokens(value: Sequence[Sequence[Sequence[int]] | None]) -> list[TokenizedReply | None]:
-    """What `encode_tokens` gave."""
     return [None if each is None else TokenizedReply(*(np.array(ids, np.int32) for ids in each)) for each in value]
 
 

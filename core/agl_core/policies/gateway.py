@@ -60,11 +60,9 @@ class PolicyServer:
 
     @property
     def base_url(self) -> str:
-        """Where it listens, without a path."""
         return self._listening.base_url
 
     async def start(self) -> None:
-        """Answer from now on."""
         await self._listening.start(ModelCalls(self._app(), self, DIALECTS), Refusals())
 
     async def stop(self) -> None:
@@ -73,7 +71,6 @@ class PolicyServer:
         self._client.close()
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
-        """One model call."""
         try:
             self._check(request)
             asked = dialect.parse(await request.body(), self._memory)

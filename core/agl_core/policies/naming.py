@@ -144,7 +144,6 @@ def called(run: Path, policy: str) -> str:
 
 
 def _find(name: str) -> tuple[Path, str]:
-    """The run's folder and the policy of a name."""
     run = _folder(name)
     if run is None:
         before, colon, policy = name.rpartition(":")

@@ -149,7 +149,6 @@ class Shelf:
             self.say(f"{served.version} is no longer served")
 
     async def _get(self, reference: Reference) -> Served:
-        """The version that a reference means, loaded."""
         version = await asyncio.to_thread(reference.resolve)
         state = None if version.checkpoint is None else version.checkpoint / "state.json"
         try:

@@ -153,7 +153,6 @@ class LightningServer:
 
     @property
     def counters(self) -> Counters:
-        """What the gateway counted since its start."""
         return self._gateway.counters
 
     async def start(self) -> None:

@@ -42,11 +42,9 @@ class Hooks:
         self.fired: list[tuple[Any, ...]] = []
 
     def rollout_started(self, *, rollout: Rollout, attempt: int) -> None:
-        """One is leased."""
         self.fired.append(("started", rollout.id, attempt))
 
     def rollout_finished(self, *, rollout: Rollout, attempt: Any) -> None:
-        """One is over."""
         self.fired.append(("finished", rollout.id, attempt.attempt, attempt.ending))
 
 
@@ -80,7 +78,6 @@ class Stack:
         return f"{self.server.base_url}{rollout_path(*key) if key else ''}/v1"
 
     def key(self, attempt: AttemptKey) -> str:
-        """The agent's key of an attempt."""
         return self.server.keys.of_attempt(attempt)
 
     def held(self, attempt: AttemptKey) -> HeldAttempt:
@@ -95,12 +92,10 @@ class Stack:
         return made
 
     async def close_clients(self) -> None:
-        """Those that `client` has made."""
         for each in self._clients:
             await each.close()
 
     async def calls(self, key: AttemptKey) -> list[Call]:
-        """What was recorded of an attempt."""
         calls: list[Call] = await self.store.calls([key])
         return calls
 
@@ -125,15 +120,12 @@ class RunningAttempt:
 
     @property
     def tool_results(self) -> Sequence[ToolResultReport]:
-        """What adapters reported."""
         return self.active.recording.tool_results
 
     async def calls(self) -> list[Call]:
-        """What the gateway recorded."""
         return await self.stack.calls(self.key)
 
     async def agents(self) -> list[str | None]:
-        """Who made each call."""
         return [call.agent for call in await self.calls()]
 
     async def close(self) -> Episode:
@@ -196,12 +188,10 @@ class StackInThread:
 
     @property
     def base_url(self) -> str:
-        """The attempt's."""
         return self.stack.url(self.key)
 
     @property
     def api_key(self) -> str:
-        """The attempt's."""
         return self.stack.key(self.key)
 
 

@@ -69,11 +69,9 @@ class ScriptedUpstream:
         return f"{self.root}/v1"
 
     def script(self, *steps: Step) -> None:
-        """Answer the next requests with these steps."""
         self._script.extend(steps)
 
     def agents(self) -> list[str | None]:
-        """Which agent made each request, by its header."""
         return [each.agent for each in self.received]
 
     async def __aenter__(self) -> ScriptedUpstream:

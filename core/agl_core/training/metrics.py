@@ -118,7 +118,6 @@ def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: boo
 
 
 def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:
-    """The number of dropped transitions, by reason."""
     return {f"dropped/{reason}": float(n) for reason, n in Counter(r for r in reasons if r).items()}
 
 

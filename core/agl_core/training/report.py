@@ -121,7 +121,6 @@ class Summary:
 
     @property
     def file(self) -> Path:
-        """Where `write` puts it."""
         return self.run_dir / SUMMARY_FILE
 
     @property
@@ -139,7 +138,6 @@ class Summary:
         return HEADLINE_SET if HEADLINE_SET in self.sets or not self.sets else self.sets[0]
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `summary.json`."""
         state = self.state
         return {
             "reward": self.rewards(self.headline),
@@ -162,5 +160,4 @@ class Summary:
         }
 
     def write(self) -> None:
-        """Write `summary.json` as a whole."""
         private.replace(self.file, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))

@@ -77,7 +77,6 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Attempts under way."""
         return len(self._running)
 
     @property
@@ -155,7 +154,6 @@ class Worker:
         self._lost.pop(key, None)
 
     def _heard(self, lost: Collection[AttemptKey], closed: bool) -> None:
-        """The server answered a heartbeat."""
         if closed:
             self._stopped.set()
         for key in lost:
@@ -299,7 +297,6 @@ class Heartbeats:
         self._due.set()
 
     def release(self, key: AttemptKey) -> None:
-        """The attempt has ended."""
         with self._lock:
             self._held.pop(key, None)
 

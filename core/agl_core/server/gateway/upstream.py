@@ -135,7 +135,6 @@ class Relay:
 
     @property
     def is_there(self) -> bool:
-        """Whether model calls are answered now."""
         return self._is_there
 
     def served(self) -> Destination:
@@ -146,7 +145,6 @@ class Relay:
 
     @contextmanager
     def answering(self, attempt: ActiveAttempt) -> Iterator[Destination]:
-        """The same for every attempt."""
         yield self.served()
 
     async def serve(self, upstream: Upstream, settings: RunSettings, expires: float | None) -> None:
@@ -169,7 +167,6 @@ class Relay:
         self._lend(False)
 
     async def stop(self) -> None:
-        """Let go of the connections."""
         self.withdraw()
         served, self._served = self._served, None
         if served is not None:

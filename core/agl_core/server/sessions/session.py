@@ -101,7 +101,6 @@ class Recorder:
         return [*own, *kept]
 
     async def _write(self, records: list[Record], session: ActiveSession) -> bool:
-        """Write a call."""
         if await self._put(records, session):
             return True
         self._missed(session)
@@ -179,7 +178,6 @@ class ActiveSession(ActiveAttempt):
         return True
 
     async def delivered(self, arrived: bool) -> None:
-        """A reply was sent."""
         self.used = time.time()
         if arrived and self.ends_with_reply and not self.asking:
             await self.end(self, "reply")

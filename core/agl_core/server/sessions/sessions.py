@@ -89,7 +89,6 @@ class Sessions:
 
     @property
     def open(self) -> int:
-        """How many are open."""
         return len(self._open)
 
     async def take_up(self) -> None:
@@ -233,13 +232,11 @@ class Sessions:
                 )
 
     async def stop(self) -> None:
-        """Wait for what is being written."""
         writing = {task for session in self._known.values() for task in session.committing}
         if writing:
             await asyncio.wait(writing, timeout=_LONGEST_LOOK)
 
     def key(self, session: ActiveSession) -> str:
-        """The session's own key."""
         return self._keys.of_session(session.application, session.id)
 
     async def _of_id(self, id: str, application: str) -> ActiveSession:
@@ -298,7 +295,6 @@ class Sessions:
         )
 
     async def _recalled(self, rollout: Rollout) -> ActiveSession | None:
-        """A session as the store has it."""
         attempts = await self._store.attempts(rollout.id)
         if not attempts:
             return None
@@ -342,7 +338,6 @@ class Sessions:
         return True
 
     def _forget(self, session: ActiveSession) -> None:
-        """It is not open any more."""
         self._open.pop(session.id, None)
         if self._named.get(session.rollout.group) is session:
             del self._named[session.rollout.group]
