@@ -27,6 +27,7 @@ from agl_core.server.rollouts.lifecycle import AttemptState
 from agl_core.server.sessions.redaction import Redaction
 from agl_core.server.sessions.room import Room
 from agl_core.server.sessions.session import (
+    LONGEST_WAIT,
     RECORDED,
     SESSION_ID,
     UNRECORDED,
@@ -47,7 +48,6 @@ USE_SPLIT = "use"
 _REMEMBERED = 10_000
 """Ended sessions that memory keeps."""
 _DAY = 86_400.0
-_LONGEST_LOOK = 5.0
 _BETWEEN_REMOVALS = 600.0
 
 
@@ -214,27 +214,29 @@ class Sessions:
         return removed
 
     async def watch(self) -> None:
-        """End sessions that are idle, remove old ones, and look for room, until this is cancelled."""
-        idle = self._settings.idle_minutes * 60
+        """Look after the sessions now and then, until this is cancelled."""
         while True:
-            await asyncio.sleep(min(_LONGEST_LOOK, idle / 4))
+            await asyncio.sleep(min(LONGEST_WAIT, self._settings.idle_minutes * 60 / 4))
             try:
-                self._recorder.is_full = not await self._room.is_there()
-                before = time.time() - idle
-                for session in [each for each in self._open.values() if each.used < before and not each.asking]:
-                    await self.end(session, "idle")
-                await self._erase_soon(())
-                self._unwritten = [each for each in self._unwritten if not await self._write_end(each)]
-                await self._remove_old()
+                await self.look()
             except Exception as error:
-                logger.error(
-                    "Sessions could not be looked after: %s", error, exc_info=not isinstance(error, StoreError)
-                )
+                trace = not isinstance(error, StoreError)
+                logger.error("Sessions could not be looked after: %s", error, exc_info=trace)
+
+    async def look(self) -> None:
+        """End sessions that are idle, remove old ones, and see whether there is room."""
+        self._recorder.is_full = not await self._room.is_there()
+        before = time.time() - self._settings.idle_minutes * 60
+        for session in [each for each in self._open.values() if each.used < before and not each.asking]:
+            await self.end(session, "idle")
+        await self._erase_soon(())
+        self._unwritten = [each for each in self._unwritten if not await self._write_end(each)]
+        await self._remove_old()
 
     async def stop(self) -> None:
         writing = {task for session in self._known.values() for task in session.committing}
         if writing:
-            await asyncio.wait(writing, timeout=_LONGEST_LOOK)
+            await asyncio.wait(writing, timeout=LONGEST_WAIT)
 
     def key(self, session: ActiveSession) -> str:
         return self._keys.of_session(session.application, session.id)
