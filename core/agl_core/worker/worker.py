@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from agl_core.capture import Recording
@@ -93,7 +94,8 @@ class Worker:
         loop = asyncio.get_running_loop()
 
         def answered(lost: Collection[AttemptKey], closed: bool) -> None:
-            loop.call_soon_threadsafe(self._heard, lost, closed)
+            with suppress(RuntimeError):  # The loop has ended while a heartbeat was under way, and so has all else.
+                loop.call_soon_threadsafe(self._heard, lost, closed)
 
         heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, self._link, answered)
         await self._runner.start()
