@@ -135,9 +135,9 @@ class Readers:
     `check` raises what makes reading useless: the writer that they read beside has lost its files.
     """
 
-    def __init__(self, path: Path, check: Callable[[], None] | None, threads: int = 2) -> None:
+    def __init__(self, path: Path, check: Callable[[], None] | None) -> None:
         self._path, self._check = path, check
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="agl-store-reader")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="agl-store-reader")
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
         self._unchanging: list[tuple[tuple[int, ...], sqlite3.Connection]] = []
         """Idle connections to the file while no process writes it, each with the mark of the file that it opened."""
