@@ -16,21 +16,9 @@ from typing import Any
 
 from starlette.responses import Response
 
+from agl_core.server.dialects import fields
 from agl_core.server.dialects.chat import openai_error
 from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
-from agl_core.server.dialects.fields import (
-    COMMON,
-    SAMPLING,
-    Fields,
-    check_fields,
-    is_int,
-    is_one_of,
-    json_object,
-    need,
-    shown,
-    unsupported,
-    wrong,
-)
 from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import chunk_stream, pieces
 from agl_core.server.errors import ApiError
@@ -45,13 +33,13 @@ class Completions:
     id_prefix = "cmpl-"
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = json_object(raw)
-        check_fields(body, _FIELDS)
+        body = fields.json_object(raw)
+        fields.check_fields(body, _FIELDS)
         for name, (neutral, why) in _NOT_SERVED.items():
-            if body.get(name) is not None and not is_one_of(body[name], neutral):
-                raise unsupported(name, f"= {shown(body[name])} {why}")
-        need(body, "model")
-        prompt = _prompt(need(body, "prompt"))
+            if body.get(name) is not None and not fields.is_one_of(body[name], neutral):
+                raise fields.unsupported(name, f"= {fields.shown(body[name])} {why}")
+        fields.need(body, "model")
+        prompt = _prompt(fields.need(body, "prompt"))
         logprobs = body.get("logprobs")
         translated = {
             "messages": [{"role": "user", "content": prompt}],
@@ -85,13 +73,12 @@ def _prompt(prompt: Json) -> str:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise wrong("prompt", f"must be a string, not {shown(prompt)}")
+    fields.must(isinstance(prompt, list) and len(prompt) > 0, "prompt", "a string", prompt)
     if all(isinstance(each, str) for each in prompt):
-        raise unsupported(
+        raise fields.unsupported(
             "prompt", f"has {len(prompt)} texts: send each in a request of its own, so that each is a call"
         )
-    raise unsupported("prompt", "must be text: token ids mean nothing without the tokenizer they come from")
+    raise fields.unsupported("prompt", "must be text: token ids mean nothing without the tokenizer they come from")
 
 
 def _choice(choice: Mapping[str, Any]) -> dict[str, Json]:
@@ -135,12 +122,12 @@ def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Js
         yield {**head, "choices": [], "usage": completion.get("usage")}
 
 
-_FIELDS: Fields = {
-    **COMMON,
-    **SAMPLING,
-    "max_tokens": (is_int(1), "an integer of at least 1"),
-    "n": (is_int(1, 128), "an integer from 1 to 128"),
-    "logprobs": (is_int(0, 5), "an integer from 0 to 5"),
+_FIELDS: fields.Fields = {
+    **fields.COMMON,
+    **fields.SAMPLING,
+    "max_tokens": (fields.is_int(1), "an integer of at least 1"),
+    "n": (fields.is_int(1, 128), "an integer from 1 to 128"),
+    "logprobs": (fields.is_int(0, 5), "an integer from 0 to 5"),
 }
 _NOT_SERVED: Mapping[str, tuple[tuple[Json, ...], str]] = {
     "echo": ((False,), "would repeat a prompt that the model did not see like this: put it before the text yourself"),
