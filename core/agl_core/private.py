@@ -26,3 +26,10 @@ def write(path: Path, content: bytes | str) -> None:
     """Write a file for its owner alone."""
     with open(path, "wb", opener=opener) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def replace(path: Path, content: bytes | str) -> None:
+    """Write such a file whole: whoever reads it finds what was there before, or all of the new."""
+    part = path.with_name(f".{path.name}.part")
+    write(part, content)
+    os.replace(part, path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from langchain_core.tracers import context as langchain_context
+from langchain_openai.chat_models import _client_utils
 
 import agl_core
 import agl_langchain
@@ -24,6 +25,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedUpstream]:
         monkeypatch.setenv("OPENAI_API_BASE", upstream.url)
         monkeypatch.setenv("OPENAI_API_KEY", "key")
         yield upstream
+
+
+@pytest.fixture(autouse=True)
+def new_clients() -> None:
+    """LangChain shares the connections of all clients of one address; another test's server may have had this port.
+
+    Those of an async client belong to an event loop that is closed.
+    """
+    for cached in (_client_utils._cached_sync_httpx_client, _client_utils._cached_async_httpx_client):
+        cached.cache_clear()
 
 
 @pytest.fixture

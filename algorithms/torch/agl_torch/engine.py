@@ -42,7 +42,6 @@ class TorchEngine(ProcessEngine[TorchOptions]):
         return await self._tokenize(policy, replies)
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
-        """What to do about too little memory."""
         if exit_code != KILLED:
             return None
         return "Memory may have run out: lower engine.torch.tokens_per_micro_batch or cache_mib."

@@ -83,16 +83,13 @@ class Policies:
 
     @property
     def context_length(self) -> int:
-        """What every policy can take; 0 without policies."""
         return min((policy.loaded.context_length for policy in self.policies.values()), default=0)
 
     @property
     def versions(self) -> dict[str, int]:
-        """The version being served of each policy."""
         return {name: policy.sampler.version for name, policy in self.policies.items()}
 
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
-        """Train one policy and publish its new version."""
         if request.policy not in self.policies:
             raise EngineError(f"There is no policy '{request.policy}'. {nearest(request.policy, self.policies)}")
         policy = self.policies[request.policy]
@@ -111,7 +108,6 @@ class Policies:
             policy.sampler.new_version(policy.trainer.version)
 
     def estimate(self, work: Workload) -> Needs:
-        """What a run of all policies would take."""
         memory, taken = PROCESS, 0.0
         for name, policy in self.policies.items():
             component, options = find_algorithm(self._plugins, *self._trained_by[name])
@@ -126,12 +122,10 @@ class Policies:
         return Needs(memory_bytes=memory, available_bytes=device_memory(policy.loaded.device), seconds=taken)
 
     def save(self, folder: Path) -> None:
-        """Write each policy below `folder`."""
         for name, policy in self.policies.items():
             save_policy(folder / name, policy.loaded, policy.trainer)
 
     def restore(self, folder: Path) -> None:
-        """Read each policy from below `folder`."""
         for name, policy in self.policies.items():
             load_policy(folder / name, policy.loaded, policy.trainer)
             policy.sampler.new_version(policy.trainer.version)
@@ -143,7 +137,6 @@ def cache_bytes(options: TorchOptions, device: torch.device) -> float:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of `TorchOptions.device`."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise EngineError(

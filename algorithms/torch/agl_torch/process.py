@@ -61,11 +61,9 @@ class ServedPolicies:
         _log.info("Serving %s at %s.", ", ".join(served) or "nothing yet", *self.urls)
 
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
-        """Train one policy, between two replies."""
         return self._loop.run_exclusive(lambda: self._policies.update(request, progress)).result()
 
     def estimate(self, work: Workload) -> Needs:
-        """What a run would take."""
         return self._loop.run_exclusive(lambda: self._policies.estimate(work)).result()
 
     def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
@@ -74,15 +72,12 @@ class ServedPolicies:
         return [tokenized(text, reply) for reply in replies]
 
     def save(self, folder: Path) -> None:
-        """Write each policy below `folder`."""
         self._loop.run_exclusive(lambda: self._policies.save(folder)).result()
 
     def load(self, folder: Path) -> None:
-        """Read each policy from below `folder`."""
         self._loop.run_exclusive(lambda: self._policies.restore(folder)).result()
 
     def versions(self) -> Mapping[str, int]:
-        """The version being served of each policy."""
         return self._policies.versions
 
     def stats(self) -> Mapping[str, float]:

@@ -16,11 +16,9 @@ class TensorBoardTracker:
         self._writer: Any = Writer(str(run_dir / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's metrics; they can be seen at once."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Finish the file."""
         self._writer.close()

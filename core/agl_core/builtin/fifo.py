@@ -21,16 +21,13 @@ class Fifo:
         self._groups: deque[Sequence[Episode]] = deque()
 
     def __len__(self) -> int:
-        """How many groups wait."""
         return len(self._groups)
 
     @property
     def pending(self) -> list[str]:
-        """The names of the groups, first to last."""
         return [group[0].group for group in self._groups]
 
     def add(self, group: Sequence[Episode]) -> None:
-        """Put a group at the end."""
         self._groups.append(group)
 
     def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:

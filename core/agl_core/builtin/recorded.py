@@ -71,7 +71,6 @@ class Recorded:
 
     @property
     def size(self) -> int:
-        """How many tasks have rollouts."""
         return len(self._groups)
 
     def task(self, index: int) -> Task:

@@ -81,11 +81,9 @@ class Prioritised:
 
     @property
     def pending(self) -> list[str]:
-        """The names of the new groups, first to last."""
         return self._new.pending
 
     def add(self, group: Sequence[Episode]) -> None:
-        """A new group."""
         self._new.add(group)
 
     def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:

@@ -74,11 +74,9 @@ class TableTasks:
 
     @property
     def size(self) -> int:
-        """How many rows the table has."""
         return len(self._rows)
 
     def task(self, index: int) -> Task:
-        """The task at this index, 0 … size-1."""
         row = self._named(self._rows[index])
         row.pop(self._options.id_field, None)
         row = {name: self._json(index, name, value) for name, value in row.items()}

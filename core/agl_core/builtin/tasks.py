@@ -44,7 +44,6 @@ class JsonlTasks:
 
     @property
     def size(self) -> int:
-        """How many tasks the file has."""
         return len(self._tasks)
 
     def task(self, index: int) -> Task:

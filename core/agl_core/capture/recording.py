@@ -121,7 +121,6 @@ class Recording:
         self._send(Report(tool_result=report))
 
     def reward(self, report: RewardReport) -> None:
-        """Keep a reward that the agent reports."""
         with self._lock:
             if self._closed:
                 self._late += 1

@@ -147,7 +147,6 @@ class Capture:
             return [rollout for rollout in self._rollouts.values() if rollout.is_finished]
 
     def clear(self) -> None:
-        """Forget them all."""
         with self._lock:
             self._rollouts.clear()
 

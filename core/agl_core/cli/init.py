@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 from agl_core.errors import ConfigError
+from agl_core.starting.agent_file import read_agent_file
+from agl_core.starting.files import CONFIG, write_files
 
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
 Entry = Annotated[str | None, typer.Option(help="The function in it that takes a task's input; found by default.")]
@@ -24,9 +27,6 @@ def init(agent: File, entry: Entry = None, model: Model = None, force: Force = F
 
     For instance: agl init my_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
     """
-    from agl_core.starting.agent_file import read_agent_file
-    from agl_core.starting.files import CONFIG, write_files
-
     found = read_agent_file(agent, entry, _choose)
     kind = "async def" if found.is_async else "def"
     takes = f"an object with {', '.join(found.keys)}" if found.keys else "a text"
@@ -48,7 +48,6 @@ def init(agent: File, entry: Entry = None, model: Model = None, force: Force = F
 def _choose(functions: Sequence[str]) -> str | None:
     if not sys.stdin.isatty():
         return None
-    import click
 
     answer: str = typer.prompt("Which function is the agent?", type=click.Choice(list(functions)))
     return answer

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
@@ -75,7 +74,6 @@ class _Requests(ABC):
         return await self._ask(operation, operation.path, body)
 
     async def health(self) -> Health:
-        """What the server is doing."""
         return await self.ask(HEALTH, Empty())
 
     async def close_attempt(self, lease: Lease, request: CloseRequest) -> CloseReply:
@@ -94,7 +92,6 @@ class _Requests(ABC):
         return [record for record in found if isinstance(record, Rollout)]
 
     async def cancel(self, ids: Sequence[str]) -> None:
-        """End rollouts as cancelled."""
         await self.ask(CANCEL, CancelRequest(ids=list(ids)))
 
     async def put(self, records: Iterable[Record]) -> None:
@@ -108,7 +105,6 @@ class _Requests(ABC):
                 raise
 
     async def query(self, question: StoreQuestion) -> list[Record]:
-        """Read records."""
         return unpack(await self.ask(QUERY, StoreQuery(question)))
 
     @abstractmethod
@@ -157,15 +153,12 @@ class LightningClient(_Requests):
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> LightningClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _send(
@@ -230,15 +223,12 @@ class BlockingClient:
     query = _blocking(_Requests.query)
 
     def close(self) -> None:
-        """Close the connections."""
         self._requests.http.close()
 
     def __enter__(self) -> BlockingClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -51,7 +51,6 @@ class Link:
             self._failing.discard(asker)
 
     def worked(self, asker: object) -> None:
-        """The server answered `asker`."""
         with self._lock:
             self._failing.discard(asker)
             if self._failing:

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from agl_core.client.http import BlockingClient, LightningClient, RefusedError, UnreachableError
@@ -88,9 +87,7 @@ class RemoteServer:
     async def __aenter__(self) -> RemoteServer:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.run.fall_silent()
         await self._client.close()
 
@@ -115,7 +112,6 @@ class RemoteRun:
             raise self._presence.refused
 
     async def begin(self, request: BeginRequest) -> BeginReply:
-        """Begin the run's next restart."""
         return await persistently(self._link, lambda: self._client.ask(BEGIN, request))
 
     async def serve(self, registration: Registration) -> None:
@@ -130,16 +126,13 @@ class RemoteRun:
         await persistently(self._link, lambda: self._client.ask(PUBLISH, request))
 
     async def activity(self) -> Activity:
-        """What the rollouts wait for."""
         return await persistently(self._link, lambda: self._client.ask(ACTIVITY, Empty()))
 
     async def finish(self, request: FinishRequest) -> None:
-        """The trainer stops."""
         await self.fall_silent()
         await _at_the_end(self._link, lambda: self._client.ask(FINISH, request))
 
     async def fall_silent(self) -> None:
-        """Stop repeating the engine's address."""
         await self._presence.stop()
 
 

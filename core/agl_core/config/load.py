@@ -204,9 +204,7 @@ def store_config(config: RunConfig, run_dir: Path) -> None:
     assert config.folder is not None
     folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
     data = config.model_copy(update={"folder": folder}).model_dump(mode="json", exclude_none=True)
-    part = run_dir / f".{CONFIG_FILE}.part"
-    private.write(part, tomli_w.dumps(data))
-    os.replace(part, run_dir / CONFIG_FILE)
+    private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(data))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -221,7 +219,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _all_weights(policies: Mapping[str, PolicySection], folder: Path, report: Report) -> dict[str, str]:
-    """What each policy starts from."""
     found = {}
     for name, policy in policies.items():
         weights = _weights(policy.model, folder)

@@ -30,8 +30,7 @@ class AgentSection(Section):
     @field_validator("entry")
     @classmethod
     def _has_function(cls, value: str | None) -> str | None:
-        module, _, function = (value or "a:b").partition(":")
-        if not module or not function:
+        if value is not None and not all(value.partition(":")):
             raise ValueError("must be 'module:function', for instance 'my_agent:solve'")
         return value
 
@@ -73,12 +72,8 @@ EndingReward: TypeAlias = float | Literal["drop", "score"]
 
 _ENDINGS: Mapping[Ending, EndingReward] = {
     Ending.FINISHED: "score",
-    Ending.CRASHED: 0.0,
-    Ending.TIMED_OUT: 0.0,
-    Ending.CONTEXT_OVERFLOW: 0.0,
-    Ending.NO_CALL: "drop",
-    Ending.CANCELLED: "drop",
-    Ending.LOST: "drop",
+    **dict.fromkeys((Ending.CRASHED, Ending.TIMED_OUT, Ending.CONTEXT_OVERFLOW), 0.0),
+    **dict.fromkeys((Ending.NO_CALL, Ending.CANCELLED, Ending.LOST), "drop"),
 }
 
 
@@ -114,7 +109,7 @@ class TrainSection(Section):
         "to bfloat16. 1: it never stops.",
     )
     endings: dict[Ending, EndingReward] = Field(
-        default_factory=lambda: dict(_ENDINGS),
+        dict(_ENDINGS),
         description="For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'.",
     )
 

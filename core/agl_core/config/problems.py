@@ -56,7 +56,6 @@ class Report:
         self._problems: list[Problem] = []
 
     def add(self, place: Place, text: str) -> None:
-        """Note one problem."""
         self._problems.append(Problem(place, text))
 
     def validated(
@@ -147,9 +146,9 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _shortened(value: Any, limit: int = 60) -> str:
+def _shortened(value: Any) -> str:
     text = "true" if value is True else "false" if value is False else repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _description(model: type[BaseModel], place: Place) -> str | None:

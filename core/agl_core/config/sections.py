@@ -39,7 +39,6 @@ class OpenSection(BaseModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The plugin's settings, as written in the file."""
         return dict(self.model_extra or {})
 
 
@@ -55,6 +54,5 @@ class PluginChoice(OpenSection):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The chosen plugin's settings."""
         chosen = self.tables.get(self.name, {})
         return dict(chosen) if isinstance(chosen, dict) else {}

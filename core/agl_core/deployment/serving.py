@@ -184,7 +184,7 @@ class DeployedVersions:
         destination, self._destination = self._destination, None
         engine, self._engine, self._shelf = self._engine, None, None
         if destination is not None:
-            await destination.client.__aexit__(None, None, None)
+            destination.client.close()
         if engine is not None:
             await engine.stop()
 

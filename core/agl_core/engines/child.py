@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, Protocol, runtime_checkable
 
 from agl_core.engines.wire import (
+    SPEC,
     START,
     Answer,
     Command,
@@ -32,7 +33,6 @@ from agl_core.engines.wire import (
     Ready,
     decode_replies,
     decode_settings,
-    decode_spec,
     encode_tokens,
 )
 from agl_core.errors import EngineError
@@ -214,8 +214,8 @@ def _versions_changed(engine: Served, command: Command, body: bytes) -> None:
         raise EngineError("This engine serves and merges no policies without a run.")
     if command.do == "merge":
         assert command.folder is not None
-        engine.merge(decode_spec(body), command.folder)
+        engine.merge(SPEC.validate_json(body), command.folder)
     elif command.do == "publish":
-        engine.publish(command.policy or "", decode_spec(body))
+        engine.publish(command.policy or "", SPEC.validate_json(body))
     else:
         engine.withdraw(command.policy or "")

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic
 from agl_core import private
 from agl_core.engines.hub import check_models
 from agl_core.engines.wire import (
+    SPEC,
     START,
     Action,
     Answer,
@@ -29,7 +30,6 @@ from agl_core.engines.wire import (
     decode_tokens,
     encode_replies,
     encode_settings,
-    encode_spec,
 )
 from agl_core.errors import EngineError
 from agl_core.protocols import (
@@ -138,20 +138,16 @@ class ProcessEngine(ABC, Generic[Options]):
         return decode_result(await self._ask("update", body, progress))
 
     async def save(self, folder: Path) -> None:
-        """Write every policy below `folder`."""
         await self._ask("save", folder=folder)
 
     async def load(self, folder: Path) -> None:
-        """Restore exactly what `save` wrote."""
         await self._ask("load", folder=folder)
 
     async def versions(self) -> Mapping[str, int]:
-        """The version being served of each policy."""
         versions: dict[str, int] = await self._ask("versions")
         return versions
 
     async def stats(self) -> Mapping[str, float]:
-        """Counters since the start."""
         stats: dict[str, float] = await self._ask("stats")
         return stats
 
@@ -166,16 +162,15 @@ class ProcessEngine(ABC, Generic[Options]):
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""
         await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("publish", encode_spec(spec), policy=name)
+        await self._ask("publish", SPEC.dump_json(spec), policy=name)
 
     async def withdraw(self, name: str) -> None:
-        """Serve a policy no longer."""
         await self._ask("withdraw", policy=name)
 
     async def merge(self, spec: PolicySpec, folder: Path) -> None:
         """Write the model with its adapter merged into it."""
         await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("merge", encode_spec(spec), folder=folder)
+        await self._ask("merge", SPEC.dump_json(spec), folder=folder)
 
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""
@@ -253,7 +248,6 @@ class ProcessEngine(ABC, Generic[Options]):
         return await self._exchange(do, number, Command.of(number, do, folder, policy).encode(body), progress)
 
     async def _exchange(self, doing: str, number: int, data: bytes, progress: Progress | None = None) -> Any:
-        """Write to the process and wait for the answer."""
         process, reading = self._process, self._reading
         assert process is not None
         assert process.stdin is not None
@@ -288,7 +282,6 @@ class ProcessEngine(ABC, Generic[Options]):
         return f"{self._stage}, for {time.monotonic() - self._stage_began:.0f} s"
 
     def _too_slow(self) -> EngineError:
-        """The deadline of the start has passed."""
         return EngineError(
             _sentences(
                 f"The engine did not start in {self.seconds_to_start:g} s; it was {self._where}",
@@ -313,7 +306,6 @@ class ProcessEngine(ABC, Generic[Options]):
         return (kind or EngineError)(_sentences(f"{what}: {answer.error}", remedy, end))
 
     def _lost(self, doing: str) -> EngineError:
-        """The process ended, or says no more."""
         assert self._process is not None
         code = self._process.returncode
         said = [self._loss] if self._loss else self._log_lines(LINES_SEARCHED)

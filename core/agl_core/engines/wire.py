@@ -29,7 +29,8 @@ Action: TypeAlias = Literal[
     "update", "save", "load", "versions", "stats", "estimate", "publish", "withdraw", "merge", "tokenize"
 ]
 _CONTEXT = TypeAdapter(EngineContext)
-_SPEC = TypeAdapter(PolicySpec)
+SPEC = TypeAdapter(PolicySpec)
+"""The body that says which policy to load."""
 Options = TypeVar("Options", bound=BaseModel)
 
 
@@ -86,7 +87,6 @@ class Answer(BaseModel):
 
     @classmethod
     def decode(cls, line: bytes) -> Answer:
-        """What `encode` gave."""
         return cls.model_validate(orjson.loads(line))
 
     @property
@@ -117,19 +117,8 @@ def encode_settings(options: BaseModel, context: EngineContext) -> bytes:
 
 
 def decode_settings(line: bytes, options: type[Options]) -> tuple[Options, EngineContext]:
-    """What `encode_settings` gave."""
     value = orjson.loads(line)
     return options.model_validate(value["options"]), _CONTEXT.validate_python(value["context"])
-
-
-def encode_spec(spec: PolicySpec) -> bytes:
-    """The body that says which policy to load."""
-    return _SPEC.dump_json(spec)
-
-
-def decode_spec(body: bytes) -> PolicySpec:
-    """What `encode_spec` gave."""
-    return _SPEC.validate_json(body)
 
 
 def encode_replies(replies: Sequence[RecordedReply]) -> bytes:
@@ -138,7 +127,6 @@ def encode_replies(replies: Sequence[RecordedReply]) -> bytes:
 
 
 def decode_replies(body: bytes) -> list[RecordedReply]:
-    """What `encode_replies` gave."""
     return [RecordedReply(**reply) for reply in json.loads(body)]
 
 
@@ -148,7 +136,6 @@ def encode_tokens(found: Sequence[TokenizedReply | None]) -> list[list[list[int]
 
 
 def decode_tokens(value: Sequence[Sequence[Sequence[int]] | None]) -> list[TokenizedReply | None]:
-    """What `encode_tokens` gave."""
     return [None if each is None else TokenizedReply(*(np.array(ids, np.int32) for ids in each)) for each in value]
 
 

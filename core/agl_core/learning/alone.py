@@ -13,9 +13,7 @@ from agl_core.types import Episode, Transition
 class Kept(Protocol):
     """Where an adapter keeps rollouts, for instance `agl_core.capture.Capture`."""
 
-    def finished(self) -> Sequence[CapturedRollout]:
-        """Those that have ended."""
-        ...
+    def finished(self) -> Sequence[CapturedRollout]: ...
 
     def clear(self) -> None:
         """Forget them."""
@@ -32,9 +30,7 @@ class Alone:
         return [build_episode(*rollout.records()) for rollout in self._kept.finished()]
 
     def transitions(self) -> list[Transition]:
-        """The transitions of all episodes."""
         return [transition for episode in self.episodes() for transition in episode.transitions]
 
     def clear(self) -> None:
-        """Forget what was kept."""
         self._kept.clear()

@@ -261,7 +261,6 @@ def _tool_result(asked: Asked, message: Mapping[str, Any]) -> ToolResult:
 
 
 def _function(tool_call: Mapping[str, Any]) -> tuple[str, Json]:
-    """The tool's name and arguments."""
     is_custom = tool_call.get("type") == "custom"
     function = tool_call.get("custom" if is_custom else "function")
     function = function if isinstance(function, Mapping) else {}

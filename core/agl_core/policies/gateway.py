@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp
 from agl_core.errors import ServerError
 from agl_core.policies.shelf import Shelf
 from agl_core.protocols import Upstream
+from agl_core.server.api.routes import unless_gone
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.routes import DIALECTS
@@ -60,26 +60,23 @@ class PolicyServer:
 
     @property
     def base_url(self) -> str:
-        """Where it listens, without a path."""
         return self._listening.base_url
 
     async def start(self) -> None:
-        """Answer from now on."""
         await self._listening.start(ModelCalls(self._app(), self, DIALECTS), Refusals())
 
     async def stop(self) -> None:
         """Finish the calls in flight, which get a few seconds, and close the port."""
         await self._listening.stop()
-        await self._client.__aexit__(None, None, None)
+        self._client.close()
 
     async def answer(self, request: Request, dialect: Dialect) -> Response:
-        """One model call."""
         try:
             self._check(request)
             asked = dialect.parse(await request.body(), self._memory)
             served = self._shelf.served(asked.model)
             with served.answering():
-                reply = await _unless_gone(request, self._reply(dialect, asked, served.model, served.max_tokens))
+                reply = await unless_gone(request, self._reply(dialect, asked, served.model, served.max_tokens))
             if reply is None:
                 return Response(status_code=499)
             self._memory.add(reply, asked.conversation)
@@ -170,20 +167,3 @@ def check_key(host: str, key: str | None) -> None:
             f"Policies are not served on {host}, where other machines can reach them, without a key. Set {POLICY_KEY} "
             f"here (`openssl rand -hex 24` makes one), which clients send as their API key, or use host 127.0.0.1."
         )
-
-
-async def _unless_gone(request: Request, work: Any) -> Reply | None:
-    """The reply; None, and the work is given up, if the client hangs up before."""
-    replying = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_hang_up(request))
-    try:
-        await asyncio.wait({replying, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return replying.result() if replying.done() else None
-    finally:
-        replying.cancel()
-        watching.cancel()
-
-
-async def _hang_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -6,14 +6,13 @@ follows after a colon: `debate:solver@40`. Step 0 is what training started from.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from agl_core.analysis.runs import RUNS, policy_names, read_entry
 from agl_core.config import CONFIG_FILE
-from agl_core.errors import CheckpointError, ConfigError
+from agl_core.errors import CheckpointError, ConfigError, did_you_mean
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 
 LATEST, BEST, STABLE = ALIASES = ("latest", "best", "stable")
@@ -90,8 +89,7 @@ class Reference:
     def _others(self, found: Iterable[int]) -> str:
         names = [f"{self.name}@{step}" for step in found]
         if names:
-            close = difflib.get_close_matches(str(self), names, n=1, cutoff=0.5)
-            return (f"Did you mean {close[0]}? " if close else "") + f"Its versions: {', '.join(names)}."
+            return f"{did_you_mean(str(self), names, '{}')}Its versions: {', '.join(names)}."
         entry = read_entry(self.run)
         if entry.state == "running":
             return f"{self.run} is being trained (step {entry.steps} of {entry.of_steps}) and has no checkpoint yet."
@@ -106,8 +104,7 @@ def parse(text: str) -> Reference:
     before, at, which = text.rpartition("@")
     name, which = (before, which) if at else (text, LATEST)
     if which not in ALIASES and not (which.isascii() and which.isdecimal() and len(which) < 10):
-        close = difflib.get_close_matches(which, ALIASES, n=1, cutoff=0.5)
-        hint = f"Did you mean {name}@{close[0]}? " if close else ""
+        hint = did_you_mean(which, ALIASES, f"{name}@{{}}")
         raise ConfigError(f"'{text}' names no version. {hint}After the @ comes a step, or {', '.join(ALIASES)}.")
     run, policy = _find(name)
     which = which if which in ALIASES else str(int(which))
@@ -147,15 +144,13 @@ def called(run: Path, policy: str) -> str:
 
 
 def _find(name: str) -> tuple[Path, str]:
-    """The run's folder and the policy of a name."""
     run = _folder(name)
     if run is None:
         before, colon, policy = name.rpartition(":")
         run = _folder(before) if colon else None
         if run is None:
             known = [file.parent.name for file in sorted(RUNS.glob(f"*/{CONFIG_FILE}"))]
-            close = difflib.get_close_matches(before or name, known, n=1, cutoff=0.5)
-            hint = f"Did you mean {close[0]}? " if close else ""
+            hint = did_you_mean(before or name, known, "{}")
             raise ConfigError(
                 f"There is no run '{before or name}'. {hint}Runs here: {', '.join(known) or 'none below ./runs'}. A "
                 f"policy is named RUN@STEP, where RUN is a folder or a name below ./runs: agl policy list."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agl_core.errors import AglError, ConfigError
+from agl_core.errors import AglError, ConfigError, did_you_mean
 from agl_core.policies.engines import Source
 from agl_core.policies.naming import ALIASES, Reference, Version, parse
 from agl_core.protocols import PolicyEngine
@@ -108,11 +107,10 @@ class Shelf:
         if found is None and len(policies) == 1 and "@" not in model:
             found = self._names.get(next(iter(policies)))
         if found is None:
-            close = difflib.get_close_matches(model, self._names, n=1, cutoff=0.5)
-            hint = f"Did you mean '{close[0]}'? " if close else ""
             raise ApiError(
                 404,
-                f"There is no model '{model}' here. {hint}Served: {', '.join(self._names)}.",
+                f"There is no model '{model}' here. {did_you_mean(model, self._names)}"
+                f"Served: {', '.join(self._names)}.",
                 param="model",
                 code="model_not_found",
             )
@@ -151,7 +149,6 @@ class Shelf:
             self.say(f"{served.version} is no longer served")
 
     async def _get(self, reference: Reference) -> Served:
-        """The version that a reference means, loaded."""
         version = await asyncio.to_thread(reference.resolve)
         state = None if version.checkpoint is None else version.checkpoint / "state.json"
         try:

@@ -27,7 +27,6 @@ class ApiError(ServerError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
     @property

@@ -191,7 +191,6 @@ def _sent(request: Request) -> list[str]:
 
 
 def carries(request: Request, key: str) -> bool:
-    """Whether a request has this key."""
     return any(_same(each, key) for each in _sent(request))
 
 
@@ -205,7 +204,6 @@ def _refusal(request: Request, hint: str) -> ApiError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -153,7 +153,6 @@ class LightningServer:
 
     @property
     def counters(self) -> Counters:
-        """What the gateway counted since its start."""
         return self._gateway.counters
 
     async def start(self) -> None:
@@ -226,9 +225,7 @@ class LightningServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def _counted(self) -> dict[str, int]:
@@ -278,7 +275,7 @@ class LightningServer:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
             if path.startswith("/agl/"):
                 return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
-            if find_place(path, DIALECTS) is not None:  # With POST it would have been a model call.
+            if (place := find_place(path)) and place.route in DIALECTS:  # With POST it would have been a model call.
                 status = 405
             ours = next((each for route, each in DIALECTS.items() if route in path), DIALECTS["/v1/chat/completions"])
             return ours.refuse(

@@ -7,7 +7,7 @@ import contextlib
 import os
 import queue
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -108,6 +108,19 @@ def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
     return connection
 
 
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """What is written inside is written whole, or not at all."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
 def check_folder(path: Path) -> None:
     """Raises StoreError unless a file can lie at `path`."""
     if not path.parent.is_dir():
@@ -122,9 +135,9 @@ class Readers:
     `check` raises what makes reading useless: the writer that they read beside has lost its files.
     """
 
-    def __init__(self, path: Path, check: Callable[[], None] | None, threads: int = 2) -> None:
+    def __init__(self, path: Path, check: Callable[[], None] | None) -> None:
         self._path, self._check = path, check
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="agl-store-reader")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="agl-store-reader")
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
         self._unchanging: list[tuple[tuple[int, ...], sqlite3.Connection]] = []
         """Idle connections to the file while no process writes it, each with the mark of the file that it opened."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import orjson
 
+from agl_core.store.connections import transaction
 from agl_core.store.pieces import numbers_in
 from agl_core.store.tables import RECORDS
 from agl_core.types import Mode, RolloutState
@@ -23,17 +24,11 @@ def erase_rollouts(connection: sqlite3.Connection, ids: Sequence[str], first_new
     call that is not written yet may refer to them.
     """
     connection.execute("PRAGMA secure_delete = ON")
-    connection.execute("BEGIN IMMEDIATE")
     try:
-        found = _erase(connection, ids, first_new_piece)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
+        with transaction(connection):
+            return _erase(connection, ids, first_new_piece)
     finally:
         connection.execute("PRAGMA secure_delete = OFF")
-    return found
 
 
 def _erase(connection: sqlite3.Connection, ids: Sequence[str], first_new_piece: int) -> int:

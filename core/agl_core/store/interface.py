@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol, Self, TypeAlias, TypedDict, Unpack, runtime_checkable
 
 from agl_core.types import (
@@ -84,9 +83,7 @@ class Store(Protocol):
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -96,7 +96,6 @@ async def answer(store: Store, question: StoreQuestion) -> Sequence[Record]:
 
 
 def _cell(value: Any) -> Any:
-    """A value of a row as JSON has it."""
     if isinstance(value, bytes):
         return Binary.model_construct(base64=base64.b64encode(value).decode())
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -116,7 +115,6 @@ def _rows(table: Table[Any], rows: Sequence[Sequence[Cell]]) -> list[Row]:
 
 
 def _value(column: Column, cell: Cell) -> Any:
-    """A value as the row of the store has it."""
     value = _bytes(cell) if isinstance(cell, Binary) else cell
     match column.type, value:
         case _, None if column.optional:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
+from agl_core.store.connections import transaction
 from agl_core.store.pieces import numbers_in
 from agl_core.types import Json, Mode, RolloutState
 from agl_core.types.forms import dump_json, load_json
@@ -20,8 +21,7 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
     kept whole: they have a setting of their own. No writer may be there whose `Pieces` remember what this removes.
     """
     connection.create_function("pruned_message", 1, _pruned_message, deterministic=True)
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with transaction(connection):
         connection.execute(
             "CREATE TEMP TABLE old AS SELECT attempt_keys.seq FROM rollouts "
             "JOIN attempt_keys ON attempt_keys.rollout = rollouts.id "
@@ -43,11 +43,6 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
         connection.execute("DELETE FROM pieces WHERE seq NOT IN temp.kept")
         connection.execute("DROP TABLE temp.old")
         connection.execute("DROP TABLE temp.kept")
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
     return pruned
 
 

@@ -28,7 +28,6 @@ def rollouts(
     connection: sqlite3.Connection,
     wanted: dict[str, Any],
     limit: int | None = None,
-    *,
     newest: int | None = None,
     after: str | None = None,
 ) -> list[Rollout]:

@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import TypeVar, TypeVarTuple, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,6 +35,7 @@ from agl_core.types import (
 )
 
 Result = TypeVar("Result")
+Asked = TypeVarTuple("Asked")
 
 
 class SqliteStore(SessionStore):
@@ -99,36 +100,29 @@ class SqliteStore(SessionStore):
     async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
         limit, newest, after = (wanted.pop("limit", None), wanted.pop("newest", None), wanted.pop("after", None))
         equal = {"grp" if name == "group" else name: value for name, value in wanted.items() if value is not None}
-        return await self._read(
-            lambda connection: queries.rollouts(connection, equal, limit=limit, newest=newest, after=after)
-        )
+        return await self._read(queries.rollouts, equal, limit, newest, after)
 
     async def rollout(self, prefix: str) -> Rollout:
         """The rollout whose id is `prefix`, else the only one whose id starts with it."""
-        return await self._read(lambda connection: queries.rollout(connection, prefix, str(self._path)))
+        return await self._read(queries.rollout, prefix, str(self._path))
 
     async def attempts(self, rollout: str) -> list[Attempt]:
-        return await self._read(lambda connection: queries.attempts(connection, rollout))
+        return await self._read(queries.attempts, rollout)
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
-        keys = tuple(attempts)
-        return await self._read(lambda connection: queries.calls(connection, keys))
+        return await self._read(queries.calls, tuple(attempts))
 
     async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        keys = tuple(attempts)
-        return await self._read(lambda connection: queries.recorded(connection, TOOL_RESULTS, keys))
+        return await self._read(queries.recorded, TOOL_RESULTS, tuple(attempts))
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        keys = tuple(attempts)
-        return await self._read(lambda connection: queries.recorded(connection, REWARDS, keys))
+        return await self._read(queries.recorded, REWARDS, tuple(attempts))
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        keys = tuple(attempts)
-        return await self._read(lambda connection: queries.recorded(connection, TRAINING_RECORDS, keys))
+        return await self._read(queries.recorded, TRAINING_RECORDS, tuple(attempts))
 
     async def feedback(self, attempts: Iterable[AttemptKey]) -> list[Feedback]:
-        keys = tuple(attempts)
-        return await self._read(lambda connection: queries.recorded(connection, FEEDBACK, keys))
+        return await self._read(queries.recorded, FEEDBACK, tuple(attempts))
 
     async def erase(self, ids: Iterable[str]) -> int:
         asked = list(ids)
@@ -139,11 +133,10 @@ class SqliteStore(SessionStore):
             raise explain(self._path, error) from error
 
     async def erased(self, ids: Iterable[str]) -> set[str]:
-        asked = list(ids)
-        return await self._read(lambda connection: erased(connection, asked))
+        return await self._read(erased, list(ids))
 
     async def ended_before(self, mode: Mode, time: float) -> list[str]:
-        return await self._read(lambda connection: ended_before(connection, mode, time))
+        return await self._read(ended_before, mode, time)
 
     async def prune(self, up_to: int) -> int:
         """Take texts and tokens out of the calls of the steps up to `up_to`; returns of how many. All or nothing.
@@ -189,11 +182,11 @@ class SqliteStore(SessionStore):
             raise StoreError(f"The store {self._path} is not open for writing. Open it first (`async with`).")
         return self._writer
 
-    async def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def _read(self, query: Callable[[sqlite3.Connection, *Asked], Result], *asked: *Asked) -> Result:
         if self._readers is None:
             raise StoreError(f"The store {self._path} is not open. Open it first (`async with`), not once closed.")
         try:
-            return await self._readers.run(query)
+            return await self._readers.run(lambda connection: query(connection, *asked))
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
         except (TypeError, ValueError, LookupError) as error:  # SQLite does not notice damage inside a value.

@@ -54,7 +54,6 @@ class Table(Generic[Kept]):
 
     @cached_property
     def described(self) -> tuple[Column, ...]:
-        """What each of a row's values is."""
         found = _apart(self.owner)
         for each in fields_of(self.record).values():  # type: ignore[arg-type]
             if each.name in self.instead:
@@ -66,12 +65,10 @@ class Table(Generic[Kept]):
 
     @cached_property
     def values(self) -> tuple[str, ...]:
-        """The names of a row's values."""
         return tuple(column.name for column in self.described)
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """The columns in the file."""
         return ("attempt_key", *self.values[2:]) if self.of_attempts else self.values
 
 

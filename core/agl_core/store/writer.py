@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from agl_core.errors import StoreError
 from agl_core.store.codec import Row, Rows, encode
-from agl_core.store.connections import BUSY_SECONDS
+from agl_core.store.connections import BUSY_SECONDS, transaction
 from agl_core.store.files import OpenFiles
 from agl_core.store.interface import Record
 from agl_core.store.pieces import Data, Pieces
@@ -225,17 +225,10 @@ class GroupWriter:
         return [None] * len(batch)
 
     def _write(self, pieces: list[tuple[int, Data]], batch: list[Rows]) -> None:
-        connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(self._connection):
             self._insert(PIECES, pieces)
             for table in TABLES:
                 self._insert(table, [row for rows in batch for row in rows.get(table, ())])
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
 
     def _insert(self, table: Table[Any], rows: Sequence[Row]) -> None:
         start = 0

@@ -57,7 +57,6 @@ class Page:
         self.until("!window.left && document.readyState === 'complete'")
 
     def until(self, condition: str) -> None:
-        """Wait until a script's expression is true."""
         deadline = time.monotonic() + PATIENCE
         while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < deadline, (
@@ -88,7 +87,6 @@ class Page:
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self) -> bytes:
-        """What is seen, as WebP."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="webp", quality=90)["data"])
 
 

@@ -36,7 +36,6 @@ from agl_core.types import (
 
 
 def rollout(id: str = "r", **changes: Any) -> Rollout:
-    """A rollout that waits to be leased."""
     fields: dict[str, Any] = {
         "run": "run",
         "restart": 0,
@@ -50,7 +49,6 @@ def rollout(id: str = "r", **changes: Any) -> Rollout:
 
 
 def attempt(rollout: str = "r", number: int = 0, **changes: Any) -> Attempt:
-    """An attempt that has finished."""
     fields: dict[str, Any] = {"worker": "w", "started": 0.0, "ended": 1.0, "ending": Ending.FINISHED}
     return Attempt(rollout, number, **({**fields, "result": "answer"} | changes))
 
@@ -113,7 +111,6 @@ def transition(
 
 
 def episode(*transitions: Transition, rollout: str = "r", **changes: Any) -> Episode:
-    """A finished episode of these transitions."""
     fields: dict[str, Any] = {
         "attempt": 0,
         "group": "g",

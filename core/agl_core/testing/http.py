@@ -37,7 +37,6 @@ class Passed:
     """The reply's, with its parameters."""
 
     def response(self) -> web.Response:
-        """The reply, to be given to who asked."""
         headers = {"Content-Type": self.content_type} if self.content_type else None
         return web.Response(body=self.reply, status=self.status, headers=headers)
 

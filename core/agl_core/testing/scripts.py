@@ -36,13 +36,11 @@ class Received:
 
     @property
     def items(self) -> Sequence[Mapping[str, Any]]:
-        """The messages of the conversation."""
         items: Any = self.body.get("input" if self.is_responses else "messages") or self.body.get("prompt") or []
         return [{"role": "user", "content": items}] if isinstance(items, str) else items
 
     @property
     def said(self) -> str:
-        """The last message of the user."""
         return str(next(item["content"] for item in reversed(self.items) if item.get("role") == "user"))
 
     @property
@@ -52,7 +50,6 @@ class Received:
 
     @property
     def instructions(self) -> str:
-        """The system prompt."""
         if self.is_responses:
             return str(self.body.get("instructions"))
         return next((str(item["content"]) for item in self.items if item["role"] == "system"), "")

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import openai
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agl_core.capture import ActiveAttempt, Recording, attach, running
 from agl_core.config.models import SamplingSection
@@ -42,11 +42,9 @@ class Hooks:
         self.fired: list[tuple[Any, ...]] = []
 
     def rollout_started(self, *, rollout: Rollout, attempt: int) -> None:
-        """One is leased."""
         self.fired.append(("started", rollout.id, attempt))
 
     def rollout_finished(self, *, rollout: Rollout, attempt: Any) -> None:
-        """One is over."""
         self.fired.append(("finished", rollout.id, attempt.attempt, attempt.ending))
 
 
@@ -80,7 +78,6 @@ class Stack:
         return f"{self.server.base_url}{rollout_path(*key) if key else ''}/v1"
 
     def key(self, attempt: AttemptKey) -> str:
-        """The agent's key of an attempt."""
         return self.server.keys.of_attempt(attempt)
 
     def held(self, attempt: AttemptKey) -> HeldAttempt:
@@ -95,12 +92,10 @@ class Stack:
         return made
 
     async def close_clients(self) -> None:
-        """Those that `client` has made."""
         for each in self._clients:
             await each.close()
 
     async def calls(self, key: AttemptKey) -> list[Call]:
-        """What was recorded of an attempt."""
         calls: list[Call] = await self.store.calls([key])
         return calls
 
@@ -125,15 +120,12 @@ class RunningAttempt:
 
     @property
     def tool_results(self) -> Sequence[ToolResultReport]:
-        """What adapters reported."""
         return self.active.recording.tool_results
 
     async def calls(self) -> list[Call]:
-        """What the gateway recorded."""
         return await self.stack.calls(self.key)
 
     async def agents(self) -> list[str | None]:
-        """Who made each call."""
         return [call.agent for call in await self.calls()]
 
     async def close(self) -> Episode:
@@ -191,43 +183,25 @@ class StackInThread:
 
     stack: Stack
     key: AttemptKey
-    loop: asyncio.AbstractEventLoop
-    """The stack's own, in its thread."""
+    portal: BlockingPortal
+    """Calls functions in the stack's own thread."""
 
     @property
     def base_url(self) -> str:
-        """The attempt's."""
         return self.stack.url(self.key)
 
     @property
     def api_key(self) -> str:
-        """The attempt's."""
         return self.stack.key(self.key)
 
 
 @contextlib.contextmanager
 def stack_in_thread() -> Iterator[StackInThread]:
     """Serve from a thread with a loop of its own."""
-    ready, stop = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-    found: list[StackInThread] = []
-
-    async def serve() -> None:
-        models = {"models": {"default": "served", "other": "served-too"}}
-        async with running_stack(upstream_fields=lambda _: models) as stack:
-            found.append(StackInThread(stack, await stack.lease(), loop))
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(30)
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
+    models = {"models": {"default": "served", "other": "served-too"}}
+    served = running_stack(upstream_fields=lambda _: models)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(served) as stack:
+        yield StackInThread(stack, portal.call(stack.lease), portal)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import threading
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from aiohttp import web
+from anyio.from_thread import start_blocking_portal
 
 from agl_core.testing.http import served
 from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Received, Say, Step, fitting
@@ -60,7 +60,8 @@ class ScriptedUpstream:
         self._script: deque[Step] = deque()
         self._serves = contextlib.AsyncExitStack()
         self._blocking = ThreadPoolExecutor(64)
-        self._serving: tuple[threading.Thread, asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._thread = contextlib.ExitStack()
+        """Of `with`: a thread in which this serves."""
 
     @property
     def url(self) -> str:
@@ -68,11 +69,9 @@ class ScriptedUpstream:
         return f"{self.root}/v1"
 
     def script(self, *steps: Step) -> None:
-        """Answer the next requests with these steps."""
         self._script.extend(steps)
 
     def agents(self) -> list[str | None]:
-        """Which agent made each request, by its header."""
         return [each.agent for each in self.received]
 
     async def __aenter__(self) -> ScriptedUpstream:
@@ -88,26 +87,11 @@ class ScriptedUpstream:
         self._blocking.shutdown(wait=False)
 
     def __enter__(self) -> ScriptedUpstream:
-        ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
-
-        async def serve() -> None:
-            async with self:
-                ready.set()
-                await stop.wait()
-
-        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-        thread.start()
-        if not ready.wait(30):
-            raise TimeoutError("The scripted model server did not start.")
-        self._serving = thread, loop, stop
-        return self
+        portal = self._thread.enter_context(start_blocking_portal())
+        return self._thread.enter_context(portal.wrap_async_context_manager(self))
 
     def __exit__(self, *_: object) -> None:
-        assert self._serving is not None
-        thread, loop, stop = self._serving
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
+        self._thread.close()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})

@@ -56,7 +56,6 @@ class Assertions:
         return cls(any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting), not of_tasks)
 
     def noticed(self, episodes: Sequence[Episode]) -> Iterator[Alarm]:
-        """The alarms on the episodes of a step."""
         tool_results = [each for e in episodes for t in e.transitions for each in t.tool_results]
         if self.of_tool_results and tool_results and all(each.source.is_asserted for each in tool_results):
             self.of_tool_results = False

@@ -132,9 +132,7 @@ class Checkpoints:
         """Make the version of this step the policy's stable one; it and those that are needed are kept from now on."""
         marks, wanted = self._marked(), list(dict.fromkeys((step, *needed)))
         if marks.get(policy) != wanted:
-            part = self.folder.parent / f".{_STABLE}.part"
-            private.write(part, orjson.dumps({**marks, policy: wanted}))
-            os.replace(part, part.with_name(_STABLE))
+            private.replace(self.folder.parent / _STABLE, orjson.dumps({**marks, policy: wanted}))
 
     def _marked(self) -> dict[str, list[int]]:
         """Of each policy the steps that are kept, the stable one first."""

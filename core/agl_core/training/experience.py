@@ -111,7 +111,6 @@ class Experience:
         return drawn
 
     async def cancel(self) -> None:
-        """Cancel running groups; they stay unfinished."""
         running = {id for rollouts in self._running.values() for id, scored in rollouts.items() if scored is None}
         if running:
             await self._collector.cancel(running)

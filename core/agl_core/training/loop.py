@@ -234,7 +234,6 @@ class Trainer:
         self._patience.check(step, why_nothing(drawn.new, training_records, prepared.episodes_dropped))
 
     async def _alarms(self, drawn: Drawn, training_records: Sequence[TrainingRecord]) -> list[Alarm]:
-        """The alarms on a step's rollouts themselves."""
         found = [*missing_lessons(drawn.episodes, training_records, self.loaded.config.train.agents)]
         found += self.assertions.noticed(drawn.new)
         if common_failure(drawn.new) and (alarm := await failures(self.session.control.store, drawn.new)):

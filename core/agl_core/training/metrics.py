@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -119,7 +118,6 @@ def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: boo
 
 
 def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:
-    """The number of dropped transitions, by reason."""
     return {f"dropped/{reason}": float(n) for reason, n in Counter(r for r in reasons if r).items()}
 
 
@@ -161,9 +159,7 @@ class MetricsLog:
                         f"Line {number} of {self._path} is not a line of metrics ({error!r}). Remove or mend it, and "
                         f"resume again."
                     ) from error
-        part = self._path.with_suffix(".part")
-        private.write(part, b"".join(line + b"\n" for line in kept))
-        os.replace(part, self._path)
+        private.replace(self._path, b"".join(line + b"\n" for line in kept))
         return steps
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:

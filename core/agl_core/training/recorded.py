@@ -36,7 +36,6 @@ class RecordedQueue:
         self._terminal: dict[str, float | None] = {}
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Record these rollouts as done."""
         seed = self._config.seed
         wanted = [(train_index(self._source, rollout.position, seed), rollout.member) for rollout in rollouts]
         for rollout, found in zip(rollouts, await self._source.recorded(wanted), strict=True):
@@ -61,7 +60,6 @@ class RecordedQueue:
             )
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
-        """All of them."""
         return [self._done[id] for id in ids]
 
     async def cancel(self, ids: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -122,7 +121,6 @@ class Summary:
 
     @property
     def file(self) -> Path:
-        """Where `write` puts it."""
         return self.run_dir / SUMMARY_FILE
 
     @property
@@ -140,7 +138,6 @@ class Summary:
         return HEADLINE_SET if HEADLINE_SET in self.sets or not self.sets else self.sets[0]
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `summary.json`."""
         state = self.state
         return {
             "reward": self.rewards(self.headline),
@@ -163,7 +160,4 @@ class Summary:
         }
 
     def write(self) -> None:
-        """Write `summary.json` as a whole."""
-        part = self.file.with_name(f"{SUMMARY_FILE}.part")
-        private.write(part, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
-        os.replace(part, self.file)
+        private.replace(self.file, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))

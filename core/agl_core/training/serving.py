@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from agl_core.config.load import ServerConfig
@@ -92,10 +92,9 @@ class TrainingServer(Protocol):
         """The run that it serves."""
 
 
-@asynccontextmanager
-async def local_server(
+def local_server(
     loaded: ServerConfig, run_dir: Path, deployed: Answering | None = None
-) -> AsyncIterator[LightningServer]:
+) -> AbstractAsyncContextManager[LightningServer]:
     """The server and the store of a run, in the trainer's own process; they end with it.
 
     With `[online]` and `deployed`, which chooses the versions that answer, it also records real use.
@@ -103,51 +102,43 @@ async def local_server(
     Workers on this machine find it by the file in the run's folder, which also says whether the run is over. If the
     trainer ends by an error, workers wait until the run is resumed.
     """
-    file = run_dir / SERVER_FILE
-    keys = Keys.of_run(file)
-    keys.check_host(loaded.config.server.host)
-    other_key = passthrough_key(loaded.config.gateway)
-    async with loaded.store.build(run_dir) as store:
-        begun = await _has_begun(store, file)
-        run = online = None
-        if deployed is not None:
-            keys, run, online = await _online(loaded, store, keys, run_dir, deployed)
-        server = await _started(loaded, store, keys, file, other_key, run, online)
-        failed = True
-        try:
-            keys.write(file, server.base_url, begun=begun)
-            yield server
-            failed = False
-            if server.run.over:
-                keys.write(file, server.base_url, begun=True, over=True)
-        finally:
-            await server.stop(over=not failed)
+    return _server(loaded, run_dir, deployed, standalone=False)
 
 
-@asynccontextmanager
-async def standalone_server(
+def standalone_server(
     loaded: ServerConfig, run_dir: Path, upstream: Upstream | None = None
-) -> AsyncIterator[LightningServer]:
+) -> AbstractAsyncContextManager[LightningServer]:
     """The server and the store of a run, for a trainer elsewhere; it goes on where an earlier server left off.
 
     With `[online]` it also records real use, which `upstream` answers. ConfigError if the store cannot do that.
     """
+    return _server(loaded, run_dir, upstream, standalone=True)
+
+
+@asynccontextmanager
+async def _server(
+    loaded: ServerConfig, run_dir: Path, answering: Upstream | Answering | None, *, standalone: bool
+) -> AsyncIterator[LightningServer]:
     file = run_dir / SERVER_FILE
     keys = Keys.of_run(file)
-    keys.check_host(loaded.config.server.host, (WORKER_KEY, OPERATOR_KEY))
+    keys.check_host(loaded.config.server.host, (WORKER_KEY, OPERATOR_KEY) if standalone else (WORKER_KEY,))
     other_key = passthrough_key(loaded.config.gateway)
     async with loaded.store.build(run_dir) as store:
         begun = await _has_begun(store, file)
-        run, online = await recorded_name(store, run_dir), None
-        if upstream is not None:
-            keys, run, online = await _online(loaded, store, keys, run_dir, upstream)
-            begun = True
-        server = await _started(loaded, store, keys, file, other_key, run, online)
+        run, online = await recorded_name(store, run_dir) if standalone else None, None
+        if answering is not None:
+            keys, run, online = await _online(loaded, store, keys, run_dir, answering)
+            begun |= standalone
+        server = await _started(loaded, store, keys, file, passthrough_key=other_key, run=run, online=online)
+        ends_run = False
         try:
             keys.write(file, server.base_url, begun=begun)
             yield server
+            ends_run = not standalone
+            if ends_run and server.run.over:
+                keys.write(file, server.base_url, begun=True, over=True)
         finally:
-            await server.stop(over=False)
+            await server.stop(over=ends_run)
 
 
 async def _online(
@@ -183,37 +174,18 @@ async def _has_begun(store: Store, file: Path) -> bool:
     return False
 
 
-async def _started(
-    loaded: ServerConfig,
-    store: Store,
-    keys: Keys,
-    file: Path,
-    other_key: str | None,
-    run: str | None,
-    online: Online | None,
-) -> LightningServer:
+async def _started(loaded: ServerConfig, store: Store, keys: Keys, file: Path, **options: Any) -> LightningServer:
     """A server that listens; with port 0 where the one before did, if it can, so that others find it again."""
-    port = loaded.config.server.port
-    server = _server(loaded, store, keys, file, port or _port_before(file), other_key, run, online)
-    try:
-        await server.start()
-    except ServerError:
-        if port:
-            raise
-        server = _server(loaded, store, keys, file, 0, other_key, run, online)
-        await server.start()
-    return server
+    wanted = loaded.config.server.port
+    *earlier, last = (wanted,) if wanted else (_port_before(file), 0)
+    for port in earlier:
+        with suppress(ServerError):
+            return await _listening(loaded, store, keys, file, port, options)
+    return await _listening(loaded, store, keys, file, last, options)
 
 
-def _server(
-    loaded: ServerConfig,
-    store: Store,
-    keys: Keys,
-    file: Path,
-    port: int,
-    other_key: str | None,
-    run: str | None,
-    online: Online | None,
+async def _listening(
+    loaded: ServerConfig, store: Store, keys: Keys, file: Path, port: int, options: Mapping[str, Any]
 ) -> LightningServer:
     server = LightningServer(
         store,
@@ -222,12 +194,11 @@ def _server(
         **{**loaded.config.server.model_dump(exclude={"view_port"}), "port": port},
         hook=loaded.plugins.hook,
         keys=keys,
-        run=run,
         gateway=loaded.config.gateway,
-        passthrough_key=other_key,
-        online=online,
         begun=lambda: keys.write(file, server.base_url, begun=True),
+        **options,
     )
+    await server.start()
     return server
 
 

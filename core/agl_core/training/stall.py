@@ -57,11 +57,9 @@ class StallWatch:
         self._say(alarm.text)
 
     def begin(self) -> None:
-        """Rollouts are waited for from now on."""
         self._since, self._next, self._stalled = time.monotonic(), 0.0, False
 
     def finished(self, rollouts: Sequence[Rollout]) -> None:
-        """These have ended."""
         self._ids.extend(each.id for each in rollouts if each.ending is Ending.FINISHED)
         self.begin()
 

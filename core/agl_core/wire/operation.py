@@ -68,5 +68,4 @@ class Operation(Generic[Asked, Answer]):
 
     @property
     def has_body(self) -> bool:
-        """Whether a body is sent."""
         return self.body is not Empty

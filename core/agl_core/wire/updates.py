@@ -45,7 +45,6 @@ class UpdateRequest:
 
     @classmethod
     def decode(cls, body: bytes) -> UpdateRequest:
-        """What `encode` gave."""
         with np.load(io.BytesIO(body), allow_pickle=False) as archive:
             header = orjson.loads(archive["header"].tobytes())
             arrays = {name: archive[name] for name in _ARRAYS}
@@ -66,7 +65,6 @@ def encode_result(result: UpdateResult) -> dict[str, Any]:
 
 
 def decode_result(value: Mapping[str, Any]) -> UpdateResult:
-    """The inverse of `encode_result`."""
     return UpdateResult(
         version=value["version"],
         metrics=value["metrics"],

@@ -99,7 +99,6 @@ def active_attempt(assignment: Assignment, base_url: str, recording: Recording) 
 
 
 def agent_context(assignment: Assignment, base_url: str) -> AgentContext:
-    """What the agent gets if it asks for its context."""
     return AgentContext(
         task_id=assignment.task_id,
         split=assignment.task_split,

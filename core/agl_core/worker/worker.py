@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from agl_core.capture import Recording
@@ -77,7 +78,6 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Attempts under way."""
         return len(self._running)
 
     @property
@@ -94,7 +94,8 @@ class Worker:
         loop = asyncio.get_running_loop()
 
         def answered(lost: Collection[AttemptKey], closed: bool) -> None:
-            loop.call_soon_threadsafe(self._heard, lost, closed)
+            with suppress(RuntimeError):  # The loop has ended while a heartbeat was under way, and so has all else.
+                loop.call_soon_threadsafe(self._heard, lost, closed)
 
         heartbeats = Heartbeats(self._client.base_url, self._client.key, self.name, self._link, answered)
         await self._runner.start()
@@ -155,7 +156,6 @@ class Worker:
         self._lost.pop(key, None)
 
     def _heard(self, lost: Collection[AttemptKey], closed: bool) -> None:
-        """The server answered a heartbeat."""
         if closed:
             self._stopped.set()
         for key in lost:
@@ -299,7 +299,6 @@ class Heartbeats:
         self._due.set()
 
     def release(self, key: AttemptKey) -> None:
-        """The attempt has ended."""
         with self._lock:
             self._held.pop(key, None)
 

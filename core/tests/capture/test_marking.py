@@ -98,9 +98,7 @@ def test_a_text_react_agent_gets_its_tool_results_at_the_calls_that_asked_for_th
         attempt = active(served.key, served.stack.server.base_url, served.api_key)
         with openai.OpenAI(base_url=served.base_url, api_key=served.api_key) as client, running(attempt):
             assert react(client, "How warm is it?") == "It is 4 °C."
-        episode = asyncio.run_coroutine_threadsafe(
-            episode_of(served.stack, served.key, attempt.recording), served.loop
-        ).result()
+        episode = served.portal.call(episode_of, served.stack, served.key, attempt.recording)
     assert told(episode) == [
         ("reactor", [("look_up", "ok")]),
         ("reactor", [("look_up", "empty")]),

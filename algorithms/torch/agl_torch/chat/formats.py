@@ -152,13 +152,13 @@ class PlainText:
 FORMATS: tuple[ToolFormat, ...] = (Hermes(), LlamaJson(), PlainText())
 
 
-def detect_format(template: str, formats: Sequence[ToolFormat] = FORMATS) -> ToolFormat | None:
+def detect_format(template: str) -> ToolFormat | None:
     """The format in which a chat template writes tool calls, or None.
 
     >>> detect_format("{{ '<tool_call>' }}").name
     'hermes'
     """
-    return next((candidate for candidate in formats if candidate.detect(template)), None)
+    return next((candidate for candidate in FORMATS if candidate.detect(template)), None)
 
 
 def _refuse_constant(name: str) -> NoReturn:

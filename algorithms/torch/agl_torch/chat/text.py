@@ -73,7 +73,6 @@ class ChatText:
 
     @property
     def eos_texts(self) -> tuple[str, ...]:
-        """The end tokens as templates write them."""
         return tuple(self._eos_texts.values())
 
     def decode(self, ids: Sequence[int]) -> str:

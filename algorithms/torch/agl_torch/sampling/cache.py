@@ -81,11 +81,9 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
         return sum(t.nbytes for t in (*self._keys, *self._values))
 
     def clear(self) -> None:
-        """Forget everything."""
         self.lengths[:] = 0
 
     def touch(self, slot: int) -> None:

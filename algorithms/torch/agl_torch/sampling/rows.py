@@ -44,7 +44,6 @@ class Row:
 
     @property
     def tokens(self) -> Tokens:
-        """Prompt and response so far."""
         return np.concatenate([self.request.prompt_ids, np.array(self.ids, np.int32)])
 
     def __len__(self) -> int:

@@ -83,12 +83,10 @@ class Sampler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is waiting or in progress."""
         return not self._active and not self._waiting
 
     @property
     def cache_nbytes(self) -> int:
-        """Bytes held for keys and values."""
         return self._cache.nbytes
 
     def cache_bytes(self, length: int) -> int:

@@ -63,7 +63,6 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="agl-torch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     async def stop(self) -> None:
@@ -101,7 +100,6 @@ class EngineLoop:
         return future
 
     def counters(self) -> dict[str, int]:
-        """The samplers' counters, summed over the models."""
         totals: dict[str, int] = {}
         for sampler in self._samplers.values():
             for name, value in sampler.counters.as_dict().items():
@@ -110,7 +108,6 @@ class EngineLoop:
 
     @property
     def cache_nbytes(self) -> int:
-        """Bytes held for keys and values."""
         return sum(sampler.cache_nbytes for sampler in self._samplers.values())
 
     def _post(self, message: _Submit | _Abort | _Exclusive) -> None:

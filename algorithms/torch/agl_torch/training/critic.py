@@ -143,7 +143,6 @@ class Critic:
         return {"weights": [weight.detach() for weight in self._trained], "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
         with torch.no_grad():
             for weight, saved in zip(self._trained, state["weights"], strict=True):
                 weight.copy_(saved)

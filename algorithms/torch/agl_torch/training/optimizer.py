@@ -100,7 +100,6 @@ class PolicyOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
         pairs = self._pairs()
         if len(state["masters"]) != len(pairs):
             raise ValueError(f"{len(state['masters'])} master weights for {len(pairs)} low-precision weights")

@@ -72,7 +72,6 @@ class MlflowTracker(OpenedLate[_Run]):
         return _Run(client, id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers of one step or evaluation."""
         from mlflow.entities import Metric
 
         if (run := self.opened) is None:
@@ -95,7 +94,6 @@ class MlflowTracker(OpenedLate[_Run]):
                 run.client.log_artifacts(run.id, str(model), f"checkpoints/{name}/{model.parent.name}")
 
     def close(self) -> None:
-        """The run there has ended, for now."""
         if self.is_open and (run := self.opened) is not None:
             run.client.set_terminated(run.id)
 

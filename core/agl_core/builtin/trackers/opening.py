@@ -55,7 +55,6 @@ class OpenedLate(ABC, Generic[Opened]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's configuration as resolved."""
         return tomllib.loads((self.run_dir / CONFIG_FILE).read_text())
 
 

@@ -58,7 +58,6 @@ class WandbTracker(OpenedLate[Any]):
         return run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers of one step or evaluation."""
         if (run := self.opened) is not None:
             run.log({**metrics, "step": step})
 
@@ -78,7 +77,6 @@ class WandbTracker(OpenedLate[Any]):
             run.log_artifact(artifact)
 
     def close(self) -> None:
-        """Finish what is being sent."""
         if self.is_open and (run := self.opened) is not None:
             run.finish()
 

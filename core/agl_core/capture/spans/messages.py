@@ -94,7 +94,6 @@ def _raw_choice(index: int, choice: Mapping[str, Any], is_whole: bool) -> Choice
 
 
 def _settings(span: Span) -> dict[str, Json]:
-    """Model, sampling and tools beside the messages."""
     attributes = span.attributes
     settings = {ours: attributes[theirs] for theirs, ours in _SETTINGS.items() if theirs in attributes}
     if definitions := loads(attributes.get("gen_ai.tool.definitions")):
@@ -104,7 +103,6 @@ def _settings(span: Span) -> dict[str, Json]:
 
 
 def _messages(span: Span, side: str) -> Iterator[dict[str, Json]]:
-    """The messages of one side, `input` or `output`."""
     found = loads(span.attributes.get(f"gen_ai.{side}.messages"))
     instructions = loads(span.attributes.get("gen_ai.system_instructions"))
     if side == "input" and isinstance(instructions, list):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
-from agl_core.server.api.routes import route, route_of_application
+from agl_core.server.api.routes import route, route_of
 from agl_core.server.keys import Keys
 from agl_core.server.sessions.feedback import FeedbackDesk
 from agl_core.server.sessions.sessions import Sessions
@@ -45,8 +45,8 @@ def online_routes(keys: Keys, sessions: Sessions, store: SessionStore) -> list[R
         return DeleteReply(deleted=await sessions.delete(body.sessions))
 
     return [
-        route_of_application(BEGIN_SESSION, keys, keys.application_of, begin),
-        route_of_application(END_SESSION, keys, keys.application_of, end),
-        route_of_application(FEEDBACK, keys, keys.collector_of, desk.take),
+        route_of(BEGIN_SESSION, keys, keys.application_of, begin),
+        route_of(END_SESSION, keys, keys.application_of, end),
+        route_of(FEEDBACK, keys, keys.collector_of, desk.take),
         route(DELETE_SESSIONS, keys, delete),
     ]

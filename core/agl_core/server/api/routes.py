@@ -23,6 +23,7 @@ from agl_core.wire.operation import Answer, Asked, Operation
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Owner = TypeVar("Owner", str, AttemptKey)
 
 
 def route(
@@ -32,33 +33,20 @@ def route(
     return _route(operation, keys, lambda _, body: answer(body))
 
 
-def route_of_application(
+def route_of(
     operation: Operation[Asked, Answer],
     keys: Keys,
-    whose: Callable[[Request], str | None],
-    answer: Callable[[str, Asked], Coroutine[Any, Any, Answer]],
+    find: Callable[[Request], Owner | None],
+    answer: Callable[[Owner, Asked], Coroutine[Any, Any, Answer]],
 ) -> Route:
-    """The route of an operation that takes a key of an application; `answer` gets the application that it is of."""
+    """The route of an operation whose key belongs to an attempt or an application: `answer` gets that too."""
 
-    def with_application(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
-        application = whose(request)
-        assert application is not None, "its key was checked"
-        return answer(application, body)
+    def with_owner(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
+        owner = find(request)
+        assert owner is not None, "its key was checked"
+        return answer(owner, body)
 
-    return _route(operation, keys, with_application)
-
-
-def route_of_attempt(
-    operation: Operation[Asked, Answer], keys: Keys, answer: Callable[[AttemptKey, Asked], Coroutine[Any, Any, Answer]]
-) -> Route:
-    """The route of an operation that takes a lease's secret; `answer` gets the attempt too."""
-
-    def with_attempt(request: Request, body: Asked) -> Coroutine[Any, Any, Answer]:
-        attempt = attempt_in_path(request)
-        assert attempt is not None, "it has a lease"
-        return answer(attempt, body)
-
-    return _route(operation, keys, with_attempt)
+    return _route(operation, keys, with_owner)
 
 
 def emptily(work: Callable[[Asked], Awaitable[None]]) -> Callable[[Asked], Coroutine[Any, Any, Empty]]:
@@ -80,7 +68,9 @@ def _route(
         try:
             keys.check(request, operation.right, attempt_in_path(request))
             work = answer(request, await _read(request, operation))
-            reply = await (_while_connected(request, work) if operation.waits else work)
+            reply = await (unless_gone(request, work) if operation.waits else work)
+            if reply is None:
+                raise stopping()  # Nobody waits for it.
         except AglError as error:
             return refused(error)
         except Exception:
@@ -101,15 +91,13 @@ async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
         raise ApiError(422, f"{request.url.path}: {problems}", code="invalid_body") from error
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of what may wait; ends it if the client goes away meanwhile, so that it gets nothing."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of what may wait; None, and the work is given up, if the client goes away meanwhile."""
     working = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise stopping()  # The client is gone.
-        return working.result()
+        return working.result() if working.done() else None
     finally:
         gone.cancel()
         working.cancel()

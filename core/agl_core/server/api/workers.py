@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from starlette.routing import Route
 
-from agl_core.server.api.routes import route, route_of_attempt
+from agl_core.server.api.routes import route, route_of
+from agl_core.server.gateway.attribution import attempt_in_path
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.wire.body import Empty
@@ -25,6 +26,6 @@ def worker_routes(keys: Keys, queue: RolloutQueue, health: Callable[[], Health])
     return [
         route(LEASE, keys, queue.lease),
         route(HEARTBEAT, keys, beat),
-        route_of_attempt(CLOSE, keys, queue.close_attempt),
+        route_of(CLOSE, keys, attempt_in_path, queue.close_attempt),
         route(HEALTH, keys, look),
     ]

@@ -8,26 +8,13 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
-from agl_core.server.dialects.fields import (
-    COMMON,
-    FUNCTION,
-    SAMPLING,
-    Fields,
-    check_fields,
-    is_a,
-    is_int,
-    is_list_of,
-    json_object,
-    need,
-    shown,
-    wrong,
-)
+from agl_core.server.dialects import fields
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import chunk_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply
-from agl_core.types import Json, Sampling
+from agl_core.types import Json
 
 
 class ChatCompletions:
@@ -37,34 +24,27 @@ class ChatCompletions:
     id_prefix = "chatcmpl-"
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = json_object(raw)
-        check_fields(body, _FIELDS)
+        body = fields.json_object(raw)
+        fields.check_fields(body, _FIELDS)
         if body.get("top_logprobs") is not None and not body.get("logprobs"):
-            raise wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
-        model = need(body, "model")
+            raise fields.wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
+        fields.need(body, "model")
         _check_messages(body.get("messages"))
         for place, tool in enumerate(body.get("tools") or ()):
             _check_tool(place, tool)
         limit = body.get("max_completion_tokens")
-        return ModelRequest(
-            body=body,
-            chat={name: value for name, value in body.items() if name not in OWN_FIELDS and value is not None},
-            recorded=body,
-            model=model,
-            stream=bool(body.get("stream")),
+        return asked(
+            body,
+            body,
+            body,
+            max_tokens=body.get("max_tokens") if limit is None else limit,
             logprobs=bool(body.get("logprobs")),
-            requested=Sampling(
-                temperature=body.get("temperature"),
-                top_p=body.get("top_p"),
-                max_tokens=body.get("max_tokens") if limit is None else limit,
-                seed=body.get("seed"),
-            ),
         )
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
         completion = {**reply.completion, "model": request.model}
         if not request.stream:
-            return Response(orjson.dumps(completion), media_type="application/json")
+            return rendered(completion)
         usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
         return chunk_stream(_chunks(completion, usage))
 
@@ -121,51 +101,52 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
 
 def _check_messages(messages: Any) -> None:
     if not messages:
-        raise wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
+        raise fields.wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
-        if not isinstance(message, dict):
-            raise wrong(where, f"must be an object, not {shown(message)}")
-        if not isinstance(message.get("role"), str):
-            raise wrong(f"{where}.role", f"must be a string, not {shown(message.get('role'))}")
+        fields.must(isinstance(message, dict), where, "an object", message)
+        fields.must(isinstance(message.get("role"), str), f"{where}.role", "a string", message.get("role"))
         content = message.get("content")
-        if not (content is None or isinstance(content, str) or is_list_of(content, dict)):
-            raise wrong(f"{where}.content", f"must be a string or a list of parts, not {shown(content)}")
+        fields.must(
+            content is None or isinstance(content, str) or fields.is_list_of(content, dict),
+            f"{where}.content",
+            "a string or a list of parts",
+            content,
+        )
         calls = message.get("tool_calls")
-        if not (calls is None or is_list_of(calls, dict)):
-            raise wrong(f"{where}.tool_calls", f"must be a list of objects, not {shown(calls)}")
+        fields.must(calls is None or fields.is_list_of(calls, dict), f"{where}.tool_calls", "a list of objects", calls)
 
 
 def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
     """A function's description is checked; the model server decides whether it takes other tools."""
     kind, function = tool.get("type"), tool.get("function")
-    if not isinstance(kind, str):
-        raise wrong(f"tools[{place}].type", f"must be a string ('function', say), not {shown(kind)}")
+    fields.must(isinstance(kind, str), f"tools[{place}].type", "a string ('function', say)", kind)
     if kind != "function":
         return
-    if not isinstance(function, dict):
-        raise wrong(f"tools[{place}].function", f"must be an object, not {shown(function)}")
+    fields.must(isinstance(function, dict), f"tools[{place}].function", "an object", function)
     if not isinstance(function.get("name"), str):
-        raise wrong(f"tools[{place}].function.name", f"must be a string, not {shown(function.get('name'))}")
-    check_fields(function, FUNCTION, f"tools[{place}].function.")
+        raise fields.wrong(
+            f"tools[{place}].function.name", f"must be a string, not {fields.shown(function.get('name'))}"
+        )
+    fields.check_fields(function, fields.FUNCTION, f"tools[{place}].function.")
 
 
 def _is_tool_choice(value: Any) -> bool:
     return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
 
 
-_FIELDS: Fields = {
-    **COMMON,
-    **SAMPLING,
-    "messages": (is_a(list), "a list of messages"),
-    "tools": (lambda value: is_list_of(value, dict), "a list of tools"),
+_FIELDS: fields.Fields = {
+    **fields.COMMON,
+    **fields.SAMPLING,
+    "messages": (fields.is_a(list), "a list of messages"),
+    "tools": (lambda value: fields.is_list_of(value, dict), "a list of tools"),
     "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
-    "parallel_tool_calls": (is_a(bool), "true or false"),
-    "n": (is_int(1, 128), "an integer from 1 to 128"),
-    "max_tokens": (is_int(1), "an integer of at least 1"),
-    "max_completion_tokens": (is_int(1), "an integer of at least 1"),
-    "logprobs": (is_a(bool), "true or false"),
-    "top_logprobs": (is_int(0, 20), "an integer from 0 to 20"),
-    "response_format": (is_a(dict), "an object"),
+    "parallel_tool_calls": (fields.is_a(bool), "true or false"),
+    "n": (fields.is_int(1, 128), "an integer from 1 to 128"),
+    "max_tokens": (fields.is_int(1), "an integer of at least 1"),
+    "max_completion_tokens": (fields.is_int(1), "an integer of at least 1"),
+    "logprobs": (fields.is_a(bool), "true or false"),
+    "top_logprobs": (fields.is_int(0, 20), "an integer from 0 to 20"),
+    "response_format": (fields.is_a(dict), "an object"),
 }
 """Fields whose types are checked here; all others are passed on as they are."""

@@ -14,29 +14,16 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
+from agl_core.server.dialects import fields
 from agl_core.server.dialects.chat import openai_error
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
-from agl_core.server.dialects.fields import (
-    COMMON,
-    SAMPLING,
-    Fields,
-    check_fields,
-    is_int,
-    is_one_of,
-    json_object,
-    need,
-    shown,
-    unsupported,
-    wrong,
-)
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import chunk_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply
-from agl_core.types import Json, Sampling
+from agl_core.types import Json
 
 
 class Completions:
@@ -46,31 +33,25 @@ class Completions:
     id_prefix = "cmpl-"
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = json_object(raw)
-        check_fields(body, _FIELDS)
+        body = fields.json_object(raw)
+        fields.check_fields(body, _FIELDS)
         for name, (neutral, why) in _NOT_SERVED.items():
-            if body.get(name) is not None and not is_one_of(body[name], neutral):
-                raise unsupported(name, f"= {shown(body[name])} {why}")
-        model, prompt = need(body, "model"), _prompt(need(body, "prompt"))
+            if body.get(name) is not None and not fields.is_one_of(body[name], neutral):
+                raise fields.unsupported(name, f"= {fields.shown(body[name])} {why}")
+        fields.need(body, "model")
+        prompt = _prompt(fields.need(body, "prompt"))
         logprobs = body.get("logprobs")
         translated = {
             "messages": [{"role": "user", "content": prompt}],
             **({} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}),
         }
-        passed = {name: value for name, value in body.items() if name not in _TRANSLATED and value is not None}
-        return ModelRequest(
-            body=body,
-            chat={**{name: value for name, value in passed.items() if name not in OWN_FIELDS}, **translated},
-            recorded={**{name: value for name, value in body.items() if name != "prompt"}, **translated},
-            model=model,
-            stream=bool(body.get("stream")),
+        passed = {name: value for name, value in body.items() if name not in _TRANSLATED}
+        return asked(
+            body,
+            {**passed, **translated},
+            {**{name: value for name, value in body.items() if name != "prompt"}, **translated},
+            max_tokens=body.get("max_tokens"),
             logprobs=logprobs is not None,
-            requested=Sampling(
-                temperature=body.get("temperature"),
-                top_p=body.get("top_p"),
-                max_tokens=body.get("max_tokens"),
-                seed=body.get("seed"),
-            ),
         )
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
@@ -78,7 +59,7 @@ class Completions:
         choices: Any = reply.completion["choices"]
         completion["choices"] = [_choice(choice) for choice in choices]
         if not request.stream:
-            return Response(orjson.dumps(completion), media_type="application/json")
+            return rendered(completion)
         usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
         return chunk_stream(_chunks(completion, usage))
 
@@ -92,13 +73,12 @@ def _prompt(prompt: Json) -> str:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise wrong("prompt", f"must be a string, not {shown(prompt)}")
+    fields.must(isinstance(prompt, list) and len(prompt) > 0, "prompt", "a string", prompt)
     if all(isinstance(each, str) for each in prompt):
-        raise unsupported(
+        raise fields.unsupported(
             "prompt", f"has {len(prompt)} texts: send each in a request of its own, so that each is a call"
         )
-    raise unsupported("prompt", "must be text: token ids mean nothing without the tokenizer they come from")
+    raise fields.unsupported("prompt", "must be text: token ids mean nothing without the tokenizer they come from")
 
 
 def _choice(choice: Mapping[str, Any]) -> dict[str, Json]:
@@ -142,12 +122,12 @@ def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Js
         yield {**head, "choices": [], "usage": completion.get("usage")}
 
 
-_FIELDS: Fields = {
-    **COMMON,
-    **SAMPLING,
-    "max_tokens": (is_int(1), "an integer of at least 1"),
-    "n": (is_int(1, 128), "an integer from 1 to 128"),
-    "logprobs": (is_int(0, 5), "an integer from 0 to 5"),
+_FIELDS: fields.Fields = {
+    **fields.COMMON,
+    **fields.SAMPLING,
+    "max_tokens": (fields.is_int(1), "an integer of at least 1"),
+    "n": (fields.is_int(1, 128), "an integer from 1 to 128"),
+    "logprobs": (fields.is_int(0, 5), "an integer from 0 to 5"),
 }
 _NOT_SERVED: Mapping[str, tuple[tuple[Json, ...], str]] = {
     "echo": ((False,), "would repeat a prompt that the model did not see like this: put it before the text yourself"),

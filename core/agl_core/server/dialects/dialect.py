@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import orjson
 from starlette.responses import Response
 
 from agl_core.server.dialects.replies import Message, ReplyMemory
@@ -38,6 +39,33 @@ class ModelRequest:
     requested: Sampling
     conversation: Sequence[Message] | None = None
     """The messages that a later request may continue by the reply's id; None if none may."""
+
+
+def asked(
+    body: Mapping[str, Any],
+    chat: Mapping[str, Json],
+    recorded: Mapping[str, Json],
+    *,
+    max_tokens: int | None,
+    logprobs: bool = False,
+    conversation: Sequence[Message] | None = None,
+) -> ModelRequest:
+    """A checked request whose sampling is that of its body; of `chat` what the gateway sets itself is left out."""
+    return ModelRequest(
+        body=body,
+        chat={name: value for name, value in chat.items() if name not in OWN_FIELDS and value is not None},
+        recorded=recorded,
+        model=body["model"],
+        stream=bool(body.get("stream")),
+        logprobs=logprobs,
+        requested=Sampling(body.get("temperature"), body.get("top_p"), max_tokens, body.get("seed")),
+        conversation=conversation,
+    )
+
+
+def rendered(body: Mapping[str, Json]) -> Response:
+    """A reply that is not streamed."""
+    return Response(orjson.dumps(body), media_type="application/json")
 
 
 class Dialect(Protocol):

@@ -31,8 +31,13 @@ def check_fields(values: Mapping[str, Any], fields: Fields, place: str = "") -> 
     """ApiError 400 for the first value that will not do; null means absent."""
     for name, (check, expected) in fields.items():
         value = values.get(name)
-        if value is not None and not check(value):
-            raise wrong(f"{place}{name}", f"must be {expected}, not {shown(value)}")
+        must(value is None or check(value), f"{place}{name}", expected, value)
+
+
+def must(holds: bool, place: str, expected: str, value: object) -> None:
+    """ApiError 400 unless it `holds` that the value at this place is as `expected`."""
+    if not holds:
+        raise wrong(place, f"must be {expected}, not {shown(value)}")
 
 
 def need(values: Mapping[str, Any], name: str, place: str = "") -> Any:
@@ -46,19 +51,16 @@ def need(values: Mapping[str, Any], name: str, place: str = "") -> Any:
 def need_text(values: Mapping[str, Any], name: str, place: str = "") -> str:
     """The text of a field that must be there."""
     value = need(values, name, place)
-    if not isinstance(value, str):
-        raise wrong(f"{place}{name}", f"must be a string, not {shown(value)}")
+    must(isinstance(value, str), f"{place}{name}", "a string", value)
     return value
 
 
 def each_object(values: Any, place: str) -> list[tuple[str, dict[str, Any]]]:
     """The objects of a list, each with its place."""
-    if not isinstance(values, list):
-        raise wrong(place, f"must be a list of objects, not {shown(values)}")
+    must(isinstance(values, list), place, "a list of objects", values)
     placed = [(f"{place}[{index}]", value) for index, value in enumerate(values)]
     for where, value in placed:
-        if not isinstance(value, dict):
-            raise wrong(where, f"must be an object, not {shown(value)}")
+        must(isinstance(value, dict), where, "an object", value)
     return placed
 
 

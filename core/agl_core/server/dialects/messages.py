@@ -9,34 +9,20 @@ that this module does not know are passed on as they are, as with chat completio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
-from agl_core.server.dialects.fields import (
-    COMMON,
-    Fields,
-    check_fields,
-    each_object,
-    is_a,
-    is_int,
-    is_list_of,
-    is_number,
-    json_object,
-    need,
-    need_text,
-    shown,
-    unsupported,
-    wrong,
-)
+from agl_core.server.dialects import fields
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.messages_input import read_messages, read_system, read_tool, tool_input, unmarked
 from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import event_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply, reasoning_of
-from agl_core.types import FinishReason, Json, Sampling
+from agl_core.types import FinishReason, Json
 
 
 class Messages:
@@ -46,37 +32,27 @@ class Messages:
     id_prefix = "msg_"
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = json_object(raw)
-        check_fields(body, _FIELDS)
+        body = fields.json_object(raw)
+        fields.check_fields(body, _FIELDS)
         _refuse(body)
-        model, limit = need(body, "model"), need(body, "max_tokens")
-        messages = [*read_system(body.get("system")), *read_messages(need(body, "messages"), memory)]
+        fields.need(body, "model")
+        limit = fields.need(body, "max_tokens")
+        messages = [*read_system(body.get("system")), *read_messages(fields.need(body, "messages"), memory)]
         chat = {
             **{name: value for name, value in body.items() if name not in _TRANSLATED and value is not None},
             **_translated(body),
         }
-        return ModelRequest(
-            body=body,
-            chat={
-                **{name: value for name, value in chat.items() if name not in OWN_FIELDS},
-                "messages": unmarked(messages),
-            },
-            recorded={
-                **{name: value for name, value in body.items() if name not in _REWRITTEN},
-                **chat,
-                "messages": messages,
-            },
-            model=model,
-            stream=bool(body.get("stream")),
-            logprobs=False,
-            requested=Sampling(temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=limit),
+        recorded = {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat}
+        request = asked(
+            body, {**chat, "messages": unmarked(messages)}, {**recorded, "messages": messages}, max_tokens=limit
         )
+        return replace(request, requested=replace(request.requested, seed=None))  # This API has none.
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
         message = _message(request, reply)
         if request.stream:
             return event_stream(_stream_events(message))
-        return Response(orjson.dumps(message), media_type="application/json")
+        return rendered(message)
 
     def refuse(self, error: ApiError) -> Response:
         default = "invalid_request_error" if error.status < 500 else "api_error"
@@ -93,18 +69,18 @@ class Messages:
 def _refuse(body: Mapping[str, Any]) -> None:
     for name, instead in _ELSEWHERE.items():
         if body.get(name) is not None:
-            raise unsupported(name, f"is no field of the Messages API; use {instead}")
+            raise fields.unsupported(name, f"is no field of the Messages API; use {instead}")
     for name in _NOT_SERVED:
         if body.get(name):
-            raise unsupported(name, "needs Anthropic's own servers. Leave it out")
+            raise fields.unsupported(name, "needs Anthropic's own servers. Leave it out")
     if body.get("thread"):
         # Anthropic's tool runner asks for one, and after this very code it sends whole conversations instead.
-        raise wrong("thread", "is not served: send the whole conversation", code="thread_unsupported_request")
+        raise fields.wrong("thread", "is not served: send the whole conversation", code="thread_unsupported_request")
     thinking = body.get("thinking")
     if thinking is not None and thinking.get("type") != "disabled":
-        raise unsupported(
+        raise fields.unsupported(
             "thinking.type",
-            f"is {shown(thinking.get('type'))}: whether a model thinks is its chat template's affair here. "
+            f"is {fields.shown(thinking.get('type'))}: whether a model thinks is its chat template's affair here. "
             "Leave 'thinking' out",
         )
 
@@ -112,10 +88,11 @@ def _refuse(body: Mapping[str, Any]) -> None:
 def _translated(body: Mapping[str, Any]) -> dict[str, Json]:
     """The fields that chat completions name or write differently, without those that are unset."""
     choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
-    check_fields(choice, _CHOICE_FIELDS, "tool_choice.")
-    check_fields(output, _OUTPUT_FIELDS, "output_config.")
+    fields.check_fields(choice, _CHOICE_FIELDS, "tool_choice.")
+    fields.check_fields(output, _OUTPUT_FIELDS, "output_config.")
     chat = {
-        "tools": [read_tool(place, tool) for place, tool in each_object(body.get("tools") or [], "tools")] or None,
+        "tools": [read_tool(place, tool) for place, tool in fields.each_object(body.get("tools") or [], "tools")]
+        or None,
         "tool_choice": _tool_choice(choice),
         "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
         "stop": body.get("stop_sequences") or None,
@@ -130,9 +107,8 @@ def _tool_choice(choice: Mapping[str, Any]) -> Json:
     if not choice:
         return None
     if kind == "tool":
-        return {"type": "function", "function": {"name": need_text(choice, "name", "tool_choice.")}}
-    if not isinstance(kind, str) or kind not in _CHOICES:
-        raise wrong("tool_choice.type", f"must be 'auto', 'any', 'tool' or 'none', not {shown(kind)}")
+        return {"type": "function", "function": {"name": fields.need_text(choice, "name", "tool_choice.")}}
+    fields.must(isinstance(kind, str) and kind in _CHOICES, "tool_choice.type", "'auto', 'any', 'tool' or 'none'", kind)
     return _CHOICES[kind]
 
 
@@ -140,10 +116,11 @@ def _response_format(wanted: Mapping[str, Any] | None) -> Json:
     if wanted is None:
         return None
     if wanted.get("type") != "json_schema":
-        raise wrong("output_config.format.type", f"must be 'json_schema', not {shown(wanted.get('type'))}")
-    schema = need(wanted, "schema", "output_config.format.")
-    if not isinstance(schema, dict):
-        raise wrong("output_config.format.schema", f"must be an object, not {shown(schema)}")
+        raise fields.wrong(
+            "output_config.format.type", f"must be 'json_schema', not {fields.shown(wanted.get('type'))}"
+        )
+    schema = fields.need(wanted, "schema", "output_config.format.")
+    fields.must(isinstance(schema, dict), "output_config.format.schema", "an object", schema)
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
 
 
@@ -214,22 +191,22 @@ def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
             yield {"type": f"{kind}_delta", kind: piece}
 
 
-_FIELDS: Fields = {
-    **COMMON,
-    "max_tokens": (is_int(1), "an integer of at least 1"),
-    "messages": (is_a(list), "a list of messages"),
+_FIELDS: fields.Fields = {
+    **fields.COMMON,
+    "max_tokens": (fields.is_int(1), "an integer of at least 1"),
+    "messages": (fields.is_a(list), "a list of messages"),
     "system": (lambda value: isinstance(value, str | list), "a string or a list of text blocks"),
-    "temperature": (is_number(0, 1), "a number from 0 to 1"),
-    "top_p": (is_number(0, 1), "a number from 0 to 1"),
-    "top_k": (is_int(0), "an integer of at least 0"),
-    "stop_sequences": (lambda value: is_list_of(value, str), "a list of strings"),
-    "tools": (is_a(list), "a list of tools"),
-    "tool_choice": (is_a(dict), "an object with a 'type'"),
-    "thinking": (is_a(dict), "an object with a 'type'"),
-    "output_config": (is_a(dict), "an object"),
+    "temperature": (fields.is_number(0, 1), "a number from 0 to 1"),
+    "top_p": (fields.is_number(0, 1), "a number from 0 to 1"),
+    "top_k": (fields.is_int(0), "an integer of at least 0"),
+    "stop_sequences": (lambda value: fields.is_list_of(value, str), "a list of strings"),
+    "tools": (fields.is_a(list), "a list of tools"),
+    "tool_choice": (fields.is_a(dict), "an object with a 'type'"),
+    "thinking": (fields.is_a(dict), "an object with a 'type'"),
+    "output_config": (fields.is_a(dict), "an object"),
 }
-_CHOICE_FIELDS: Fields = {"disable_parallel_tool_use": (is_a(bool), "true or false")}
-_OUTPUT_FIELDS: Fields = {"format": (is_a(dict), "an object"), "effort": (is_a(str), "a string")}
+_CHOICE_FIELDS: fields.Fields = {"disable_parallel_tool_use": (fields.is_a(bool), "true or false")}
+_OUTPUT_FIELDS: fields.Fields = {"format": (fields.is_a(dict), "an object"), "effort": (fields.is_a(str), "a string")}
 _REWRITTEN = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"})
 """Fields that are recorded as a chat completion has them."""
 _TRANSLATED = _REWRITTEN | {"thinking", "cache_control", "container", "context_management", "mcp_servers"}

@@ -11,16 +11,7 @@ from typing import Any
 
 import orjson
 
-from agl_core.server.dialects.fields import (
-    FUNCTION,
-    check_fields,
-    each_object,
-    need,
-    need_text,
-    shown,
-    unsupported,
-    wrong,
-)
+from agl_core.server.dialects import fields
 from agl_core.server.dialects.replies import Message, ReplyMemory
 from agl_core.types import Json
 
@@ -34,7 +25,7 @@ def read_system(system: Json) -> list[Message]:
         return []
     if isinstance(system, str):
         return [{"role": "system", "content": system}]
-    blocks = [_part(place, block) for place, block in each_object(system, "system")]
+    blocks = [_part(place, block) for place, block in fields.each_object(system, "system")]
     return [{"role": "system", "content": _content(blocks)}] if blocks else []
 
 
@@ -43,20 +34,22 @@ def read_messages(messages: Json, memory: ReplyMemory) -> list[Message]:
 
     The result of a tool has a `status` where the agent says whether it `is_error`.
     """
-    placed = each_object(messages, "messages")
+    placed = fields.each_object(messages, "messages")
     if not placed:
-        raise wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
+        raise fields.wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
     found: list[Message] = []
     for place, message in placed:
-        role, content = message.get("role"), need(message, "content", f"{place}.")
+        role, content = message.get("role"), fields.need(message, "content", f"{place}.")
         if role not in ("user", "assistant"):
-            raise wrong(f"{place}.role", f"must be 'user' or 'assistant', not {shown(role)}; use 'system' for a prompt")
+            raise fields.wrong(
+                f"{place}.role", f"must be 'user' or 'assistant', not {fields.shown(role)}; use 'system' for a prompt"
+            )
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        blocks = each_object(content, f"{place}.content")
+        blocks = fields.each_object(content, f"{place}.content")
         found += [_read_reply(blocks, memory)] if role == "assistant" else _read_user(blocks)
     if found and found[-1]["role"] == "assistant":
-        raise unsupported(
+        raise fields.unsupported(
             placed[-1][0],
             "is the assistant's: agl does not continue a reply that was begun (prefill), since those tokens would not "
             "be the model's. End with a user message",
@@ -72,12 +65,13 @@ def unmarked(messages: list[Message]) -> list[Message]:
 def read_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Json]:
     """One entry of `tools`; a tool that Anthropic defines or runs is refused."""
     if tool.get("type") not in (None, "custom"):
-        raise unsupported(f"{place}.type", f"is {shown(tool['type'])}: agl can pass on the agent's own tools only")
-    schema = need(tool, "input_schema", f"{place}.")
-    if not isinstance(schema, dict):
-        raise wrong(f"{place}.input_schema", f"must be an object, not {shown(schema)}")
-    check_fields(tool, FUNCTION, f"{place}.")
-    function = {"name": need_text(tool, "name", f"{place}."), "description": tool.get("description")}
+        raise fields.unsupported(
+            f"{place}.type", f"is {fields.shown(tool['type'])}: agl can pass on the agent's own tools only"
+        )
+    schema = fields.need(tool, "input_schema", f"{place}.")
+    fields.must(isinstance(schema, dict), f"{place}.input_schema", "an object", schema)
+    fields.check_fields(tool, fields.FUNCTION, f"{place}.")
+    function = {"name": fields.need_text(tool, "name", f"{place}."), "description": tool.get("description")}
     function |= {"parameters": schema, "strict": tool.get("strict")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
@@ -111,17 +105,16 @@ def _read_user(blocks: list[tuple[str, dict[str, Any]]]) -> Iterator[Message]:
 
 
 def _tool_result(place: str, block: Mapping[str, Any]) -> Message:
-    call_id, content = need_text(block, "tool_use_id", f"{place}."), block.get("content")
+    call_id, content = fields.need_text(block, "tool_use_id", f"{place}."), block.get("content")
     if content is None:
         content = ""
     elif not isinstance(content, str):
-        content = _content([_part(*each) for each in each_object(content, f"{place}.content")])
+        content = _content([_part(*each) for each in fields.each_object(content, f"{place}.content")])
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     failed = block.get("is_error")
     if failed is None:
         return message
-    if not isinstance(failed, bool):
-        raise wrong(f"{place}.is_error", f"must be true or false, not {shown(failed)}")
+    fields.must(isinstance(failed, bool), f"{place}.is_error", "true or false", failed)
     return {**message, "status": "error" if failed else "success"}
 
 
@@ -130,15 +123,15 @@ def _read_reply(blocks: list[tuple[str, dict[str, Any]]], memory: ReplyMemory) -
     for place, block in blocks:
         match block.get("type"):
             case "text":
-                texts.append(need_text(block, "text", f"{place}."))
+                texts.append(fields.need_text(block, "text", f"{place}."))
             case "thinking":
-                reasoning.append(need_text(block, "thinking", f"{place}."))
+                reasoning.append(fields.need_text(block, "thinking", f"{place}."))
             case "tool_use":
                 calls.append(_tool_use(place, block))
             case kind:
-                raise unsupported(
+                raise fields.unsupported(
                     f"{place}.type",
-                    f"is {shown(kind)}: agl can pass on text, thinking and tool_use of an assistant",
+                    f"is {fields.shown(kind)}: agl can pass on text, thinking and tool_use of an assistant",
                 )
     message: dict[str, Json] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
     if reasoning:
@@ -149,31 +142,32 @@ def _read_reply(blocks: list[tuple[str, dict[str, Any]]], memory: ReplyMemory) -
 
 
 def _tool_use(place: str, block: Mapping[str, Any]) -> dict[str, Json]:
-    arguments = need(block, "input", f"{place}.")
-    if not isinstance(arguments, dict):
-        raise wrong(f"{place}.input", f"must be an object, not {shown(arguments)}")
+    arguments = fields.need(block, "input", f"{place}.")
+    fields.must(isinstance(arguments, dict), f"{place}.input", "an object", arguments)
     unparsed = arguments.get(_UNPARSED) if len(arguments) == 1 else None
     text = unparsed if isinstance(unparsed, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": need_text(block, "name", f"{place}."), "arguments": text}
-    return {"id": need_text(block, "id", f"{place}."), "type": "function", "function": function}
+    function = {"name": fields.need_text(block, "name", f"{place}."), "arguments": text}
+    return {"id": fields.need_text(block, "id", f"{place}."), "type": "function", "function": function}
 
 
 def _part(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """A block of a user's message, of a tool's result or of the system prompt as a part of a chat message."""
     kind = block.get("type")
     if kind == "text":
-        return {"type": "text", "text": need_text(block, "text", f"{place}.")}
+        return {"type": "text", "text": fields.need_text(block, "text", f"{place}.")}
     source = block.get("source")
     if kind == "image" and isinstance(source, dict) and source.get("type") in ("base64", "url"):
         where = f"{place}.source."
         if source["type"] == "url":
-            url = need_text(source, "url", where)
+            url = fields.need_text(source, "url", where)
         else:
-            url = f"data:{need_text(source, 'media_type', where)};base64,{need_text(source, 'data', where)}"
+            url = (
+                f"data:{fields.need_text(source, 'media_type', where)};base64,{fields.need_text(source, 'data', where)}"
+            )
         return {"type": "image_url", "image_url": {"url": url}}
-    raise unsupported(
+    raise fields.unsupported(
         f"{place}.type",
-        f"is {shown(kind)}: agl can pass on text, images (base64 or url) and results of the agent's own tools",
+        f"is {fields.shown(kind)}: agl can pass on text, images (base64 or url) and results of the agent's own tools",
     )
 
 

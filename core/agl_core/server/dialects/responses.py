@@ -13,35 +13,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
+from agl_core.server.dialects import fields
 from agl_core.server.dialects.chat import openai_error
-from agl_core.server.dialects.dialect import OWN_FIELDS, ModelRequest
-from agl_core.server.dialects.fields import (
-    COMMON,
-    FUNCTION,
-    SAMPLING,
-    Fields,
-    check_fields,
-    each_object,
-    is_a,
-    is_int,
-    is_list_of,
-    is_one_of,
-    json_object,
-    need,
-    need_text,
-    shown,
-    unsupported,
-    wrong,
-)
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
 from agl_core.server.dialects.replies import KEPT, KEPT_BYTES, Message, ReplyMemory
 from agl_core.server.dialects.responses_input import item_id, read_input
 from agl_core.server.dialects.sse import event_stream, pieces
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply, called, reasoning_of
-from agl_core.types import FinishReason, Json, Sampling
+from agl_core.types import FinishReason, Json
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -54,13 +36,15 @@ class Responses:
     id_prefix = "resp_"
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = json_object(raw)
-        check_fields(body, _FIELDS)
+        body = fields.json_object(raw)
+        fields.check_fields(body, _FIELDS)
         _refuse(body)
-        model = need(body, "model")
-        messages = [*_earlier(body, memory), *read_input(need(body, "input"), memory)]
+        fields.need(body, "model")
+        messages = [*_earlier(body, memory), *read_input(fields.need(body, "input"), memory)]
         if not messages:
-            raise wrong("input", "must be a string or a list with at least one item", code="missing_required_parameter")
+            raise fields.wrong(
+                "input", "must be a string or a list with at least one item", code="missing_required_parameter"
+            )
         instructions = body.get("instructions")
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
         chat = {
@@ -68,19 +52,12 @@ class Responses:
             **_translated(body),
             "messages": [*system, *messages],
         }
-        return ModelRequest(
-            body=body,
-            chat={name: value for name, value in chat.items() if name not in OWN_FIELDS},
-            recorded={**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat},
-            model=model,
-            stream=bool(body.get("stream")),
+        return asked(
+            body,
+            chat,
+            {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat},
+            max_tokens=body.get("max_output_tokens"),
             logprobs=_wants_logprobs(body),
-            requested=Sampling(
-                temperature=body.get("temperature"),
-                top_p=body.get("top_p"),
-                max_tokens=body.get("max_output_tokens"),
-                seed=body.get("seed"),
-            ),
             conversation=None if body.get("store") is False else messages,
         )
 
@@ -88,7 +65,7 @@ class Responses:
         response = _response(request, reply)
         if request.stream:
             return event_stream(_stream_events(response))
-        return Response(orjson.dumps(response), media_type="application/json")
+        return rendered(response)
 
     def refuse(self, error: ApiError) -> Response:
         return openai_error(error)
@@ -97,13 +74,15 @@ class Responses:
 def _refuse(body: Mapping[str, Any]) -> None:
     for name, instead in _ELSEWHERE.items():
         if body.get(name) is not None:
-            raise unsupported(name, f"is no field of the Responses API; use {instead}")
+            raise fields.unsupported(name, f"is no field of the Responses API; use {instead}")
     for name, neutral in _NOT_SERVED.items():
-        if body.get(name) is not None and not is_one_of(body[name], neutral):
-            raise unsupported(name, f"= {shown(body[name])} needs OpenAI's own servers. Leave it out")
+        if body.get(name) is not None and not fields.is_one_of(body[name], neutral):
+            raise fields.unsupported(name, f"= {fields.shown(body[name])} needs OpenAI's own servers. Leave it out")
     for place, entry in enumerate(body.get("include") or ()):
         if entry not in (_LOGPROBS, _ENCRYPTED):
-            raise unsupported(f"include[{place}]", f"is {shown(entry)}: agl can include {_LOGPROBS} only. Leave it out")
+            raise fields.unsupported(
+                f"include[{place}]", f"is {fields.shown(entry)}: agl can include {_LOGPROBS} only. Leave it out"
+            )
 
 
 def _earlier(body: Mapping[str, Any], memory: ReplyMemory) -> tuple[Message, ...]:
@@ -113,7 +92,7 @@ def _earlier(body: Mapping[str, Any], memory: ReplyMemory) -> tuple[Message, ...
         return ()
     found = memory.conversation(previous)
     if found is None:
-        raise wrong(
+        raise fields.wrong(
             "previous_response_id",
             f"names {previous!r}, which this attempt cannot continue. agl keeps the last {KEPT} responses of an "
             f"attempt in memory ({KEPT_BYTES >> 20} MiB at most), except those with 'store': false, and a restart "
@@ -126,11 +105,11 @@ def _earlier(body: Mapping[str, Any], memory: ReplyMemory) -> tuple[Message, ...
 def _translated(body: Mapping[str, Any]) -> dict[str, Json]:
     """The fields that chat completions name or write differently, without those that are unset."""
     text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
-    check_fields(text, _TEXT_FIELDS, "text.")
-    check_fields(reasoning, {"effort": (is_a(str), "a string")}, "reasoning.")
+    fields.check_fields(text, _TEXT_FIELDS, "text.")
+    fields.check_fields(reasoning, {"effort": (fields.is_a(str), "a string")}, "reasoning.")
     logprobs = _wants_logprobs(body)
     chat = {
-        "tools": [_tool(place, tool) for place, tool in each_object(body.get("tools") or [], "tools")] or None,
+        "tools": [_tool(place, tool) for place, tool in fields.each_object(body.get("tools") or [], "tools")] or None,
         "tool_choice": _tool_choice(body.get("tool_choice")),
         "response_format": _response_format(text.get("format")),
         "verbosity": text.get("verbosity"),
@@ -147,13 +126,13 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
 
 def _tool(place: str, tool: Mapping[str, Any]) -> dict[str, Json]:
     """A tool as chat completions describe it; a hosted one as it is, for the model server may have it."""
-    kind = need_text(tool, "type", f"{place}.")
+    kind = fields.need_text(tool, "type", f"{place}.")
     if kind not in ("function", "custom"):
         return dict(tool)
-    need_text(tool, "name", f"{place}.")
+    fields.need_text(tool, "name", f"{place}.")
     described = {k: v for k, v in tool.items() if k != "type" and v is not None}
     if kind == "function":
-        check_fields(tool, FUNCTION, f"{place}.")
+        fields.check_fields(tool, fields.FUNCTION, f"{place}.")
     elif isinstance(format := described.get("format"), dict) and format.get("type") == "grammar":
         described["format"] = {"type": "grammar", "grammar": {k: v for k, v in format.items() if k != "type"}}
     return {"type": kind, kind: described}
@@ -162,10 +141,10 @@ def _tool(place: str, tool: Mapping[str, Any]) -> dict[str, Json]:
 def _tool_choice(choice: Json) -> Json:
     if not isinstance(choice, dict):
         return choice
-    kind = need_text(choice, "type", "tool_choice.")
+    kind = fields.need_text(choice, "type", "tool_choice.")
     if kind not in ("function", "custom"):
         return choice
-    return {"type": kind, kind: {"name": need_text(choice, "name", "tool_choice.")}}
+    return {"type": kind, kind: {"name": fields.need_text(choice, "name", "tool_choice.")}}
 
 
 def _response_format(wanted: Json) -> Json:
@@ -175,10 +154,11 @@ def _response_format(wanted: Json) -> Json:
     if kind == "json_object":
         return {"type": kind}
     if kind != "json_schema":
-        raise wrong("text.format.type", f"must be 'text', 'json_object' or 'json_schema', not {shown(kind)}")
-    need_text(wanted, "name", "text.format.")
-    if not isinstance(wanted.get("schema"), dict):
-        raise wrong("text.format.schema", f"must be an object, not {shown(wanted.get('schema'))}")
+        raise fields.wrong(
+            "text.format.type", f"must be 'text', 'json_object' or 'json_schema', not {fields.shown(kind)}"
+        )
+    fields.need_text(wanted, "name", "text.format.")
+    fields.must(isinstance(wanted.get("schema"), dict), "text.format.schema", "an object", wanted.get("schema"))
     return {"type": kind, kind: {k: v for k, v in wanted.items() if k != "type" and v is not None}}
 
 
@@ -325,24 +305,24 @@ def _brief(logprob: Mapping[str, Json]) -> dict[str, Json]:
     return {"token": logprob["token"], "logprob": logprob["logprob"]}
 
 
-_FIELDS: Fields = {
-    **COMMON,
-    **SAMPLING,
+_FIELDS: fields.Fields = {
+    **fields.COMMON,
+    **fields.SAMPLING,
     "input": (lambda value: isinstance(value, str | list), "a string or a list of items"),
-    "instructions": (is_a(str), "a string"),
-    "max_output_tokens": (is_int(1), "an integer of at least 1"),
-    "max_tool_calls": (is_int(1), "an integer of at least 1"),
-    "previous_response_id": (is_a(str), "a string"),
-    "store": (is_a(bool), "true or false"),
-    "include": (lambda value: is_list_of(value, str), "a list of strings"),
-    "text": (is_a(dict), "an object"),
-    "reasoning": (is_a(dict), "an object"),
-    "tools": (is_a(list), "a list of tools"),
+    "instructions": (fields.is_a(str), "a string"),
+    "max_output_tokens": (fields.is_int(1), "an integer of at least 1"),
+    "max_tool_calls": (fields.is_int(1), "an integer of at least 1"),
+    "previous_response_id": (fields.is_a(str), "a string"),
+    "store": (fields.is_a(bool), "true or false"),
+    "include": (lambda value: fields.is_list_of(value, str), "a list of strings"),
+    "text": (fields.is_a(dict), "an object"),
+    "reasoning": (fields.is_a(dict), "an object"),
+    "tools": (fields.is_a(list), "a list of tools"),
     "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
-    "parallel_tool_calls": (is_a(bool), "true or false"),
-    "top_logprobs": (is_int(0, 20), "an integer from 0 to 20"),
+    "parallel_tool_calls": (fields.is_a(bool), "true or false"),
+    "top_logprobs": (fields.is_int(0, 20), "an integer from 0 to 20"),
 }
-_TEXT_FIELDS: Fields = {"format": (is_a(dict), "an object"), "verbosity": (is_a(str), "a string")}
+_TEXT_FIELDS: fields.Fields = {"format": (fields.is_a(dict), "an object"), "verbosity": (fields.is_a(str), "a string")}
 _REWRITTEN = frozenset({"input", "instructions", "tools", "tool_choice", "text"})
 """Fields that are recorded as a chat completion has them."""
 _TRANSLATED = _REWRITTEN | {

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agl_core.server.dialects.fields import each_object, need, need_text, shown, unsupported, wrong
+from agl_core.server.dialects import fields
 from agl_core.server.dialects.replies import Message, ReplyMemory
 from agl_core.server.errors import ApiError
 from agl_core.types import Json
@@ -36,7 +36,7 @@ def read_input(items: Json, memory: ReplyMemory) -> list[Message]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     reader = _Reader(memory)
-    for place, item in each_object(items, "input"):
+    for place, item in fields.each_object(items, "input"):
         reader.read(place, item)
     return reader.finish()
 
@@ -64,8 +64,8 @@ class _Reader:
             case "custom_tool_call":
                 self._read_call(place, item, "custom", "input")
             case "function_call_output" | "custom_tool_call_output":
-                call_id = need_text(item, "call_id", f"{place}.")
-                content = _content(need(item, "output", f"{place}."), f"{place}.output")
+                call_id = fields.need_text(item, "call_id", f"{place}.")
+                content = _content(fields.need(item, "output", f"{place}."), f"{place}.output")
                 self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case "reasoning":
                 self._assistant("reasoning_content", item)["reasoning_content"] = _reasoning(place, item)
@@ -78,16 +78,16 @@ class _Reader:
     def _read_message(self, place: str, item: Mapping[str, Any]) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            raise wrong(f"{place}.role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
-        content = _content(need(item, "content", f"{place}."), f"{place}.content")
+            raise fields.wrong(f"{place}.role", f"must be one of {', '.join(_ROLES)}, not {fields.shown(role)}")
+        content = _content(fields.need(item, "content", f"{place}."), f"{place}.content")
         if role != "assistant":
             self._messages.append({"role": role, "content": content})
         else:
             self._assistant("content", item)["content"] = content if isinstance(content, str) else _joined(content)
 
     def _read_call(self, place: str, item: Mapping[str, Any], kind: str, written: str) -> None:
-        tool = {name: need_text(item, name, f"{place}.") for name in ("name", written)}
-        call = {"id": need_text(item, "call_id", f"{place}."), "type": kind, kind: tool}
+        tool = {name: fields.need_text(item, name, f"{place}.") for name in ("name", written)}
+        call = {"id": fields.need_text(item, "call_id", f"{place}."), "type": kind, kind: tool}
         self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
 
     def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,9 +124,8 @@ def _content(content: Json, place: str) -> Json:
     """A text, or a list of parts as chat completions have them; one part that is text becomes a text."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise wrong(place, f"must be a string or a list of parts, not {shown(content)}")
-    parts = [_part(where, part) for where, part in each_object(content, place)]
+    fields.must(isinstance(content, list), place, "a string or a list of parts", content)
+    parts = [_part(where, part) for where, part in fields.each_object(content, place)]
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
@@ -135,11 +134,13 @@ def _content(content: Json, place: str) -> Json:
 def _part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
     if isinstance(kind, str) and kind in _TEXTS:
-        return {"type": "text", "text": need_text(part, _TEXTS[kind], f"{place}.")}
+        return {"type": "text", "text": fields.need_text(part, _TEXTS[kind], f"{place}.")}
     if kind == "input_image" and part.get("image_url") is not None:
-        image = {"url": need_text(part, "image_url", f"{place}."), "detail": part.get("detail")}
+        image = {"url": fields.need_text(part, "image_url", f"{place}."), "detail": part.get("detail")}
         return {"type": "image_url", "image_url": {name: value for name, value in image.items() if value is not None}}
-    raise unsupported(place, f"is a part of type {shown(kind)}: agl can pass on text, and images by 'image_url'")
+    raise fields.unsupported(
+        place, f"is a part of type {fields.shown(kind)}: agl can pass on text, and images by 'image_url'"
+    )
 
 
 def _joined(parts: list[dict[str, Any]]) -> Json:
@@ -149,20 +150,23 @@ def _joined(parts: list[dict[str, Any]]) -> Json:
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
     if not item.get("content"):
-        raise unsupported(
+        raise fields.unsupported(
             place,
             "is a reasoning item without 'content': agl cannot read encrypted or summarised reasoning. Leave it out",
         )
     return "".join(
-        need_text(part, "text", f"{where}.") for where, part in each_object(item["content"], f"{place}.content")
+        fields.need_text(part, "text", f"{where}.")
+        for where, part in fields.each_object(item["content"], f"{place}.content")
     )
 
 
 def _unknown_item(place: str, kind: Json) -> ApiError:
     if kind == "item_reference":
-        return unsupported(place, "refers to an item by its id: send the item itself, or use 'previous_response_id'")
-    return unsupported(
+        return fields.unsupported(
+            place, "refers to an item by its id: send the item itself, or use 'previous_response_id'"
+        )
+    return fields.unsupported(
         f"{place}.type",
-        f"is {shown(kind)}: agl can pass on items of type message, function_call, function_call_output, "
+        f"is {fields.shown(kind)}: agl can pass on items of type message, function_call, function_call_output, "
         "custom_tool_call, custom_tool_call_output and reasoning",
     )

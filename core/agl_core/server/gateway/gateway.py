@@ -197,72 +197,61 @@ class Gateway:
         stamps: Headers,
     ) -> Reply:
         with self._to(attempt).answering(attempt) as served:
-            return await self._call_of(served, attempt, exchange, dialect, asked, stamps)
-
-    async def _call_of(
-        self,
-        served: Destination,
-        attempt: ActiveAttempt,
-        exchange: Exchange,
-        dialect: Dialect,
-        asked: ModelRequest,
-        stamps: Headers,
-    ) -> Reply:
-        started = time.time()
-        agent = _agent(stamps)
-        policy = _policy(served, asked.model, agent)
-        version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.
-        seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
-        effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
-        attempt.asking[exchange.sequence] = started
-        try:
-            payload, headers = await served.client.complete(
-                forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
+            started = time.time()
+            agent = _agent(stamps)
+            policy = _policy(served, asked.model, agent)
+            version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.
+            seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
+            effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
+            attempt.asking[exchange.sequence] = started
+            try:
+                payload, headers = await served.client.complete(
+                    forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
+                )
+                reply = read_reply(payload, headers, attempt.call_id(dialect.id_prefix), logprobs=asked.logprobs)
+            except ApiError as refused:
+                self.counters.upstream_errors += 1
+                raise explained(refused, asked.chat) from refused
+            finally:
+                attempt.asking.pop(exchange.sequence, None)
+                attempt.answered = time.time()
+            late = attempt.closed
+            call = Call(
+                id=reply.id,
+                rollout=attempt.record.rollout,
+                attempt=attempt.record.attempt,
+                sequence=exchange.sequence,
+                policy=policy,
+                version=version if reply.version is None else reply.version,
+                request=asked.recorded,
+                choices=reply.choices,
+                started=started,
+                ended=time.time(),
+                api=dialect.api,
+                agent=agent,
+                parent_span=stamps.get(HEADER_PARENT_SPAN),
+                state=unpack_variables(stamps.get(HEADER_STATE)),
+                prompt_ids=reply.prompt_ids,
+                requested=asked.requested,
+                effective=effective,
+                prefix_broken=reply.prefix_broken,
+                prefilled=reply.prefilled,
+                reused=reply.reused,
+                late=late,
+                retry_of=exchange.marker,
+                undelivered=all(client.is_gone for client in exchange.waiting),
+                stamped=HEADER_ROLLOUT in stamps,
             )
-            reply = read_reply(payload, headers, attempt.call_id(dialect.id_prefix), logprobs=asked.logprobs)
-        except ApiError as refused:
-            self.counters.upstream_errors += 1
-            raise explained(refused, asked.chat) from refused
-        finally:
-            attempt.asking.pop(exchange.sequence, None)
-            attempt.answered = time.time()
-        late = attempt.closed
-        call = Call(
-            id=reply.id,
-            rollout=attempt.record.rollout,
-            attempt=attempt.record.attempt,
-            sequence=exchange.sequence,
-            policy=policy,
-            version=version if reply.version is None else reply.version,
-            request=asked.recorded,
-            choices=reply.choices,
-            started=started,
-            ended=time.time(),
-            api=dialect.api,
-            agent=agent,
-            parent_span=stamps.get(HEADER_PARENT_SPAN),
-            state=unpack_variables(stamps.get(HEADER_STATE)),
-            prompt_ids=reply.prompt_ids,
-            requested=asked.requested,
-            effective=effective,
-            prefix_broken=reply.prefix_broken,
-            prefilled=reply.prefilled,
-            reused=reply.reused,
-            late=late,
-            retry_of=exchange.marker,
-            undelivered=all(client.is_gone for client in exchange.waiting),
-            stamped=HEADER_ROLLOUT in stamps,
-        )
-        await self._commit(attempt, call, exchange.supersedes)
-        attempt.completed_calls += not late
-        exchange.call = None if late else call
-        self.counters.undelivered += call.undelivered and not late
-        self.counters.calls += 1
-        self.counters.without_ids += not reply.has_ids
-        self.counters.late += late
-        if late and attempt.refuses_late:
-            raise attempt_closed(*attempt.key)
-        return reply
+            await self._commit(attempt, call, exchange.supersedes)
+            attempt.completed_calls += not late
+            exchange.call = None if late else call
+            self.counters.undelivered += call.undelivered and not late
+            self.counters.calls += 1
+            self.counters.without_ids += not reply.has_ids
+            self.counters.late += late
+            if late and attempt.refuses_late:
+                raise attempt_closed(*attempt.key)
+            return reply
 
     async def _commit(self, attempt: ActiveAttempt, call: Call, superseded: Call | None) -> None:
         """Write the call; an attempt that is closed meanwhile waits for it, so that the count is right.

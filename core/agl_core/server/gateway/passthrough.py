@@ -86,7 +86,6 @@ class Passthrough:
             return response
 
     async def stop(self) -> None:
-        """Close the connections."""
         if self._client is not None:
             await self._client.aclose()
 

@@ -146,7 +146,6 @@ class RetryBook:
         return None
 
     def clear(self) -> None:
-        """Forget all: the attempt is closed."""
         self._recorded.clear()
         self._by_marker.clear()
         self._by_body.clear()

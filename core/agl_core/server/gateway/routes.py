@@ -17,9 +17,10 @@ _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?
 
 
 class Place(NamedTuple):
-    """Where a model call goes."""
+    """Where a request goes that may be a model call."""
 
-    dialect: Dialect
+    route: str
+    """Begins with /v1/."""
     parameters: Mapping[str, str]
     """`rollout` and `attempt`, if the path names them."""
 
@@ -46,42 +47,25 @@ class ModelCalls:
         self._app, self._gateway, self._dialects, self._passthrough = app, gateway, dialects, passthrough
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        place = find_place(scope["path"], self._dialects) if scope["method"] == "POST" else None
-        if place is not None:
+        place, method = find_place(scope["path"]), scope["method"]
+        dialect = self._dialects.get(place.route) if place is not None and method == "POST" else None
+        request = Request(scope, receive)
+        if place is not None and dialect is not None:
             scope["path_params"] = place.parameters
-            response = await self._gateway.answer(Request(scope, receive), place.dialect)
-        elif self._passthrough is not None and (passed := find_passed(scope["method"], scope["path"])):
-            scope["path_params"] = passed.parameters
-            response = await self._passthrough.answer(Request(scope, receive), passed.route)
+            response = await self._gateway.answer(request, dialect)
+        elif place is not None and self._passthrough is not None and is_passed_on(method, place.route):
+            scope["path_params"] = place.parameters
+            response = await self._passthrough.answer(request, place.route)
         else:
             await self._app(scope, receive, send)
             return
         await response(scope, receive, send)
 
 
-class PassedPlace(NamedTuple):
-    """Where a request goes that is passed on."""
-
-    route: str
-    parameters: Mapping[str, str]
-
-
-def find_passed(method: str, path: str) -> PassedPlace | None:
-    """The same for requests that are passed on: None if it is not one of them."""
+def find_place(path: str) -> Place | None:
+    """What a path, decoded, says; None if it is not below /v1, alone or after an attempt's."""
     found = _PATH.fullmatch(path)
-    if found is None or not is_passed_on(method, found["route"]):
+    if found is None:
         return None
-    return PassedPlace(found["route"], _attempt_in(found))
-
-
-def _attempt_in(found: re.Match[str]) -> dict[str, str]:
-    return {} if found["rollout"] is None else {"rollout": found["rollout"], "attempt": found["attempt"]}
-
-
-def find_place(path: str, dialects: Mapping[str, Dialect]) -> Place | None:
-    """What a path, decoded, says; `dialects` by their routes. None if it is not one of model calls."""
-    found = _PATH.fullmatch(path)
-    dialect = None if found is None else dialects.get(found["route"])
-    if found is None or dialect is None:
-        return None
-    return Place(dialect, _attempt_in(found))
+    attempt = {} if found["rollout"] is None else {"rollout": found["rollout"], "attempt": found["attempt"]}
+    return Place(found["route"], attempt)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import orjson
@@ -50,12 +49,8 @@ class UpstreamClient:
         }
         self._timeout = timeout
 
-    async def __aenter__(self) -> UpstreamClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Keep no connections any more; what is in flight goes on."""
         for endpoint in self._endpoints.values():
             endpoint.close()
 
@@ -140,7 +135,6 @@ class Relay:
 
     @property
     def is_there(self) -> bool:
-        """Whether model calls are answered now."""
         return self._is_there
 
     def served(self) -> Destination:
@@ -151,17 +145,15 @@ class Relay:
 
     @contextmanager
     def answering(self, attempt: ActiveAttempt) -> Iterator[Destination]:
-        """The same for every attempt."""
         yield self.served()
 
     async def serve(self, upstream: Upstream, settings: RunSettings, expires: float | None) -> None:
         """Forward to this one from now on; for `expires` seconds only, unless this is called again."""
         before = self._served
         if before is None or (before.upstream, before.settings) != (upstream, settings):
-            client = await UpstreamClient(upstream, settings.timeout).__aenter__()
-            self._served = Destination(upstream, settings, client, self.versions)
+            self._served = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
             if before is not None:
-                await before.client.__aexit__(None, None, None)
+                before.client.close()
         self._disarm()
         if expires is not None:
             self._expiry = asyncio.get_running_loop().call_later(expires, self._expire, expires)
@@ -175,11 +167,10 @@ class Relay:
         self._lend(False)
 
     async def stop(self) -> None:
-        """Let go of the connections."""
         self.withdraw()
         served, self._served = self._served, None
         if served is not None:
-            await served.client.__aexit__(None, None, None)
+            served.client.close()
 
     def _expire(self, seconds: float) -> None:
         logger.warning("The trainer was not heard of for %g seconds: rollouts wait until it is back.", seconds)

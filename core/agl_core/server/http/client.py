@@ -121,7 +121,6 @@ class _Connection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def ask(self, request: bytes) -> asyncio.Future[HttpReply]:
-        """Send a request; the reply to it."""
         if not self.is_open:
             raise BrokenReplyError("it closed the connection")
         self._waiting = asyncio.get_running_loop().create_future()

@@ -39,7 +39,6 @@ class Listening:
 
     @property
     def base_url(self) -> str:
-        """Where it listens, without a path."""
         return url_of(self._host, self.port)
 
     def close(self) -> None:

@@ -84,7 +84,6 @@ class CorkedHttp(HttpToolsProtocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the client has hung up."""
         return self._is_gone
 
     async def has_sent(self) -> bool:
@@ -211,7 +210,6 @@ class CorkedTransport(_Transport):
         return getattr(self._transport, name)
 
     def flush(self) -> None:
-        """Write what is held."""
         held, self._held = self._held, []
         if held and not self._transport.is_closing():  # The client may have hung up in between.
             self._transport.write(b"".join(held))

@@ -80,7 +80,6 @@ def spans_of(resource: trace_pb2.ResourceSpans) -> Iterator[Span | None]:
 
 
 def attributes_of(found: Iterable[KeyValue]) -> dict[str, Json]:
-    """Attributes as JSON."""
     return {each.key: _value(each.value) for each in found}
 
 

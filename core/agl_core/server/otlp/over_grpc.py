@@ -58,7 +58,6 @@ class GrpcTraces(trace_service_pb2_grpc.TraceServiceServicer):
         await self._server.start()
 
     async def stop(self) -> None:
-        """Finish exports in flight and close the port."""
         if self._server is not None:
             await self._server.stop(_GRACEFUL)
 

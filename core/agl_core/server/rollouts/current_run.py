@@ -93,7 +93,6 @@ class CurrentRun:
         await self._relay.serve(upstream, settings, registration.expires)
 
     async def publish(self, request: VersionsRequest) -> None:
-        """Policies were updated."""
         self.check_current(request.restart)
         self._relay.versions.update(request.versions)
 
@@ -106,7 +105,6 @@ class CurrentRun:
             self.queue.close()
 
     async def activity(self) -> Activity:
-        """What its rollouts wait for."""
         now, ended = time.time(), self.queue.ended
 
         def since(begun: float | None) -> float | None:

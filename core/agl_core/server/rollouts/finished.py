@@ -33,7 +33,6 @@ class Finished:
         """When the latest one ended, in Unix seconds."""
 
     def add(self, rollout: Rollout) -> None:
-        """One more is done."""
         self._count += 1
         self.latest = time.time()
         self._ended[rollout.id] = _Ended(self._count, rollout)

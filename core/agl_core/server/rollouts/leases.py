@@ -35,7 +35,6 @@ class Leases:
         self._timeout, self._longest = timeout, timeout + self._grace
 
     def start(self, rollout: Rollout, record: Attempt) -> ActiveAttempt:
-        """A new attempt."""
         expires = _now() + self._expiry if record.worker in self._beating else None
         return ActiveAttempt(rollout, record, _now() + self._longest, expires)
 

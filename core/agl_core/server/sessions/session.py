@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_core.errors import StoreError
+from agl_core.server.errors import ApiError
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.sessions.redaction import Redaction
 from agl_core.store.interface import Record, SessionStore, Store
 from agl_core.types import Call
 from agl_core.wire.headers import HEADER_SESSION
+from agl_core.wire.online import SESSION_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ UNRECORDED_CALLS = "unrecorded"
 """In the result of a session's attempt: how many of its calls were answered and not recorded."""
 _PATIENCE = 2.0
 """Seconds that a reply waits for its call to be written."""
+LONGEST_WAIT = 5.0
+"""Seconds in which what is written of a session should be in the store."""
 _WAITING = 256
 """Calls that may wait to be written; further ones are not recorded."""
 
@@ -97,7 +101,6 @@ class Recorder:
         return [*own, *kept]
 
     async def _write(self, records: list[Record], session: ActiveSession) -> bool:
-        """Write a call."""
         if await self._put(records, session):
             return True
         self._missed(session)
@@ -167,8 +170,14 @@ class ActiveSession(ActiveAttempt):
         """Record calls; what cannot be recorded is counted."""
         await self.recorder.record(self, calls)
 
+    async def settled(self) -> bool:
+        """Wait for what is being written of it; False if that takes too long."""
+        if self.committing:
+            _, writing = await asyncio.wait(set(self.committing), timeout=LONGEST_WAIT)
+            return not writing
+        return True
+
     async def delivered(self, arrived: bool) -> None:
-        """A reply was sent."""
         self.used = time.time()
         if arrived and self.ends_with_reply and not self.asking:
             await self.end(self, "reply")
@@ -178,3 +187,15 @@ def session_of_call(call: str) -> str | None:
     """The session of a call, by the call's id; None if it is no call of a session."""
     found = SESSION_ID.search(call)
     return None if found is None else found[0]
+
+
+def checked_name(name: str | None) -> str | None:
+    """The name that an application gave a session, if any. ApiError 400 if it cannot be one."""
+    if name is not None and not re.fullmatch(SESSION_NAME.removesuffix("$"), name):
+        raise ApiError(
+            400,
+            f"The header {HEADER_SESSION} has to be a name of up to 200 letters, digits, '.', '_', ':' and '-', not "
+            f"{name[:40]!r}.",
+            code="session_name",
+        )
+    return name

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections import OrderedDict
@@ -28,6 +27,7 @@ from agl_core.server.rollouts.lifecycle import AttemptState
 from agl_core.server.sessions.redaction import Redaction
 from agl_core.server.sessions.room import Room
 from agl_core.server.sessions.session import (
+    LONGEST_WAIT,
     RECORDED,
     SESSION_ID,
     UNRECORDED,
@@ -35,11 +35,11 @@ from agl_core.server.sessions.session import (
     ActiveSession,
     Recorder,
     SessionCounters,
+    checked_name,
 )
 from agl_core.store.interface import SessionStore
 from agl_core.types import Attempt, Ending, Mode, Rollout, RolloutState, Task
 from agl_core.wire.headers import HEADER_ROLLOUT, HEADER_SESSION, HEADER_SESSION_END, HEADER_SESSION_RECORD
-from agl_core.wire.online import SESSION_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ USE_SPLIT = "use"
 _REMEMBERED = 10_000
 """Ended sessions that memory keeps."""
 _DAY = 86_400.0
-_LONGEST_LOOK = 5.0
 _BETWEEN_REMOVALS = 600.0
 
 
@@ -90,7 +89,6 @@ class Sessions:
 
     @property
     def open(self) -> int:
-        """How many are open."""
         return len(self._open)
 
     async def take_up(self) -> None:
@@ -116,7 +114,7 @@ class Sessions:
             application = None if named else self._keys.application_of(request)
             if application is None:
                 return None
-            name = _checked_name(request.headers.get(HEADER_SESSION))
+            name = checked_name(request.headers.get(HEADER_SESSION))
             session = await self.begin(application, name, recorded=recorded)
         session.ends_with_reply |= request.headers.get(HEADER_SESSION_END) == "1"
         session.used = time.time()
@@ -216,31 +214,31 @@ class Sessions:
         return removed
 
     async def watch(self) -> None:
-        """End sessions that are idle, remove old ones, and look for room, until this is cancelled."""
-        idle = self._settings.idle_minutes * 60
+        """Look after the sessions now and then, until this is cancelled."""
         while True:
-            await asyncio.sleep(min(_LONGEST_LOOK, idle / 4))
+            await asyncio.sleep(min(LONGEST_WAIT, self._settings.idle_minutes * 60 / 4))
             try:
-                self._recorder.is_full = not await self._room.is_there()
-                before = time.time() - idle
-                for session in [each for each in self._open.values() if each.used < before and not each.asking]:
-                    await self.end(session, "idle")
-                await self._erase_soon(())
-                self._unwritten = [each for each in self._unwritten if not await self._write_end(each)]
-                await self._remove_old()
+                await self.look()
             except Exception as error:
-                logger.error(
-                    "Sessions could not be looked after: %s", error, exc_info=not isinstance(error, StoreError)
-                )
+                trace = not isinstance(error, StoreError)
+                logger.error("Sessions could not be looked after: %s", error, exc_info=trace)
+
+    async def look(self) -> None:
+        """End sessions that are idle, remove old ones, and see whether there is room."""
+        self._recorder.is_full = not await self._room.is_there()
+        before = time.time() - self._settings.idle_minutes * 60
+        for session in [each for each in self._open.values() if each.used < before and not each.asking]:
+            await self.end(session, "idle")
+        await self._erase_soon(())
+        self._unwritten = [each for each in self._unwritten if not await self._write_end(each)]
+        await self._remove_old()
 
     async def stop(self) -> None:
-        """Wait for what is being written."""
         writing = {task for session in self._known.values() for task in session.committing}
         if writing:
-            await asyncio.wait(writing, timeout=_LONGEST_LOOK)
+            await asyncio.wait(writing, timeout=LONGEST_WAIT)
 
     def key(self, session: ActiveSession) -> str:
-        """The session's own key."""
         return self._keys.of_session(session.application, session.id)
 
     async def _of_id(self, id: str, application: str) -> ActiveSession:
@@ -299,7 +297,6 @@ class Sessions:
         )
 
     async def _recalled(self, rollout: Rollout) -> ActiveSession | None:
-        """A session as the store has it."""
         attempts = await self._store.attempts(rollout.id)
         if not attempts:
             return None
@@ -319,7 +316,7 @@ class Sessions:
 
     async def _write_end(self, session: ActiveSession) -> bool:
         """Write how a session ended; False if that has to be tried again."""
-        if not await _settled(session):
+        if not await session.settled():
             return False
         if not session.begun or not session.recorded:
             session.move(AttemptState.COUNTED)
@@ -343,7 +340,6 @@ class Sessions:
         return True
 
     def _forget(self, session: ActiveSession) -> None:
-        """It is not open any more."""
         self._open.pop(session.id, None)
         if self._named.get(session.rollout.group) is session:
             del self._named[session.rollout.group]
@@ -358,7 +354,7 @@ class Sessions:
     async def _opt_out(self, session: ActiveSession) -> None:
         """Store nothing of a session any more, nor of others of its name, and remove what is stored."""
         session.recorded = False
-        await _settled(session)
+        await session.settled()
         await self._erase_soon((session.id, session.rollout.group))
 
     async def _erase_soon(self, ids: Collection[str]) -> None:
@@ -376,7 +372,7 @@ class Sessions:
     async def _silence(self, session: ActiveSession) -> None:
         """End a session of which nothing is to be left."""
         session.recorded = False
-        await _settled(session)
+        await session.settled()
         await self.end(session, "deletion")
 
     async def _is_there(self, id: str) -> bool:
@@ -391,14 +387,6 @@ class Sessions:
         self._removed = time.monotonic()
 
 
-async def _settled(session: ActiveSession) -> bool:
-    """Wait for what is being written of a session; False if that takes too long."""
-    if session.committing:
-        _, writing = await asyncio.wait(set(session.committing), timeout=_LONGEST_LOOK)
-        return not writing
-    return True
-
-
 async def _exactly(store: SessionStore, id: str) -> Rollout | None:
     """The session of this id, as the store has it."""
     try:
@@ -406,14 +394,3 @@ async def _exactly(store: SessionStore, id: str) -> Rollout | None:
     except StoreRefusedError:
         return None
     return rollout if rollout.id == id and rollout.mode is Mode.USE else None
-
-
-def _checked_name(name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(SESSION_NAME.removesuffix("$"), name):
-        raise ApiError(
-            400,
-            f"The header {HEADER_SESSION} has to be a name of up to 200 letters, digits, '.', '_', ':' and '-', not "
-            f"{name[:40]!r}.",
-            code="session_name",
-        )
-    return name

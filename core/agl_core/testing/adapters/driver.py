@@ -44,7 +44,6 @@ class Setting:
 
     @property
     def base_url(self) -> str:
-        """What OpenAI's clients take."""
         return f"{self.root}/v1"
 
 
@@ -76,7 +75,6 @@ class Gap:
     forms: tuple[str, ...] = ()
 
     def covers(self, scenario: str, api: str, streaming: bool, form: str) -> bool:
-        """Whether this cell is in the gap."""
         return (
             self.scenario in (EVERY, scenario)
             and (not self.apis or api in self.apis)

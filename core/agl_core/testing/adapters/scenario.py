@@ -37,7 +37,6 @@ class Agent:
         return f"You are {self.name}."
 
     def everyone(self) -> list[Agent]:
-        """It and the agents below it."""
         return [self, *(each for below in (*self.experts, *self.handoffs) for each in below.everyone())]
 
 
@@ -102,7 +101,6 @@ class Scenario:
         return self.name
 
     def everyone(self) -> list[Agent]:
-        """All agents."""
         return [each for agent in self.agents for each in agent.everyone()]
 
     def turns(self) -> list[Turn]:

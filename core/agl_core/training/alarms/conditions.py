@@ -32,7 +32,6 @@ class Measure:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All metrics that it reads."""
         return (self.key, *self.per, *self.plus)
 
     def of(self, numbers: Numbers) -> float | None:

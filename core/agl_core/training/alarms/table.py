@@ -38,7 +38,6 @@ class Alarm:
 
     @property
     def text(self) -> str:
-        """All of it, for a terminal."""
         said = " ".join(part for part in (f"{self.seen}.", self.why, self.remedy) if part)
         return f"alarm {self.name}: {said}" + (f" {self.details}" if self.details else "")
 

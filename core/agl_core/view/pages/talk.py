@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ async def _reply(served: Upstream, policy: str, body: Mapping[str, Json]) -> dic
     """The policy's message. ApiError if the model server fails or refuses."""
     if policy not in served.models:
         raise BadQueryError(f"No policy {policy!r} is served here. There are: {', '.join(served.models)}.")
-    async with UpstreamClient(served, _LONGEST) as client:
+    with closing(UpstreamClient(served, _LONGEST)) as client:
         reply, _ = await client.complete({**body, "model": served.models[policy]}, None)
     try:
         message = orjson.loads(reply)["choices"][0]["message"]
