@@ -107,8 +107,8 @@ class SqliteStore(SessionStore):
         """The rollout whose id is `prefix`, else the only one whose id starts with it."""
         return await self._read(lambda connection: queries.rollout(connection, prefix, str(self._path)))
 
-    async def attempts(self, rollout: str) -> list[Attempt]:
-        return await self._read(lambda connection: queries.attempts(connection, rollout))
+    async def attempts(self, *rollouts: str) -> list[Attempt]:
+        return await self._read(lambda connection: queries.attempts(connection, rollouts))
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
         keys = tuple(attempts)

@@ -209,19 +209,16 @@ def _targets(scale: _Scale, series: Mapping[str, Points], link: Link | None) -> 
     for name, points in series.items():
         for x, y in points:
             at_step.setdefault(x, []).append(f"{name} {number(y, 4)}".strip())
-    steps = sorted(at_step)
-    found = []
-    for step in steps[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
-        width = max(scale.pitch, _LEAST_TARGET)
-        place = {"x": f"{scale.x(step) - width / 2:.1f}", "y": str(_TOP), "width": f"{width:.1f}"}
+    width, height, found = max(scale.pitch, _LEAST_TARGET), scale.height - _TOP - _BOTTOM, []
+    for step in sorted(at_step)[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
         said = tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
-        target = tag("rect", {"class": "target", **place, "height": str(scale.height - _TOP - _BOTTOM)}, said)
-        # The same links are in the table of steps, for the keyboard and for screen readers.
-        found.append(
-            target
-            if link is None
-            else tag("a", {"href": link(step), "tabindex": "-1", "aria-label": f"step {step}"}, target)
-        )
+        # Most elements of a page are these: written without `tag`, they take half the time.
+        place = f'x="{scale.x(step) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" height="{height}"'
+        target = f'<rect class="target" {place}>{said}</rect>'
+        if link is not None:
+            # The same links are in the table of steps, for the keyboard and for screen readers.
+            target = f'<a href="{escape(link(step))}" tabindex="-1" aria-label="step {step}">{target}</a>'
+        found.append(Markup(target))
     return found
 
 

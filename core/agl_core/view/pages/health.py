@@ -12,7 +12,7 @@ from agl_core.types import Verdict
 from agl_core.view.pages.base import Pages
 from agl_core.view.templating import page_address
 
-_LOOKED_AT, _SHOWN = 400, 20
+_LOOKED_AT, _SHOWN = 200, 20
 """How many rollouts of the latest step are looked at, the newest, and how many of each verdict are shown."""
 
 

@@ -87,7 +87,7 @@ async def _prompts(pages: Pages, folder: Path) -> dict[str, Prompt]:
     with suppress(AglError):  # A policy can be talked with without its run's store.
         async with pages.folders.open_store(folder) as store:
             newest = await store.rollouts(newest=_LOOKED_INTO)
-            keys = [attempt.key for rollout in reversed(newest) for attempt in await store.attempts(rollout.id)]
+            keys = [attempt.key for attempt in await store.attempts(*(rollout.id for rollout in reversed(newest)))]
             calls = await store.calls(keys)
     found: dict[str, Prompt] = {}
     for call in calls:
