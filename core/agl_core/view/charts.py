@@ -22,6 +22,7 @@ _WIDE, _MIDDLE, _NARROW = (640, 260), (430, 240), (380, 170)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24
 _LEAST_TARGET = 4.0
 """Units between two steps that can be pointed at; of denser ones, only some can be."""
+_WIDEST_BAR = 90.0
 _MOST_BARS = 60
 """Steps that have a bar each; with more, the tops of the parts are lines."""
 _COLOURS = 8
@@ -99,7 +100,7 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
     counts = [sum(low <= value <= high for value in finite) for low, high in bins]
     scale = _Scale(list(range(len(bins))), 0.0, max(counts) * 1.1, _MIDDLE, band=True)
     parts = [*scale.axes(x_labels=False)]
-    width = scale.pitch * 0.82
+    width = min(scale.pitch * 0.82, _WIDEST_BAR)
     for at, ((low, high), count) in enumerate(zip(bins, counts, strict=True)):
         name = number(low, 3) if low == high else f"{number(low, 3)} – {number(high, 3)}"
         place = {"x": f"{scale.x(at) - width / 2:.1f}", "width": f"{width:.1f}"}
@@ -233,7 +234,8 @@ def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequenc
     )
     label = f"{title}. {courses}" if courses else title
     box = f"0 0 {scale.width} {scale.height}"
-    return tag("svg", {"class": "chart", "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts))
+    kind = "chart wide" if scale.width == _WIDE[0] else "chart"
+    return tag("svg", {"class": kind, "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts))
 
 
 def _dot(x: float, y: float, at: int) -> Markup:

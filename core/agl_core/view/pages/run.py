@@ -56,7 +56,7 @@ async def run_page(pages: Pages, request: Request) -> Response:
         step=step,
         trained=trained,
         last=last,
-        rewards=_histogram(name, step, rewards),
+        rewards=_histogram(name, step, rewards, "rollouts" if step in trained else "rollouts so far"),
         main=line_chart("Reward", "mean over rollouts", _rewards(lines), link, wide=True),
         charts=[chart for chart in _charts(lines, link) if chart is not None],
         evaluations=[(kind, points[0], points[-1]) for kind, points in held_out(lines).items() if points],
@@ -130,11 +130,11 @@ def _seconds(lines: Sequence[MetricsLine]) -> dict[str, Points]:
     return {**phases, "other": [(step, max(0.0, value)) for step, value in rest]}
 
 
-def _histogram(name: str, step: int, rewards: Sequence[float]) -> Chart | None:
+def _histogram(name: str, step: int, rewards: Sequence[float], of: str) -> Chart | None:
     def link(low: float, high: float) -> str:
         return page_address("runs", name, "rollouts", step=step, mode="train", low=repr(low), high=repr(high))
 
-    return histogram(f"Rewards of step {step}", "rollouts by terminal reward", rewards, link)
+    return histogram(f"Rewards of step {step}", f"{of} by terminal reward", rewards, link)
 
 
 def _table(lines: Sequence[MetricsLine]) -> list[tuple[int, list[float | None]]]:
