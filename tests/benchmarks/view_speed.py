@@ -100,9 +100,10 @@ async def time_pages(folder: Path, rollouts: int, visits: int) -> str:
                 assert answered.status_code == 200, (path, answered.text)
             size = len(answered.content) / 1024
             rows.append(
-                f"{name} | {taken[0]:.0f} ms | {min(taken[1:]):.0f} ms | {min(cpu[1:]):.0f} ms | {size:.0f} KiB"
+                f"{name} | {taken[0]:.0f} ms | {min(taken[1:]):.0f} ms "
+                f"| {cpu[0]:.0f} ms | {min(cpu[1:]):.0f} ms | {size:.0f} KiB"
             )
-    return _table("Page | first visit | later visits | processor time of a later one | size", rows)
+    return _table("Page | first visit | later visits | processor time: first | later | size", rows)
 
 
 async def time_paint(folder: Path, visits: int) -> str:

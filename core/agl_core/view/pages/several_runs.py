@@ -124,7 +124,7 @@ def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str
     return defaults[at]
 
 
-def _overlaid(title: str, note: str, lines: dict[str, list[MetricsLine]], key: str) -> Chart | None:
+def _overlaid(title: str, note: str, lines: dict[str, Sequence[MetricsLine]], key: str) -> Chart | None:
     return line_chart(title, note, {name: _of_key(each, key) for name, each in lines.items()})
 
 
