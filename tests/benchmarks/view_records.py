@@ -107,7 +107,14 @@ def _recorded(rollout: Rollout, chance: random.Random) -> Iterator[Record]:
 
 
 def _metrics(step: int, chance: random.Random) -> dict[str, Any]:
-    random_keys = ("reward/mean", "update/loss", "update/kl_behaviour", "update/entropy", "update/grad_norm")
+    random_keys = (
+        "reward/mean",
+        "groups/no_contrast",
+        "update/loss",
+        "update/kl_behaviour",
+        "update/entropy",
+        "update/grad_norm",
+    )
     return {
         "step": step,
         "kind": "train",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agl_core.analysis.rollouts import RolloutEntry, RolloutList, entries_of, healths_of
+from agl_core.analysis.rollouts import RolloutEntry, RolloutList, counted_of, entries_of, healths_of
 from agl_core.analysis.text.words import message_text
 from agl_core.store.interface import Store
 from agl_core.training.collect import by_rollout, counted_attempts
-from agl_core.types import Call, Ending, Mode, Rollout, ToolResult, ToolStatus, TrainingRecord, Verdict
+from agl_core.types import Call, Ending, Json, Mode, Rollout, ToolResult, ToolStatus, TrainingRecord, Verdict
 
 _AT_ONCE = 200
 """Rollouts that are read together while matches are looked for."""
@@ -64,13 +64,15 @@ async def matching(
     calls = by_rollout(await store.calls(keys)) if query.of_calls else {}
     tools = by_rollout(await store.tool_results(keys)) if query.of_tools else {}
     healths = await healths_of(store, [entry.rollout for entry in left]) if query.verdict is not None else {}
+    counted = await counted_of(store, [entry.rollout for entry in left]) if query.text else ()
+    results = {rollout.id: attempt.result for rollout, attempt in counted}
     found = set()
     for entry in left:
         id = entry.rollout.id
         if query.verdict is not None and (id not in healths or healths[id].verdict is not query.verdict):
             continue
         if _matches_inside(query, calls.get(id, ()), tools.get(id, ()), records.get(id, ())) and (
-            not query.text or await _says(store, query.text.lower(), entry.rollout, calls.get(id, ()))
+            not query.text or _says(query.text.lower(), entry.rollout, results.get(id), calls.get(id, ()))
         ):
             found.add(id)
     return found
@@ -118,11 +120,9 @@ def _matches_inside(
     return query.dropped is None or query.dropped in {record.dropped for record in records}
 
 
-async def _says(store: Store, text: str, rollout: Rollout, calls: Sequence[Call]) -> bool:
+def _says(text: str, rollout: Rollout, result: Json, calls: Sequence[Call]) -> bool:
     messages = [
         message for call in calls for message in call.request.get("messages") or () if isinstance(message, dict)
     ]
     said = [*messages, *(choice.message for call in calls for choice in call.choices)]
-    if any(text in each.lower() for each in (str(rollout.task.input), *map(message_text, said))):
-        return True
-    return any(text in str(attempt.result).lower() for attempt in await store.attempts(rollout.id))
+    return any(text in each.lower() for each in (str(rollout.task.input), *map(message_text, said), str(result)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agl_core.analysis.comparisons.side_by_side import Row, Side, align, sides_of
@@ -68,17 +68,6 @@ class GroupList:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRewards:
-    """The terminal rewards of a training step."""
-
-    rewards: Sequence[float]
-    groups: int
-    """The number of groups with at least two rewards."""
-    equal_groups: int
-    """The number of those whose rewards are all equal: nothing can be learnt by comparing them."""
-
-
-@dataclass(frozen=True, slots=True)
 class GroupReport:
     """One group side by side, the best first."""
 
@@ -93,8 +82,7 @@ class GroupReport:
 
 async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
     """The groups with rollouts that match, among the newest `limit` rollouts of the step and mode."""
-    run = None if query.step is None else await _only_run(store)
-    newest = await store.rollouts(step=query.step, run=run, mode=query.mode, newest=limit + 1)
+    newest = await store.rollouts(step=query.step, mode=query.mode, newest=limit + 1)
     is_all, newest = len(newest) <= limit, newest[-limit:]
     keys = counted_attempts(newest)
     entries = await entries_of(store, newest)
@@ -120,20 +108,11 @@ async def find_groups(store: Store, query: Query, limit: int) -> GroupList:
     )
 
 
-async def step_rewards(store: Store, step: int) -> StepRewards:
+async def step_rewards(store: Store, step: int) -> list[float]:
     """The terminal rewards of a training step, without those that a restart superseded."""
-    found = await store.rollouts(step=step, run=await _only_run(store), mode=Mode.TRAIN, state=RolloutState.DONE)
-    groups: dict[str, list[float]] = {}
-    for entry in await entries_of(store, [r for r in found if r.counted_attempt is not None]):
-        if entry.reward is not None and not entry.superseded:
-            groups.setdefault(entry.rollout.group, []).append(entry.reward)
-    return _step_rewards(groups)
-
-
-async def _only_run(store: Store) -> str | None:
-    """The run of the store, if it has one: its index of steps is below that of runs."""
-    runs = {run.id for run in await store.runs()}
-    return runs.pop() if len(runs) == 1 else None
+    found = await store.rollouts(step=step, mode=Mode.TRAIN, state=RolloutState.DONE)
+    entries = await entries_of(store, [rollout for rollout in found if rollout.counted_attempt is not None])
+    return [entry.reward for entry in entries if entry.reward is not None and not entry.superseded]
 
 
 async def read_group(store: Store, prefix: str) -> GroupReport:
@@ -153,20 +132,9 @@ def _group(members: Sequence[Member]) -> Group:
     mean = math.fsum(rewards) / len(rewards) if rewards else None
     std = None
     if mean is not None and len(rewards) > 1:
-        std = (
-            0.0 if _are_equal(rewards) else math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-        )
+        is_equal = len(set(rewards)) == 1
+        std = 0.0 if is_equal else math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
     return Group(first.group, first.task, first.mode, first.step, members, mean, std)
-
-
-def _step_rewards(groups: Mapping[str, Sequence[float]]) -> StepRewards:
-    several = [rewards for rewards in groups.values() if len(rewards) > 1]
-    every = [reward for rewards in groups.values() for reward in rewards]
-    return StepRewards(every, len(several), sum(_are_equal(rewards) for rewards in several))
-
-
-def _are_equal(rewards: Sequence[float]) -> bool:
-    return max(rewards) == min(rewards)
 
 
 def _advantage(records: Sequence[TrainingRecord]) -> float | None:

@@ -144,9 +144,16 @@ class RolloutReport:
 async def healths_of(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Health]:
     """The health of those of these rollouts that are done, by id."""
     done = [r for r in rollouts if r.state is RolloutState.DONE]
-    counted = [(r, a) for r in done for a in await store.attempts(r.id) if a.attempt == r.counted_attempt]
-    found = {report.attempt.rollout: report.health for report in await attempt_reports(store, counted)}
+    reports = await attempt_reports(store, await counted_of(store, done))
+    found = {report.attempt.rollout: report.health for report in reports}
     return {r.id: found.get(r.id, Health(symptoms=(Symptom.ENDING,))) for r in done}
+
+
+async def counted_of(store: Store, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Attempt]]:
+    """These rollouts, each with its attempt that counts; those without one are left out."""
+    by_id = {rollout.id: rollout for rollout in rollouts}
+    attempts = await store.attempts(*by_id)
+    return [(by_id[a.rollout], a) for a in attempts if a.attempt == by_id[a.rollout].counted_attempt]
 
 
 async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
-from agl_core.analysis.curves.metrics import read_metrics
+from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import load_store
 from agl_core.errors import ConfigError, StoreError
@@ -152,9 +152,9 @@ def _shrinking(store: Store, folder: Path) -> ShrinkingStore:
     return store
 
 
-def read_entry(folder: Path) -> RunEntry:
-    """A run as a list shows it."""
-    config, lines = _toml(folder / CONFIG_FILE), read_metrics(folder)
+def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> RunEntry:
+    """A run as a list shows it; `metrics` are those in its folder, if they have been read."""
+    config, lines = _toml(folder / CONFIG_FILE), read_metrics(folder) if metrics is None else metrics
     steps = max((line.step for line in lines if line.kind == "train"), default=0)
     planned = None if "capture" in config else int(config.get("train", {}).get("steps", 0))
     rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]

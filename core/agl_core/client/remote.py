@@ -192,8 +192,12 @@ class RemoteStore(Store):
         [found] = await self._read(RolloutQuery(prefix=prefix), Rollout)
         return found
 
-    async def attempts(self, rollout: str) -> list[Attempt]:
-        return await self._read(AttemptsQuery(rollout=rollout), Attempt)
+    async def attempts(self, *rollouts: str) -> list[Attempt]:
+        found: list[Attempt] = []
+        for start in range(0, len(rollouts), MAX_ATTEMPTS):
+            asked = list(rollouts[start : start + MAX_ATTEMPTS])
+            found += await self._read(AttemptsQuery(rollouts=asked), Attempt)
+        return found
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
         return await self._recorded("calls", attempts, Call, _CALLS_AT_ONCE)

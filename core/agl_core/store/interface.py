@@ -64,8 +64,8 @@ class Store(Protocol):
     async def rollout(self, prefix: str) -> Rollout:
         """The rollout whose id starts with `prefix`; StoreError if there is none or more than one."""
 
-    async def attempts(self, rollout: str) -> list[Attempt]:
-        """Every attempt of a rollout, in order."""
+    async def attempts(self, *rollouts: str) -> list[Attempt]:
+        """Every attempt of these rollouts: by rollout as asked, then in order."""
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
         """The calls of these attempts, each attempt's in the order they started."""

@@ -82,8 +82,8 @@ async def answer(store: Store, question: StoreQuestion) -> Sequence[Record]:
             return await store.rollouts(**question.model_dump(exclude={"kind"}))
         case RolloutQuery(prefix=prefix):
             return [await store.rollout(prefix)]
-        case AttemptsQuery(rollout=rollout):
-            return await store.attempts(rollout)
+        case AttemptsQuery(rollouts=rollouts):
+            return await store.attempts(*rollouts)
         case RecordsQuery(kind=kind, attempts=attempts):
             recorded: Mapping[str, Callable[..., Any]] = {
                 "calls": store.calls,

@@ -36,6 +36,8 @@ def rollouts(
     With `after`, only those that were made after that one.
     """
     conditions = [f"{column} = ?" for column in wanted]
+    if "step" in wanted and "run" not in wanted:
+        conditions.append("run IN (SELECT DISTINCT run FROM rollouts)")  # The index of steps is below that of runs.
     values = list(wanted.values())
     if after is not None:
         conditions.append("seq > (SELECT seq FROM rollouts WHERE id = ?)")
@@ -67,10 +69,14 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
     return found[0]
 
 
-def attempts(connection: sqlite3.Connection, rollout_id: str) -> list[Attempt]:
-    """Those of one rollout, in order."""
-    numbers = connection.execute("SELECT attempt FROM attempt_keys WHERE rollout = ? ORDER BY attempt", (rollout_id,))
-    keys = [AttemptKey(rollout_id, number) for (number,) in numbers]
+def attempts(connection: sqlite3.Connection, rollout_ids: Iterable[str]) -> list[Attempt]:
+    """Those of these rollouts: by rollout as asked, then in order."""
+    rows = connection.execute(
+        "SELECT attempt_keys.rollout, attempt_keys.attempt FROM json_each(?) AS asked "
+        "CROSS JOIN attempt_keys ON attempt_keys.rollout = asked.value ORDER BY asked.key, attempt_keys.attempt",
+        (orjson.dumps(list(dict.fromkeys(rollout_ids))).decode(),),
+    )
+    keys = [AttemptKey(*row) for row in rows]
     return decode(ATTEMPTS, _of_attempts(connection, ATTEMPTS, keys, "asked.key"))
 
 

@@ -106,8 +106,8 @@ class SqliteStore(SessionStore):
         """The rollout whose id is `prefix`, else the only one whose id starts with it."""
         return await self._read(queries.rollout, prefix, str(self._path))
 
-    async def attempts(self, rollout: str) -> list[Attempt]:
-        return await self._read(queries.attempts, rollout)
+    async def attempts(self, *rollouts: str) -> list[Attempt]:
+        return await self._read(queries.attempts, rollouts)
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
         return await self._read(queries.calls, tuple(attempts))

@@ -202,15 +202,16 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     tool_results = by_rollout(await store.tool_results(keys))
     rewards = by_rollout([r for r in await store.rewards(keys) if r.source == AGENT_SOURCE])
     feedback = by_rollout(await store.feedback(keys)) if isinstance(store, SessionStore) else {}
+    attempts = {attempt.key: attempt for attempt in await store.attempts(*(each.id for each in rollouts))}
     episodes = []
     for rollout in rollouts:
-        attempts = [a for a in await store.attempts(rollout.id) if a.attempt == rollout.counted_attempt]
-        if not attempts:
+        attempt = attempts.get(AttemptKey(rollout.id, rollout.counted_attempt or 0))
+        if attempt is None or rollout.counted_attempt is None:
             episodes.append(_lost(rollout))
             continue
         episode = build_episode(
             rollout,
-            attempts[0],
+            attempt,
             calls.get(rollout.id, ()),
             tool_results.get(rollout.id, ()),
             rewards.get(rollout.id, ()),

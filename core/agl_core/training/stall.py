@@ -101,7 +101,7 @@ class StallWatch:
         """The seconds that may pass without an end."""
         if self._setting is not None:
             return self._setting
-        attempts = [attempt for id in self._ids for attempt in await self._store.attempts(id)]
+        attempts = await self._store.attempts(*self._ids)
         durations = [a.ended - a.started for a in attempts if a.ended and a.ending is Ending.FINISHED]
         return max(SHORTEST, TIMES * max(durations)) if durations else AT_FIRST
 

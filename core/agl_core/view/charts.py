@@ -22,6 +22,7 @@ _WIDE, _MIDDLE, _NARROW = (640, 260), (430, 240), (380, 170)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24
 _LEAST_TARGET = 4.0
 """Units between two steps that can be pointed at; of denser ones, only some can be."""
+_WIDEST_BAR = 90.0
 _MOST_BARS = 60
 """Steps that have a bar each; with more, the tops of the parts are lines."""
 _COLOURS = 8
@@ -99,7 +100,7 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
     counts = [sum(low <= value <= high for value in finite) for low, high in bins]
     scale = _Scale(list(range(len(bins))), 0.0, max(counts) * 1.1, _MIDDLE, band=True)
     parts = [*scale.axes(x_labels=False)]
-    width = scale.pitch * 0.82
+    width = min(scale.pitch * 0.82, _WIDEST_BAR)
     for at, ((low, high), count) in enumerate(zip(bins, counts, strict=True)):
         name = number(low, 3) if low == high else f"{number(low, 3)} – {number(high, 3)}"
         place = {"x": f"{scale.x(at) - width / 2:.1f}", "width": f"{width:.1f}"}
@@ -209,19 +210,16 @@ def _targets(scale: _Scale, series: Mapping[str, Points], link: Link | None) -> 
     for name, points in series.items():
         for x, y in points:
             at_step.setdefault(x, []).append(f"{name} {number(y, 4)}".strip())
-    steps = sorted(at_step)
-    found = []
-    for step in steps[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
-        width = max(scale.pitch, _LEAST_TARGET)
-        place = {"x": f"{scale.x(step) - width / 2:.1f}", "y": str(_TOP), "width": f"{width:.1f}"}
+    width, height, found = max(scale.pitch, _LEAST_TARGET), scale.height - _TOP - _BOTTOM, []
+    for step in sorted(at_step)[:: max(1, math.ceil(_LEAST_TARGET / scale.pitch))]:
         said = tag("title", {}, "\n".join([f"step {step}", *at_step[step]]))
-        target = tag("rect", {"class": "target", **place, "height": str(scale.height - _TOP - _BOTTOM)}, said)
-        # The same links are in the table of steps, for the keyboard and for screen readers.
-        found.append(
-            target
-            if link is None
-            else tag("a", {"href": link(step), "tabindex": "-1", "aria-label": f"step {step}"}, target)
-        )
+        # Most elements of a page are these: written without `tag`, they take half the time.
+        place = f'x="{scale.x(step) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" height="{height}"'
+        target = f'<rect class="target" {place}>{said}</rect>'
+        if link is not None:
+            # The same links are in the table of steps, for the keyboard and for screen readers.
+            target = f'<a href="{escape(link(step))}" tabindex="-1" aria-label="step {step}">{target}</a>'
+        found.append(Markup(target))
     return found
 
 
@@ -236,7 +234,8 @@ def _svg(title: str, scale: _Scale, series: Mapping[str, Points], parts: Sequenc
     )
     label = f"{title}. {courses}" if courses else title
     box = f"0 0 {scale.width} {scale.height}"
-    return tag("svg", {"class": "chart", "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts))
+    kind = "chart wide" if scale.width == _WIDE[0] else "chart"
+    return tag("svg", {"class": kind, "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts))
 
 
 def _dot(x: float, y: float, at: int) -> Markup:

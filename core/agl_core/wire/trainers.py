@@ -188,10 +188,10 @@ class RolloutQuery(Body):
 
 
 class AttemptsQuery(Body):
-    """Every attempt of a rollout."""
+    """Every attempt of some rollouts."""
 
     kind: Literal["attempts"] = "attempts"
-    rollout: str
+    rollouts: list[str] = Field(max_length=MAX_ATTEMPTS)
 
 
 RecordsName: TypeAlias = Literal["calls", "tool_results", "rewards", "training_records"]

@@ -33,10 +33,10 @@ def piped(*arguments: str) -> str:
     return result.output
 
 
-def on_a_terminal(code: str, folder: Path, *arguments: str) -> list[str]:
-    """The lines that Python code leaves on a terminal of 80 columns."""
+def on_a_terminal(code: str, folder: Path, *arguments: str, width: int = 80) -> list[str]:
+    """The lines that Python code leaves on a terminal."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     unset = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
     environment = {**{name: value for name, value in os.environ.items() if name not in unset}, "TERM": "xterm"}
     command = [sys.executable, "-c", code, *arguments]
@@ -93,9 +93,19 @@ def test_on_a_terminal_a_rollout_has_one_line_with_its_whole_id_and_reward(run: 
     lines = on_a_terminal("from agl_core.cli import main; main()", run.folder, "rollouts", "runs/calc")
 
     assert max(len(line) for line in lines) <= 80
-    assert [line.split()[:3] for line in lines if "-m0" in line][-1] == [name, "eval-sampled", "finished"]
-    assert [line for line in lines if "-m0" in line][-1].split()[4:6] == ["right", "0.25"]
+    assert [line.split()[:4] for line in lines if "-m0" in line][-1] == [name, "right", "0.25", "eval-sampled"]
     assert len([line for line in lines if "-g" in line]) == 4
+
+
+def test_a_long_id_leaves_room_for_the_reward_on_a_narrow_terminal(run: Any) -> None:
+    name = "session-7f3a1c52-90de-4c1b-8f6e-2b7d5a9c3e10"
+    run.put(replace(run.trained(7, "m0")[0], id=name), Reward(name, 0, "right", 0.25, "right"))
+
+    lines = on_a_terminal("from agl_core.cli import main; main()", run.folder, "rollouts", "runs/calc", width=50)
+
+    assert max(len(line) for line in lines) <= 50
+    [line] = [line for line in lines if line.startswith("session-7f3a1c52")]
+    assert line.split()[1:3] == ["right", "0.25"]
 
 
 OBSERVED = """

@@ -106,7 +106,7 @@ async def test_no_query_by_key_scans_a_table(store: Store, path: Path, make_call
     queries.rollouts(connection, {"run": "run", "step": 0}, None)
     queries.rollouts(connection, {"grp": "group"}, None)
     queries.rollouts(connection, {"state": "queued"}, 10)
-    queries.attempts(connection, "r")
+    queries.attempts(connection, ["r"])
     queries.calls(connection, keys)
     for table in (tables.TOOL_RESULTS, tables.REWARDS, tables.TRAINING_RECORDS):
         queries.recorded(connection, table, keys)

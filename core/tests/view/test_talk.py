@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from agl_core.protocols import Upstream
 from agl_core.testing.scripts import CallTools, Fail, Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import Call
+from agl_core.types import Call, Mode, Rollout, Task
 from agl_core.types.records import Sampling
 from agl_core.view.app import make_app
 from agl_core.view.serving import shown_beside
@@ -25,6 +25,7 @@ from agl_core.view.serving import shown_beside
 from .viewed_runs import HERE, HOSTILE, TOKEN, Folder, rollout, said
 
 HOST = "http://127.0.0.1:8000"
+TASK = Task("later", "6 * 7")
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -36,14 +37,16 @@ def policy() -> Iterator[ScriptedUpstream]:
 
 @pytest.fixture
 def runs(tmp_path: Path, policy: ScriptedUpstream) -> Iterator[Folder]:
-    """A run whose solver has a system prompt and a tool, and its policy."""
+    """A run whose solver has a system prompt and a tool, and its policy; its newest rollouts have not begun."""
     (tmp_path / "runs").mkdir()
     served = Upstream((policy.url,), {"default": "served"}, "key")
     app = make_app([tmp_path / "runs"], TOKEN, served=lambda: served)
     with TestClient(app, HOST, client=HERE) as browser:
         assert browser.get(f"/?token={TOKEN}").status_code == 200
         folder = Folder(tmp_path / "runs", browser)
-        folder.make("calc", *[with_prompt(each) for each in rollout("s1-g0-m0", answer="42", reward=1.0)])
+        records = [with_prompt(each) for each in rollout("s1-g0-m0", answer="42", reward=1.0)]
+        queued = [Rollout(f"s2-g0-m{n}", "calc", 0, "s2-g0", TASK, Mode.TRAIN, 2, n) for n in range(32)]
+        folder.make("calc", *records, *queued)
         yield folder
 
 

@@ -112,6 +112,7 @@ class Folder:
         metrics = [
             {"step": 0, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.25},
             {"step": 1, "kind": "train", "restart": 0, "reward/mean": 1.5, "update/loss": -0.1}
+            | {"groups/no_contrast": 0.5}
             | {"dropped/no_advantage": 4, "seconds/rollouts": 3.0, "seconds/update": 1.0, "seconds/step": 4.5},
             {"step": 1, "kind": "eval", "restart": 0, "eval/greedy/reward/mean": 0.75},
         ]  # fmt: skip

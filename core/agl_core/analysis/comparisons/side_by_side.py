@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agl_core.analysis.rollouts import AttemptReport, RolloutEntry, Turn, attempt_reports, entries_of
+from agl_core.analysis.rollouts import AttemptReport, RolloutEntry, Turn, attempt_reports, counted_of, entries_of
 from agl_core.analysis.text.words import message_text
 from agl_core.store.interface import Store
 
@@ -46,12 +46,7 @@ async def read_side(store: Store, rollout: str) -> Side:
 
 async def sides_of(store: Store, entries: Sequence[RolloutEntry]) -> list[Side]:
     """In the order of the entries."""
-    counted = [
-        (entry.rollout, attempt)
-        for entry in entries
-        for attempt in await store.attempts(entry.rollout.id)
-        if attempt.attempt == entry.rollout.counted_attempt
-    ]
+    counted = await counted_of(store, [entry.rollout for entry in entries])
     reports = {report.attempt.rollout: report for report in await attempt_reports(store, counted)}
     return [Side(entry, reports.get(entry.rollout.id)) for entry in entries]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -41,7 +40,7 @@ def read_metrics(folder: Path) -> list[MetricsLine]:
         except orjson.JSONDecodeError:
             continue
         if isinstance(read, dict) and isinstance(read.get("step"), int) and isinstance(read.get("kind"), str):
-            values = {key: float(value) for key, value in read.items() if _is_number(value)}
+            values = {key: float(value) for key, value in read.items() if type(value) in (int, float)}
             found.append(MetricsLine(read["step"], read["kind"], values))
     return found
 
@@ -64,7 +63,3 @@ def held_out(lines: Sequence[MetricsLine]) -> dict[str, list[tuple[int, float]]]
 def keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
     """The keys of training steps that begin with `prefix`, in their alphabetical order."""
     return sorted({key for line in lines if line.kind == "train" for key in line.values if key.startswith(prefix)})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

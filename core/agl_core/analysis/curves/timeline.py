@@ -62,13 +62,11 @@ class Timeline:
 
 async def read_timeline(store: Store, step: int, lines: Sequence[MetricsLine]) -> Timeline | None:
     """The timeline of a training step; None if nothing of it was recorded, or its times were not."""
-    runs = {run.id for run in await store.runs()}
-    every = await store.rollouts(step=step, mode=Mode.TRAIN, run=runs.pop() if len(runs) == 1 else None)
+    every = await store.rollouts(step=step, mode=Mode.TRAIN)
     rollouts = every[:_MOST_ROLLOUTS]
     bars = [
         Bar(attempt.rollout, attempt.started, attempt.ended, attempt.ending.value if attempt.ending else "running")
-        for rollout in rollouts
-        for attempt in await store.attempts(rollout.id)
+        for attempt in await store.attempts(*(rollout.id for rollout in rollouts))
         if attempt.ended is not None
     ]
     trainer = _trainer([line for line in lines if line.kind == "train" and line.step == step])

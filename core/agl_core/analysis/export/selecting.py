@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from agl_core.analysis.filters import Query, matches_itself
-from agl_core.analysis.rollouts import AttemptReport, RolloutEntry, attempt_reports, entries_of
+from agl_core.analysis.rollouts import AttemptReport, RolloutEntry, attempt_reports, counted_of, entries_of
 from agl_core.store.interface import Store
-from agl_core.types import Attempt, Mode, Rollout, RolloutState, Transition, Verdict
+from agl_core.types import Mode, Rollout, RolloutState, Transition, Verdict
 
 _PAGE = 32
 """Rollouts that are in memory at a time."""
@@ -99,7 +99,7 @@ class Selected:
                 left_out.unwanted += 1
             else:
                 entries.append(entry)
-        counted = [(entry.rollout, attempt) for entry in entries for attempt in await self._counted(entry.rollout)]
+        counted = await counted_of(self.store, [entry.rollout for entry in entries])
         reports = {report.attempt.rollout: report for report in await attempt_reports(self.store, counted)}
         found = []
         for entry in entries:
@@ -111,6 +111,3 @@ class Selected:
             else:
                 found.append(Exported(entry, report))
         return found
-
-    async def _counted(self, rollout: Rollout) -> list[Attempt]:
-        return [each for each in await self.store.attempts(rollout.id) if each.attempt == rollout.counted_attempt]

@@ -10,7 +10,7 @@ from pathlib import Path
 from agl_core.analysis.rollouts import superseded
 from agl_core.capture import load_episodes
 from agl_core.config import CONFIG_FILE, ScoredConfig
-from agl_core.errors import ConfigError, nearest
+from agl_core.errors import ConfigError, StoreRefusedError, nearest
 from agl_core.store.interface import Store
 from agl_core.types import Ending, Episode, Mode, Rollout, RolloutState
 from agl_core.wire.keys import SERVER_FILE
@@ -56,10 +56,10 @@ async def chosen_rollouts(store: Store, folder: Path, ids: Sequence[str], step: 
         chosen = [r for r in of_step if not superseded(r, runs)]
         if chosen and _complete(chosen):
             return chosen
-    recorded = await store.rollouts()
     if ids:
-        named = [r for each in ids for r in await _named(store, folder, recorded, each)]
+        named = [r for each in ids for r in await _named(store, folder, each)]
         return list({r.id: r for r in named}.values())
+    recorded = await store.rollouts()
     every = [r for r in recorded if r.mode.trains]
     if step is None and recorded and not every:
         return [r for r in recorded if r.state is RolloutState.DONE and r.counted_attempt is not None]
@@ -89,17 +89,22 @@ def _complete(rollouts: Sequence[Rollout]) -> bool:
     return all(r.state is RolloutState.DONE and r.ending is not Ending.CANCELLED for r in rollouts)
 
 
-async def _named(store: Store, folder: Path, recorded: Sequence[Rollout], prefix: str) -> list[Rollout]:
+async def _named(store: Store, folder: Path, prefix: str) -> list[Rollout]:
     """The rollouts of a group, or the one, that the user names; ConfigError says why it cannot be tried."""
     runs = await store.runs()
-    of_group = [r for r in recorded if r.group == prefix and not superseded(r, runs) and r.counted_attempt is not None]
+    members = await store.rollouts(group=prefix)
+    of_group = [r for r in members if not superseded(r, runs) and r.counted_attempt is not None]
     if of_group:
         return of_group
-    if not any(r.id.startswith(prefix) for r in recorded):
+    try:
+        found = await store.rollout(prefix)
+    except StoreRefusedError:
+        known = [r.id for r in await store.rollouts()]
+        if any(id.startswith(prefix) for id in known):
+            raise
         raise ConfigError(
-            f"{folder} has no rollout '{prefix}'. {_close(prefix, [r.id for r in recorded])}See agl rollouts {folder}."
-        )
-    found = await store.rollout(prefix)
+            f"{folder} has no rollout '{prefix}'. {_close(prefix, known)}See agl rollouts {folder}."
+        ) from None
     if found.state is not RolloutState.DONE:
         raise ConfigError(f"{found.id} is not done, it is {found.state.value}. Try it when it is, or name another.")
     if found.counted_attempt is None:

@@ -145,8 +145,12 @@ async def try_run(
 async def _try_rollouts(folder: Path, store: Store, loaded: ScoredConfig, rollouts: Sequence[Rollout]) -> Trial:
     groups: list[list[Rollout]] = []
     incomplete = {}
-    for name, run in sorted({(r.group, r.run) for r in rollouts if r.mode.trains}):
-        members = await store.rollouts(run=run, group=name)
+    by_group: dict[tuple[str, str], list[Rollout]] = {(r.group, r.run): [] for r in rollouts if r.mode.trains}
+    for run, step in {(r.run, r.step) for r in rollouts if r.mode.trains}:
+        for member in await store.rollouts(run=run, step=step):
+            if (member.group, run) in by_group:
+                by_group[member.group, run].append(member)
+    for (name, _), members in sorted(by_group.items()):
         done = sorted((m for m in members if m.state is RolloutState.DONE), key=lambda m: m.member)
         groups.append(done)
         if len(done) < len(members):

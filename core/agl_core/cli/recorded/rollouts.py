@@ -38,6 +38,9 @@ TextOption = Annotated[str | None, typer.Option("--text", help="Only those with 
 VerdictOption = Annotated[Verdict | None, typer.Option(help="Only those with this verdict (docs/health.md).")]
 Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
 
+_SHORT_ID = 12
+"""Characters of an id that even a narrow terminal shows."""
+
 
 def rollouts(
     run: RunArgument = None,
@@ -95,18 +98,20 @@ def rollouts(
     rows = [
         (
             entry.rollout.id + (" (superseded)" if entry.superseded else ""),
+            ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in entry.rewards if r.call is None) or "-",
             entry.rollout.mode.value,
             _ended(entry.rollout),
             "-" if entry.rollout.counted_attempt is None else str(entry.rollout.counted_attempt + 1),
-            ", ".join(f"{one_line(r.name, 40)} {number(r.value)}" for r in entry.rewards if r.call is None) or "-",
             healths[entry.rollout.id].text if entry.rollout.id in healths else "-",
             one_line(json.dumps(entry.rollout.task.input, ensure_ascii=False), screen.width),
         )
         for entry in found.entries
     ]
-    for place, column in enumerate(("rollout", "mode", "ended", "try", "reward")):
-        # A narrow terminal crops what comes after them: an id is there to be copied, a reward to be compared.
-        table.add_column(column, no_wrap=True, min_width=max((len(row[place]) for row in rows), default=0))
+    widest = [max((len(row[place]) for row in rows), default=0) for place in range(5)]
+    # A narrow terminal crops from the right: an id is there to be copied, a reward to be compared.
+    widest[0] = min(widest[0], max(screen.width - widest[1] - 2, _SHORT_ID))
+    for column, width in zip(("rollout", "reward", "mode", "ended", "try"), widest, strict=True):
+        table.add_column(column, no_wrap=True, min_width=width)
     table.add_column("health", no_wrap=True)
     table.add_column("task", no_wrap=True, ratio=1)
     for row in rows:

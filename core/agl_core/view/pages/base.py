@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from agl_core.analysis.curves.metrics import read_metrics, series
+from agl_core.analysis.curves.metrics import MetricsLine, read_metrics, series
 from agl_core.analysis.filters import Query
 from agl_core.analysis.groups import GroupReport, find_groups, read_group
 from agl_core.analysis.rollouts import AttemptReport, GroupCredit, Turn, read_call, read_rollout
@@ -29,7 +29,6 @@ from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_core.view import charts
 from agl_core.view.folders import RunFolders
-from agl_core.view.pages.steps import RewardsOfSteps
 from agl_core.view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
@@ -55,8 +54,16 @@ class RunLine:
     name: str
     entry: RunEntry | None
     """None if its folder cannot be read."""
-    rewards: Sequence[float]
-    """The mean training reward of each step."""
+    metrics: Sequence[MetricsLine]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean training reward of each step."""
+        return [value for _, value in series(self.metrics, "train", "reward/mean")]
+
+    @property
+    def is_running(self) -> bool:
+        return self.entry is not None and self.entry.state == "running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,6 @@ class Pages:
     def __init__(self, folders: RunFolders, served: Served) -> None:
         self.folders, self.served = folders, served
         self._environment = make_environment()
-        self.rewards = RewardsOfSteps(folders.open_store)
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         """A page; `run`, `changed` and `talks` are of all pages."""
@@ -89,11 +95,11 @@ class Pages:
         """A text that is another one once something was recorded."""
         name = request.path_params.get("run")
         folders = self.folders.named().values() if name is None else [self.folders.find(name)]
-        return PlainTextResponse(" ".join(f"{_mark(folder)}/{self.rewards.mark(folder)}" for folder in folders))
+        return PlainTextResponse(" ".join(map(_mark, folders)))
 
     async def rollouts(self, request: Request) -> Response:
         name, folder = self.found(request)
-        query = read_query(request)
+        query, line = read_query(request), run_line(name, folder)
         async with self.folders.open_store(folder) as store:
             found = await find_groups(store, query, _MOST_ROLLOUTS if query.step is None else _MOST_OF_A_STEP)
         rewards = [m.entry.reward for g in found.groups for m in g.members if m.entry.reward is not None]
@@ -110,8 +116,8 @@ class Pages:
             endings=list(Ending),
             verdicts=list(Verdict),
             statuses=list(ToolStatus),
-            steps=sorted({line.step for line in read_metrics(folder)}),
-            changed=page_address("runs", name, "changed") if _is_running(folder) else None,
+            steps={each.step for each in line.metrics},
+            changed=page_address("runs", name, "changed") if line.is_running else None,
         )
 
     async def group(self, request: Request) -> Response:
@@ -141,7 +147,7 @@ class Pages:
         ids = [side.entry.rollout.id for side in group.sides]
         at = ids.index(report.rollout.id) if report.rollout.id in ids else 0
         agents = dict.fromkeys(turn.transition.agent for each in report.attempts for turn in each.turns)
-        running = report.rollout.state is not RolloutState.DONE and _is_running(folder)
+        running = report.rollout.state is not RolloutState.DONE and run_line(name, folder).is_running
         return self.render(
             request,
             "rollout.html",
@@ -225,15 +231,10 @@ def _essence(message: Any) -> tuple[Any, ...]:
 def run_line(name: str, folder: Path) -> RunLine:
     """What a list says about a run."""
     try:
-        rewards = [value for _, value in series(read_metrics(folder), "train", "reward/mean")]
-        return RunLine(name, read_entry(folder), rewards)
+        metrics = read_metrics(folder)
+        return RunLine(name, read_entry(folder, metrics), metrics)
     except (OSError, ValueError, TypeError, AttributeError):  # What others wrote into the folder, or removed from it.
         return RunLine(name, None, ())
-
-
-def _is_running(folder: Path) -> bool:
-    line = run_line("", folder)
-    return line.entry is not None and line.entry.state == "running"
 
 
 def _mark(folder: Path) -> str:

@@ -8,12 +8,12 @@ from starlette.responses import Response
 from agl_core.analysis.health import read_health
 from agl_core.analysis.rollouts import healths_of
 from agl_core.analysis.runs import read_entry
-from agl_core.types import Verdict
+from agl_core.types import Mode, Verdict
 from agl_core.view.pages.base import Pages
 from agl_core.view.templating import page_address
 
 _LOOKED_AT, _SHOWN = 400, 20
-"""How many rollouts of the latest step are looked at, the newest, and how many of each verdict are shown."""
+"""How many training rollouts of the latest step are looked at, the newest, and how many of each verdict are shown."""
 
 
 async def health_page(pages: Pages, request: Request) -> Response:
@@ -22,7 +22,7 @@ async def health_page(pages: Pages, request: Request) -> Response:
     entry, health = read_entry(folder), read_health(folder)
     step = health.verdicts[-1][0] if health.verdicts else 1
     async with pages.folders.open_store(folder) as store:
-        newest = await store.rollouts(step=step, newest=_LOOKED_AT)
+        newest = await store.rollouts(step=step, mode=Mode.TRAIN, newest=_LOOKED_AT)
         healths = await healths_of(store, newest)
     sick = []
     for verdict in (Verdict.UNHEALTHY, Verdict.UNOBSERVED):

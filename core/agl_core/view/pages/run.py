@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
-from agl_core.analysis.groups import StepRewards
+from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, series
+from agl_core.analysis.groups import step_rewards
 from agl_core.errors import AglError, ConfigError
 from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked
 from agl_core.view.pages.base import Pages, read_query, run_line
@@ -27,19 +28,22 @@ _COLUMNS = {
 async def run_page(pages: Pages, request: Request) -> Response:
     """Curves come from the run's metrics, and rewards from its store; without one of them the other is shown."""
     name, folder = pages.found(request)
-    entry, lines = run_line(name, folder).entry, read_metrics(folder)
+    line = run_line(name, folder)
+    entry, lines = line.entry, line.metrics
     if entry is None:
         raise ConfigError(f"{folder} is not what a run of agl writes. See its config.toml and metrics.jsonl.")
-    steps: Mapping[int, StepRewards] = {}
-    problem = None
     trained = {line.step for line in lines if line.kind == "train"}
-    asked, is_all = read_query(request).step, True
+    last, asked = max(trained, default=0), read_query(request).step
+    step, rewards, problem = asked or last, [], None
     try:
-        steps, is_all = await pages.rewards.read(folder, trained, asked)
+        async with pages.folders.open_store(folder) as store:
+            for step in [last + 1, last] if asked is None else [asked]:  # The one under way, if it has any yet.
+                if rewards := await step_rewards(store, step):
+                    break
     except AglError as error:
         problem = str(error)
-    step = asked if asked is not None else max(steps, default=None)
 
+    @cache  # Every chart has the same links.
     def link(at: int) -> str:
         return page_address("runs", name, "rollouts", step=at, mode="train" if at in trained else None)
 
@@ -50,16 +54,17 @@ async def run_page(pages: Pages, request: Request) -> Response:
         folder=folder,
         problem=problem,
         step=step,
-        steps=sorted(steps),
-        rewards=_histogram(name, step, steps),
+        trained=trained,
+        last=last,
+        rewards=_histogram(name, step, rewards, "rollouts" if step in trained else "rollouts so far"),
         main=line_chart("Reward", "mean over rollouts", _rewards(lines), link, wide=True),
-        charts=[chart for chart in _charts(lines, steps, link) if chart is not None],
+        charts=[chart for chart in _charts(lines, link) if chart is not None],
         evaluations=[(kind, points[0], points[-1]) for kind, points in held_out(lines).items() if points],
-        last={line.step: line.values for line in lines if line.kind == "train"}.get(max(trained, default=0), {}),
+        latest={line.step: line.values for line in lines if line.kind == "train"}.get(last, {}),
         table=_table(lines),
         columns=list(_COLUMNS),
         link=link,
-        changed=page_address("runs", name, "changed") if entry.state == "running" or not is_all else None,
+        changed=page_address("runs", name, "changed") if line.is_running else None,
     )
 
 
@@ -68,8 +73,8 @@ def _rewards(lines: Sequence[MetricsLine]) -> dict[str, Points]:
     return {"training": series(lines, "train", "reward/mean"), **sets}
 
 
-def _charts(lines: Sequence[MetricsLine], steps: Mapping[int, StepRewards], link: Link) -> list[Chart | None]:
-    equal = [(step, each.equal_groups / each.groups) for step, each in steps.items() if each.groups]
+def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
+    equal = series(lines, "train", "groups/no_contrast")
     kl = {
         **_updates(lines, "kl_reference", "from the initial weights"),
         **_updates(lines, "kl_behaviour", "from the sampler"),
@@ -125,14 +130,11 @@ def _seconds(lines: Sequence[MetricsLine]) -> dict[str, Points]:
     return {**phases, "other": [(step, max(0.0, value)) for step, value in rest]}
 
 
-def _histogram(name: str, step: int | None, steps: Mapping[int, StepRewards]) -> Chart | None:
-    if step is None or step not in steps:
-        return None
-
+def _histogram(name: str, step: int, rewards: Sequence[float], of: str) -> Chart | None:
     def link(low: float, high: float) -> str:
         return page_address("runs", name, "rollouts", step=step, mode="train", low=repr(low), high=repr(high))
 
-    return histogram(f"Rewards of step {step}", "rollouts by terminal reward", steps[step].rewards, link)
+    return histogram(f"Rewards of step {step}", f"{of} by terminal reward", rewards, link)
 
 
 def _table(lines: Sequence[MetricsLine]) -> list[tuple[int, list[float | None]]]:

@@ -33,7 +33,8 @@ async def overlay_page(pages: Pages, request: Request) -> Response:
     names = list(dict.fromkeys(request.query_params.getlist("run")))
     if not 1 <= len(names) <= MOST_RUNS:
         raise BadQueryError(f"Choose two to {MOST_RUNS} runs on the page of runs; the address names {len(names)}.")
-    lines = {name: read_metrics(pages.folders.find(name)) for name in names}
+    runs = {name: run_line(name, pages.folders.find(name)) for name in names}
+    lines = {name: run.metrics for name, run in runs.items()}
     charts = [_overlaid(title, note, lines, key) for title, (key, note) in _OVERLAID.items()]
     sets = dict.fromkeys(kind for each in lines.values() for kind in held_out(each))
     evaluations = [
@@ -45,14 +46,12 @@ async def overlay_page(pages: Pages, request: Request) -> Response:
         )
         for kind in sets
     ]
-    entries = [run_line(name, pages.folders.find(name)).entry for name in names]
-    running = any(entry is not None and entry.state == "running" for entry in entries)
     return pages.render(
         request,
         "overlay.html",
         names=names,
         charts=[chart for chart in [*evaluations, *charts] if chart is not None],
-        changed=page_address("changed") if running else None,
+        changed=page_address("changed") if any(run.is_running for run in runs.values()) else None,
     )
 
 
@@ -125,7 +124,7 @@ def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str
     return defaults[at]
 
 
-def _overlaid(title: str, note: str, lines: dict[str, list[MetricsLine]], key: str) -> Chart | None:
+def _overlaid(title: str, note: str, lines: dict[str, Sequence[MetricsLine]], key: str) -> Chart | None:
     return line_chart(title, note, {name: _of_key(each, key) for name, each in lines.items()})
 
 

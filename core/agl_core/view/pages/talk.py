@@ -18,7 +18,7 @@ from agl_core.errors import AglError
 from agl_core.protocols import Upstream
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import UpstreamClient
-from agl_core.types import Call, Json
+from agl_core.types import Call, Json, RolloutState
 from agl_core.view.pages.base import BadQueryError, Pages, number
 
 _LONGEST = 300.0
@@ -27,7 +27,7 @@ _MOST_BYTES = 2 << 20
 _MOST_TOKENS = 512
 """Of a reply, where no recorded call says how many the agent gets."""
 _LOOKED_INTO = 8
-"""So many of the newest rollouts are looked into for the prompts of agents."""
+"""So many of the newest finished rollouts are looked into for the prompts of agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ async def _prompts(pages: Pages, folder: Path) -> dict[str, Prompt]:
     calls: list[Call] = []
     with suppress(AglError):  # A policy can be talked with without its run's store.
         async with pages.folders.open_store(folder) as store:
-            newest = await store.rollouts(newest=_LOOKED_INTO)
-            keys = [attempt.key for rollout in reversed(newest) for attempt in await store.attempts(rollout.id)]
+            newest = await store.rollouts(newest=_LOOKED_INTO, state=RolloutState.DONE)
+            keys = [attempt.key for attempt in await store.attempts(*(rollout.id for rollout in reversed(newest)))]
             calls = await store.calls(keys)
     found: dict[str, Prompt] = {}
     for call in calls:
