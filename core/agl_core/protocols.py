@@ -366,6 +366,17 @@ class TokenizingEngine(Engine, Protocol):
         """The token ids of each reply; None where the chat template cannot write it."""
 
 
+@runtime_checkable
+class ScoringEngine(Engine, Protocol):
+    """An engine that says how probable recorded replies are now."""
+
+    async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        """[R] the log-probability of each response token under the current weights, at the transition's temperature.
+
+        It changes nothing. The batch has only what the engine could train on.
+        """
+
+
 @dataclass(frozen=True)
 class Workload:
     """What a run asks of its engine, in rollouts of one call each."""

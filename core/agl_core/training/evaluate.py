@@ -44,6 +44,7 @@ class Evaluated:
     """LLM calls made."""
     scores: list[TaskScore]
     alarms: list[Alarm]
+    episodes: Sequence[Episode] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Evaluator:
                 )
         alarm = await failures(self.store, episodes) if step == 0 or common_failure(episodes) else None
         calls = sum(len({t.key.call for t in e.transitions}) for e in episodes)
-        return Evaluated(entries, metrics, calls, scores, [] if alarm is None else [alarm])
+        return Evaluated(entries, metrics, calls, scores, [] if alarm is None else [alarm], episodes)
 
 
 def _scores(held_out: str, mode: str, episodes: Sequence[Episode], tries: int) -> list[TaskScore]:

@@ -94,6 +94,7 @@ CHANGED: dict[str, Any] = {
     "learn.propose_every": 5,
     "learn.gate.tolerance": 0.02,
     "learn.gate.min_tasks": 50,
+    "learn.gate.max_kl": 0.25,
     "learn.gate.max_length": 1.5,
     "learn.gate.max_tool_errors": 0.2,
     "learn.gate.max_empty": 0.0,
