@@ -138,6 +138,9 @@ class SqliteStore(SessionStore):
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
 
+    async def traced(self, trace: str) -> list[tuple[str, str]]:
+        return await self._read(lambda connection: queries.traced(connection, trace))
+
     async def erased(self, ids: Iterable[str]) -> set[str]:
         asked = list(ids)
         return await self._read(lambda connection: erased(connection, asked))

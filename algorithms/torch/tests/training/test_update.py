@@ -390,3 +390,12 @@ def test_updates_raise_what_was_rewarded(loaded: LoadedModel) -> None:
         with torch.no_grad():
             change = plain_logprobs(loaded.model, batch, int(i)).numpy() - batch.behaviour_logprobs_R[part]
         assert np.sign(change[batch.mask_R[part]].sum()) == np.sign(result.advantage_N[i])
+
+
+def test_recorded_replies_are_scored_as_by_plain_forwards(in_float64: LoadedModel) -> None:
+    batch = make_batch(in_float64, noise=0.5)
+    plain = torch.cat([plain_logprobs(in_float64.model, batch, i) for i in range(len(batch))]).detach()
+    before = weights_of(in_float64.model)
+    assert trainer_of(in_float64).logprobs(batch) == pytest.approx(plain.numpy(), abs=1e-9)
+    after = weights_of(in_float64.model)
+    assert all(torch.equal(after[name], before[name]) for name in before)

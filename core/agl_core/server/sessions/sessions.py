@@ -172,10 +172,20 @@ class Sessions:
                 code="session_unknown",
             )
         if found.task.metadata.get("application") != application:
-            raise ApiError(
-                403, f"The session {name!r} is another application's; this key is not for it.", code="foreign_session"
-            )
+            raise _foreign(f"session {name!r}")
         return found
+
+    async def traced(self, application: str, trace: str) -> list[tuple[str, str]]:
+        """The session and the id of each call of an application with this trace id, the earliest first.
+
+        ApiError 403 if only other applications have such calls: services share the trace of a request.
+        """
+        found = [each for each in await self._store.traced(trace) if SESSION_ID.fullmatch(each[0])]
+        rollouts = {id: await self._store.rollout(id) for id in dict.fromkeys(session for session, _ in found)}
+        own = [each for each in found if rollouts[each[0]].task.metadata.get("application") == application]
+        if found and not own:
+            raise _foreign(f"trace {trace!r}")
+        return own
 
     async def end_named(self, application: str, name: str) -> None:
         """End an application's session by its id or name; one that has ended stays as it is. ApiError as above."""
@@ -406,6 +416,10 @@ async def _exactly(store: SessionStore, id: str) -> Rollout | None:
     except StoreRefusedError:
         return None
     return rollout if rollout.id == id and rollout.mode is Mode.USE else None
+
+
+def _foreign(what: str) -> ApiError:
+    return ApiError(403, f"The {what} is another application's; this key is not for it.", code="foreign_session")
 
 
 def _checked_name(name: str | None) -> str | None:
