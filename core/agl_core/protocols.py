@@ -40,6 +40,10 @@ CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 """Shares the rewards of a group of episodes: one value per transition, in their order."""
 
 
+Redactor: TypeAlias = Callable[[str], str]
+"""Takes out of a text of real use what may not be stored."""
+
+
 @dataclass(frozen=True)
 class Release:
     """A version that may be served, beside the one that is."""

@@ -81,6 +81,8 @@ CHANGED: dict[str, Any] = {
     "online.applications.shop": 2,
     "online.idle_minutes": 5.0,
     "online.redact": ["email"],
+    "online.redactors.names.redactor": "hidden",
+    "online.redactors.hidden.words": 5,
     "online.keep_days": 30.0,
     "online.max_store_gib": 2.5,
     "online.min_free_gib": 0.5,

@@ -70,7 +70,8 @@ async def test_the_calls_of_a_file_of_version_5_were_delivered(
         await store.put(make_rollout("r"), make_attempt("r"), *calls)
     with sqlite3.connect(path) as connection:  # what version 6 added is all that a file of version 5 lacks
         connection.executescript(
-            "DROP INDEX calls_trace; ALTER TABLE calls DROP COLUMN trace; ALTER TABLE calls DROP COLUMN undelivered; ALTER TABLE calls DROP COLUMN stamped;"
+            "DROP INDEX calls_trace; ALTER TABLE calls DROP COLUMN trace;"
+            "ALTER TABLE calls DROP COLUMN undelivered; ALTER TABLE calls DROP COLUMN stamped;"
             "ALTER TABLE attempts DROP COLUMN passed_through; DROP TABLE feedback; DROP TABLE erased;"
             "PRAGMA user_version = 5"
         )

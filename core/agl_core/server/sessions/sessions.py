@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from agl_core.config.online import OnlineSection
 from agl_core.errors import StoreError, StoreRefusedError
-from agl_core.protocols import Upstream
+from agl_core.protocols import Redactor, Upstream
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import Answering
 from agl_core.server.keys import Keys
@@ -63,6 +63,8 @@ class Online:
     """The run that sessions are recorded in."""
     folder: Path
     """Of the store."""
+    redactors: Sequence[Redactor] = ()
+    """What takes texts apart beside the patterns of the settings."""
 
 
 class Sessions:
@@ -70,7 +72,7 @@ class Sessions:
 
     def __init__(self, online: Online, store: SessionStore, keys: Keys) -> None:
         self.counters = SessionCounters()
-        self.redaction = Redaction(online.settings.redact)
+        self.redaction = Redaction(online.settings.redact, online.redactors)
         self._settings, self._run = online.settings, online.run
         self._room = Room(online.folder, online.settings.max_store_gib, online.settings.min_free_gib)
         self._store, self._keys = store, keys
