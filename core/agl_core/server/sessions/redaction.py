@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from agl_core.protocols import Redactor
-from agl_core.types import Call, Choice, Json
+from agl_core.types import Call, Choice, Json, ToolResult
 
 PATTERNS: Mapping[str, str] = {
     "email": r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+",
@@ -54,6 +54,13 @@ class Redaction:
             redacted = self.text(written)
             return value if redacted == written else redacted
         return value
+
+    def record(self, record: Call | ToolResult) -> Call | ToolResult:
+        """A call or a tool result as it may be stored."""
+        if isinstance(record, Call):
+            return self.call(record)
+        error = None if record.error is None else self.text(record.error)
+        return replace(record, arguments=self.json(record.arguments), result=self.json(record.result), error=error)
 
     def call(self, call: Call) -> Call:
         """A call as it may be stored. If its texts change, it loses its token ids: they would bring the texts back."""

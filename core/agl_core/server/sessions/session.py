@@ -15,7 +15,7 @@ from agl_core.errors import StoreError
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.sessions.redaction import Redaction
 from agl_core.store.interface import Record, SessionStore, Store
-from agl_core.types import Call
+from agl_core.types import Call, ToolResult
 from agl_core.wire.headers import HEADER_SESSION
 
 logger = logging.getLogger(__name__)
@@ -166,6 +166,11 @@ class ActiveSession(ActiveAttempt):
     async def keep(self, store: Store, *calls: Call) -> None:
         """Record calls; what cannot be recorded is counted."""
         await self.recorder.record(self, calls)
+
+    async def keep_spans(self, store: Store, *records: Call | ToolResult) -> None:
+        """Record what its spans said, redacted, if it is recorded itself and there is room."""
+        if self.recorded and self.begun and not self.recorder.is_full:
+            await store.put(*map(self.recorder.redaction.record, records))
 
     async def delivered(self, arrived: bool) -> None:
         """A reply was sent."""

@@ -189,6 +189,11 @@ class Sessions:
             raise _foreign(f"trace {trace!r}")
         return own
 
+    async def open_in(self, application: str, trace: str) -> ActiveSession | None:
+        """The open session of an application that has the latest call of this trace."""
+        found = [session for session, _ in await self.traced(application, trace) if session in self._open]
+        return self._open[found[-1]] if found else None
+
     async def end_named(self, application: str, name: str) -> None:
         """End an application's session by its id or name; one that has ended stays as it is. ApiError as above."""
         rollout = await self.located(application, name)
