@@ -32,7 +32,7 @@ from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluated, TaskScore
 from agl_core.training.report import Silent
-from agl_core.types import AttemptKey, Batch, CreditKind, Mode, Task
+from agl_core.types import AttemptKey, Batch, CreditKind, Mode
 
 from .sessions_of_use import Sessions
 
@@ -133,7 +133,7 @@ class World:
         scores = [TaskScore("eval", "greedy", f"t{n}", (reward,)) for n in range(TASKS)]
         ids, logprobs = np.array([1, 2, 3], dtype=np.int32), np.full(3, -0.5)
         reply = make.transition(prompt_ids=ids, response_ids=ids, logprobs=logprobs)
-        replies = [make.episode(reply, task=Task("t0", None, "eval"), mode=Mode.EVAL_SAMPLED)]
+        replies = {"eval/sampled": [make.episode(reply, mode=Mode.EVAL_SAMPLED)]}
         return Evaluated([], {"eval/greedy/reward/mean": reward}, 0, scores, [], replies)
 
     async def train(self, steps: int) -> None:

@@ -34,6 +34,7 @@ class FeedbackDesk:
             request = request.model_copy(update={"call": await self._last_of(application, request.trace)})
         session = await self._session_of(application, request)
         key = AttemptKey(session, 0)
+        await self._sessions.written(session)
         if request.call is not None and request.call not in {call.id for call in await self._store.calls([key])}:
             raise _no_call(request.call)
         redaction = self._sessions.redaction

@@ -177,6 +177,12 @@ class Sessions:
             raise _foreign(f"session {name!r}")
         return found
 
+    async def written(self, id: str) -> None:
+        """Wait for what is being written of a session, for a reply may go out before its call is written."""
+        session = self._known.get(id)
+        if session is not None:
+            await _settled(session)
+
     async def traced(self, application: str, trace: str) -> list[tuple[str, str]]:
         """The session and the id of each call of an application with this trace id, the earliest first.
 
