@@ -35,6 +35,7 @@ Rewarding = TypeVar("Rewarding", bound=Callable[..., RewardValue | Awaitable[Rew
 Comparing = TypeVar("Comparing", bound=Callable[..., Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]])
 Crediting = TypeVar("Crediting", bound=Callable[..., list[list[float]]])
 Checking = TypeVar("Checking", bound=Callable[..., str | Awaitable[str | None] | None])
+Redacting = TypeVar("Redacting", bound=Callable[..., str])
 Making = TypeVar("Making", bound=Callable[..., Algorithm])
 Listing = TypeVar("Listing", bound=Callable[..., Iterable[Task]])
 Logging = TypeVar("Logging", bound=Callable[..., None])
@@ -206,6 +207,22 @@ def release_check(function: Any = None, *, name: str | None = None) -> Any:
 
     def decorate(function: Checking) -> Checking:
         return _brought(function, "register_release_checks", _filled(function), name)
+
+    return decorate if function is None else decorate(function)
+
+
+@overload
+def redactor(function: Redacting) -> Redacting: ...
+@overload
+def redactor(*, name: str) -> Callable[[Redacting], Redacting]: ...
+def redactor(function: Any = None, *, name: str | None = None) -> Any:
+    """Make `function(text, *, settings…) -> str` a redactor: it returns the text of a session as it may be stored.
+
+    A call on whose texts it raises is answered, and not recorded.
+    """
+
+    def decorate(function: Redacting) -> Redacting:
+        return _brought(function, "register_redactors", _filled(function), name)
 
     return decorate if function is None else decorate(function)
 

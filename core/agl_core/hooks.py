@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RegisterBuffer,
         RegisterCreditRule,
         RegisterEngine,
+        RegisterRedactor,
         RegisterReleaseCheck,
         RegisterReward,
         RegisterStore,
@@ -90,6 +91,11 @@ def register_trackers(register: RegisterTracker) -> None:
 @hookspec
 def register_release_checks(register: RegisterReleaseCheck) -> None:
     """Bring a check that a version must pass before it is served: `build(options) -> ReleaseCheck`."""
+
+
+@hookspec
+def register_redactors(register: RegisterRedactor) -> None:
+    """Bring what takes texts of real use apart before they are stored: `build(options) -> Redactor`."""
 
 
 @hookspec

@@ -40,6 +40,7 @@ class Kind(StrEnum):
     TASK_SOURCE = "task source"
     TRACKER = "tracker"
     RELEASE_CHECK = "release check"
+    REDACTOR = "redactor"
 
 
 def lazily(package: str, **places: str) -> Callable[[str], Any]:
@@ -103,6 +104,7 @@ _REGISTER_HOOKS = {
     Kind.TASK_SOURCE: "register_task_sources",
     Kind.TRACKER: "register_trackers",
     Kind.RELEASE_CHECK: "register_release_checks",
+    Kind.REDACTOR: "register_redactors",
 }
 
 

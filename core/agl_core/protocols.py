@@ -40,6 +40,10 @@ CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 """Shares the rewards of a group of episodes: one value per transition, in their order."""
 
 
+Redactor: TypeAlias = Callable[[str], str]
+"""Takes out of a text of real use what may not be stored."""
+
+
 @dataclass(frozen=True)
 class Release:
     """A version that may be served, beside the one that is."""
@@ -364,6 +368,17 @@ class TokenizingEngine(Engine, Protocol):
 
     async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of each reply; None where the chat template cannot write it."""
+
+
+@runtime_checkable
+class ScoringEngine(Engine, Protocol):
+    """An engine that says how probable recorded replies are now."""
+
+    async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        """[R] the log-probability of each response token under the current weights, at the transition's temperature.
+
+        It changes nothing. The batch has only what the engine could train on.
+        """
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from agl_core.protocols import (
     Engine,
     EngineContext,
     GroupRewardRule,
+    Redactor,
     ReleaseCheck,
     RewardRule,
     TaskSource,
@@ -103,6 +104,7 @@ RegisterAlgorithm: TypeAlias = Register[[], Algorithm]
 RegisterCreditRule: TypeAlias = Register[[], CreditRule]
 RegisterAdapter: TypeAlias = Register[[], Adapter]
 RegisterEngine: TypeAlias = Register[[EngineContext], Engine]
+RegisterRedactor: TypeAlias = Register[[], Redactor]
 RegisterReleaseCheck: TypeAlias = Register[[], ReleaseCheck]
 RegisterReward: TypeAlias = Register[[], RewardRule | GroupRewardRule]
 RegisterBuffer: TypeAlias = Register[[], Buffer]

@@ -29,12 +29,15 @@ from typing import Any, TypeAlias
 from users import Crowd, Visit, honest
 
 from agl_core.analysis.curves.plots import panels
+from agl_core.deployment.ledger import Ledger
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 AGL = Path(sys.executable).with_name("agl")
 WINDOW = 100
 """Sessions over which success is averaged."""
+RECOVERED = 0.9
+"""The share of the success before the shift from which on it has recovered."""
 AFTERWARDS = 200
 """Sessions of a play after what it waits for."""
 _NEVER = 1_000_000
@@ -130,12 +133,12 @@ def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) ->
         "right": [int(each.right) for each in visits],
         "decisions": [
             {
-                "sessions": sum(each.ended < decision["time"] for each in visits),
-                "version": decision["step"],
-                "state": decision["state"],
-                "reason": decision["reason"],
+                "sessions": sum(each.ended < decision.time for each in visits),
+                "version": decision.step,
+                "state": str(decision.state),
+                "reason": decision.reason,
             }
-            for decision in _decisions(run)
+            for decision in Ledger.of_run(run).decisions()
         ],
     }
 
@@ -171,16 +174,8 @@ def _key(run: Path, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _decisions(run: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (run / "versions.jsonl").read_text().split("\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines]
-
-
 def _became(run: Path, state: str) -> bool:
-    return any(each["state"] == state for each in _decisions(run))
+    return any(each.state == state for each in Ledger.of_run(run).decisions())
 
 
 def success(right: Sequence[int]) -> list[tuple[int, float]]:
@@ -194,14 +189,14 @@ def success(right: Sequence[int]) -> list[tuple[int, float]]:
 
 
 def recovered(result: Result) -> int | None:
-    """Sessions from the shift to the end of the first window that is as good as before, within 0.05; None: it was none.
+    """Sessions from the shift to the end of the first window with 0.9 of the success before it; None: there was none.
 
     >>> recovered({"shift": 100, "right": [1] * 100 + [0] * 100 + [1] * 100})
     200
     """
     shift, right = result["shift"], result["right"]
     before = mean(right[:shift])
-    ends = (end for end, share in success(right) if end > shift and share >= before - 0.05)
+    ends = (end for end, share in success(right) if end > shift and share >= RECOVERED * before)
     first = next(ends, None)
     return None if first is None else first - shift
 

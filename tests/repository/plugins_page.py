@@ -44,6 +44,7 @@ MADE = {
     Kind.ENGINE: {"endpoint"},
     Kind.ADAPTER: {"tiny"},
     Kind.RELEASE_CHECK: {"small_enough"},
+    Kind.REDACTOR: {"colleagues"},
 }
 """What the page's files bring."""
 
@@ -105,6 +106,9 @@ def exercise(plugins: Plugins) -> None:
         release = Release("default", 2, folder, {}, 1, {})
         assert made(Kind.RELEASE_CHECK, "small_enough", megabytes=2.0)(release) == "it takes 3.0 MB"
         assert made(Kind.RELEASE_CHECK, "small_enough")(release) is None
+        (folder / "names.txt").write_text("Ada\n")
+        redacted = made(Kind.REDACTOR, "colleagues", names=folder / "names.txt")
+        assert redacted("Ada met Bob in Adana") == "[NAME] met Bob in Adana"
         asyncio.run(_try_store(made(Kind.STORE, "fast_disk", Path("my-run"), folder=folder)))
         assert (folder / "my-run.sqlite").exists()
     _try_adapter(made(Kind.ADAPTER, "tiny"))

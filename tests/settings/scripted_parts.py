@@ -141,6 +141,18 @@ def even(release: Release) -> str | None:
     return "its step is even" if release.step % 2 == 0 else None
 
 
+@agl_core.redactor
+def shouted(text: str) -> str:
+    """Loud names."""
+    return text.replace("ada", "ADA")
+
+
+@agl_core.redactor
+def whispered(text: str) -> str:
+    """Short names."""
+    return text.replace("ada", "a.")
+
+
 @agl_core.release_check
 def odd(release: Release) -> str | None:
     """Speaks against odd steps."""

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agl_core.engines.host import ProcessEngine
 from agl_core.protocols import Needs, Workload
+from agl_core.types import Batch
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_torch.options import TorchOptions
 
@@ -40,6 +44,10 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of recorded replies; see `agl_core.protocols.TokenizingEngine`."""
         return await self._tokenize(policy, replies)
+
+    async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        """How probable recorded replies are now; see `agl_core.protocols.ScoringEngine`."""
+        return await self._logprobs(policy, batch)
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         if exit_code != KILLED:

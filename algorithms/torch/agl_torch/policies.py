@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agl_algorithms.interface import Algorithm
 from agl_core.config.policies import OptimizerSection
@@ -15,6 +17,7 @@ from agl_core.engines.algorithms import find_algorithm
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
+from agl_core.types import Batch
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.models.estimate import PROCESS, memory_bytes, seconds
 from agl_torch.models.loading import Bases, LoadedModel, load_model
@@ -90,9 +93,7 @@ class Policies:
         return {name: policy.sampler.version for name, policy in self.policies.items()}
 
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
-        if request.policy not in self.policies:
-            raise EngineError(f"There is no policy '{request.policy}'. {nearest(request.policy, self.policies)}")
-        policy = self.policies[request.policy]
+        policy = self._policy(request.policy)
         component, options = find_algorithm(self._plugins, request.algorithm, request.options)
         algorithm: Algorithm = component.build(options)
         steps = policy.trainer.optimizer.steps
@@ -106,6 +107,20 @@ class Policies:
         finally:
             torch.set_num_threads(self.threads.sampling)
             policy.sampler.new_version(policy.trainer.version)
+
+    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        """[R] of a batch's response tokens, under the weights as they are."""
+        chosen = self._policy(policy)
+        torch.set_num_threads(self.threads.training)
+        try:
+            return chosen.trainer.logprobs(batch)
+        finally:
+            torch.set_num_threads(self.threads.sampling)
+
+    def _policy(self, name: str) -> Policy:
+        if name not in self.policies:
+            raise EngineError(f"There is no policy '{name}'. {nearest(name, self.policies)}")
+        return self.policies[name]
 
     def estimate(self, work: Workload) -> Needs:
         memory, taken = PROCESS, 0.0

@@ -10,13 +10,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import uvicorn
+from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from agl_core.engines.child import Host
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import EngineContext, Needs, Progress, UpdateResult, Workload
+from agl_core.types import Batch
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.chat.recorded import tokenized
@@ -70,6 +73,10 @@ class ServedPolicies:
         """The token ids of recorded replies by the policy's tokenizer and chat template."""
         text = self._served[policy].text
         return [tokenized(text, reply) for reply in replies]
+
+    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        """Of recorded responses, under the weights as they are."""
+        return self._loop.run_exclusive(lambda: self._policies.logprobs(policy, batch)).result()
 
     def save(self, folder: Path) -> None:
         self._loop.run_exclusive(lambda: self._policies.save(folder)).result()

@@ -11,7 +11,7 @@ from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
 from agl_core.plugins import Component, Kind
 from agl_core.registering import Capability
-from agl_core.types import CreditKind
+from agl_core.types import CreditKind, Mode
 
 _WHY_NOT = {
     CreditKind.RETURN: (
@@ -132,6 +132,8 @@ def _learning(loaded: ScoredConfig) -> Iterator[str]:
         )
     if len(config.tasks) == 1:
         yield "[learn] has a gate, which tests versions on held-out tasks. Add a set of them: [tasks.eval]."
+    if Mode.EVAL_SAMPLED not in config.eval.modes:
+        yield "[learn] has a gate, which needs sampled replies to held-out tasks. Add 'eval-sampled' to eval.modes."
 
 
 def _sessions(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:

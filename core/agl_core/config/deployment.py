@@ -31,6 +31,12 @@ class GateSection(Section):
         "be above -tolerance, in each held-out set and mode.",
     )
     min_tasks: int = Field(20, ge=2, description="Tasks of a set that both versions need, for the interval to hold.")
+    max_kl: float = Field(
+        0.5,
+        gt=0,
+        description="How far it may be from the served version: the KL divergence in nats per token, by the served "
+        "version's sampled replies to the held-out tasks of each set.",
+    )
     max_length: float = Field(2.0, gt=1, description="How many times as long its responses may be, in tokens.")
     max_tool_errors: Rise = Field(0.1, description="By how much the share of tool calls that fail may rise.")
     max_empty: Rise = Field(0.05, description="By how much the share of empty answers may rise.")

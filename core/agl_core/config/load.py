@@ -37,6 +37,8 @@ class ServerConfig:
     """Where relative paths and the agent's module start; absolute."""
     plugins: Plugins
     store: Chosen
+    redactors: Mapping[str, Chosen]
+    """By the name of the table in `[online.redactors]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +110,13 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
 def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
     """Read a run's configuration as far as a server needs it.
 
-    Of the plugins that it names only the store has to be installed, and the weights need not be there. Settings of
-    what is not installed are left out of `config`, for any of them may be a secret. ConfigError says what is wrong.
+    Of the plugins that it names only the store and the redactors have to be installed, and the weights need not be
+    there. Settings of what is not installed are left out of `config`, for any of them may be a secret. ConfigError says
+    what is wrong.
     """
     config, folder, report = _validated(path, overrides)
     plugins = Plugins.load(config.plugin_files)
-    config, chosen = resolve(config, plugins, folder, report, (Kind.STORE,))
+    config, chosen = resolve(config, plugins, folder, report, (Kind.STORE, Kind.REDACTOR))
     return ServerConfig(config=config, folder=folder, plugins=plugins, **_only(ServerConfig, chosen))
 
 

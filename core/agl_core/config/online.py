@@ -7,7 +7,13 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from agl_core.config.sections import FOLDER_NAME, Section
+from agl_core.config.sections import FOLDER_NAME, OpenSection, Section
+
+
+class RedactorSection(OpenSection):
+    """A redactor of your own; its settings are beside this key."""
+
+    redactor: str | None = Field(None, description="The redactor plugin; by default the table's own name.")
 
 
 class OnlineSection(Section):
@@ -38,6 +44,11 @@ class OnlineSection(Section):
         (),
         description="What is replaced in texts before they are stored: names of patterns ('email', 'card', 'phone', "
         "'ip', 'secret') and regular expressions of your own.",
+    )
+    redactors: dict[str, RedactorSection] = Field(
+        {},
+        description="What else takes texts apart before they are stored: redactors of your own, by plugin name, each "
+        "with its settings (docs/plugins.md).",
     )
     keep_days: float | None = Field(
         None, gt=0, description="Days after its end when a session is removed for good; absent: it is kept."

@@ -13,6 +13,7 @@ from pydantic_core import to_jsonable_python
 from agl_core.config.deployment import ReleaseCheckSection
 from agl_core.config.learn import LearnSection
 from agl_core.config.models import RewardSection, RunConfig, TaskSection
+from agl_core.config.online import OnlineSection, RedactorSection
 from agl_core.config.policies import PolicySection
 from agl_core.config.problems import Place, Report
 from agl_core.config.sections import PluginChoice
@@ -20,7 +21,7 @@ from agl_core.plugins import Component, Kind, Plugins
 from agl_core.registering import Capability
 from agl_core.types import CreditKind
 
-Named = TypeVar("Named", TaskSection, RewardSection, ReleaseCheckSection)
+Named = TypeVar("Named", TaskSection, RewardSection, ReleaseCheckSection, RedactorSection)
 
 _TENSORBOARD = "tensorboard"
 """The tracker that a run has without asking."""
@@ -92,11 +93,12 @@ def resolve(
     parts["tasks"] = find.sections(Kind.TASK_SOURCE, ("tasks",), config.tasks, "source")
     parts["rewards"] = find.sections(Kind.REWARD, ("rewards",), config.rewards, "rule")
     parts["learn"] = find.learn(config.learn)
+    parts["online"] = find.online(config.online)
     parts["trackers"] = find.trackers(config.trackers)
     report.raise_if_any()
     resolved = config.model_copy(update={name: section for name, (section, _) in parts.items()})
     chosen = {name: chosen for name, (_, chosen) in parts.items()}
-    return resolved, {**chosen, "release_checks": chosen["learn"]}
+    return resolved, {**chosen, "release_checks": chosen["learn"], "redactors": chosen["online"]}
 
 
 def resolve_store(config: RunConfig, plugins: Plugins, folder: Path, report: Report) -> Chosen:
@@ -180,6 +182,13 @@ class _Resolver:
         resolved, found = self.sections(Kind.RELEASE_CHECK, place, section.gate.checks, "check")
         gate = section.gate.model_copy(update={"checks": resolved})
         return section.model_copy(update={"gate": gate}), found
+
+    def online(self, section: OnlineSection | None) -> tuple[OnlineSection | None, dict[str, Chosen]]:
+        """The table of real use, and its redactors."""
+        if section is None:
+            return None, {}
+        resolved, found = self.sections(Kind.REDACTOR, ("online", "redactors"), section.redactors, "redactor")
+        return section.model_copy(update={"redactors": resolved}), found
 
     def trackers(
         self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]

@@ -21,12 +21,14 @@ def judged(
     incumbent: Evaluated,
     settings: GateSection,
     *,
+    divergence: Mapping[str, float],
     objections: Sequence[str] = (),
 ) -> Decision:
     """Whether a candidate passes the gate, with the figures that say so.
 
-    `candidate` and `incumbent` are evaluations of both versions on the same tasks. `objections` are what
-    the user's own checks say against it (`agl_core.deployment.checks`).
+    `candidate` and `incumbent` are evaluations of both versions on the same tasks, `divergence` how far apart they
+    are (`agl_core.deployment.divergence`). `objections` are what the user's own checks say against it
+    (`agl_core.deployment.checks`).
     """
     comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
     figures = {name: value for each in comparisons for name, value in _figures(each)}
@@ -35,6 +37,15 @@ def judged(
     reasons = [*_rewards(comparisons, settings), *objections]
     if not comparisons:
         reasons.append("no task was evaluated with both versions")
+    figures |= divergence
+    if not divergence:
+        reasons.append("no sampled reply showed how far it is from the served version")
+    for key, nats in divergence.items():
+        if not nats <= settings.max_kl:
+            reasons.append(
+                f"it is {nats:.3f} nats per token from the served version on {_place(key, 'kl')} (max_kl is "
+                f"{settings.max_kl:g})"
+            )
     for name, limit, what in (
         ("tool_results/failed", settings.max_tool_errors, "tool calls that fail"),
         ("answers/empty", settings.max_empty, "empty answers"),

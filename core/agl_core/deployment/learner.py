@@ -18,14 +18,15 @@ from agl_core.config.learn import LearnSection
 from agl_core.deployment import canary, gate
 from agl_core.deployment.canary import Outcome
 from agl_core.deployment.checks import objections
+from agl_core.deployment.divergence import divergence
 from agl_core.deployment.experience import MixedExperience
 from agl_core.deployment.ledger import Ledger
 from agl_core.deployment.lineage import updates_since
 from agl_core.deployment.outcomes import Outcomes
 from agl_core.deployment.sessions import SessionSource
 from agl_core.deployment.standing import By, Decision, Standing, State
-from agl_core.errors import LedgerError
-from agl_core.protocols import Release, ReleaseCheck
+from agl_core.errors import ConfigError, LedgerError
+from agl_core.protocols import Release, ReleaseCheck, ScoringEngine
 from agl_core.store.interface import SessionStore
 from agl_core.training.evaluate import Evaluated
 from agl_core.training.experience import Source
@@ -94,7 +95,15 @@ class Learner(Trainer):
         return MixedExperience(sessions, self._of_tasks(tasks) if tasks else None)
 
     async def train(self) -> None:
-        """Train from where `state` is to the last step, or until this is cancelled."""
+        """Train from where `state` is to the last step, or until this is cancelled.
+
+        ConfigError if the engine cannot say how far versions are from each other.
+        """
+        if not isinstance(self.session.engine, ScoringEngine):
+            raise ConfigError(
+                f"[learn] limits how far a version may be from the served one, and the engine "
+                f"'{self.loaded.config.engine.name}' cannot measure it. Use the engine torch."
+            )
         if not self.checkpoints.all():
             await uninterrupted(self.checkpoint())  # What the weights can go back to.
         await self._follow()
@@ -122,7 +131,12 @@ class Learner(Trainer):
         weights = self.checkpoints.path(step) / self._policy / "model"
         release = Release(self._policy, step, weights, candidate.metrics, stable, incumbent.metrics)
         against = await objections(self._checks, release)
-        decision = gate.judged(self._policy, step, candidate, incumbent, self._section.gate, objections=against)
+        engine, agents = self.session.engine, self.loaded.config.train.agents
+        assert isinstance(engine, ScoringEngine), "it was checked"
+        apart = await divergence(engine, self._policy, incumbent.episodes, agents)
+        decision = gate.judged(
+            *(self._policy, step, candidate, incumbent, self._section.gate), divergence=apart, objections=against
+        )
         self._evaluated = {step: candidate, stable: incumbent}
         self._decide(decision)
         await self._attend()

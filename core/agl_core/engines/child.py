@@ -24,6 +24,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agl_core.engines.wire import (
     SPEC,
     START,
@@ -37,6 +40,7 @@ from agl_core.engines.wire import (
 )
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
+from agl_core.types import Batch
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest, encode_result
 
@@ -94,6 +98,13 @@ class Tokenizing(Protocol):
     """An engine that tokenises recorded replies; asked as `update` is."""
 
     def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]: ...
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """An engine that says how probable recorded replies are; asked as `update` is."""
+
+    def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]: ...
 
 
 class Host(Generic[Options]):
@@ -183,6 +194,10 @@ class Host(Generic[Options]):
         if command.do == "tokenize":
             assert isinstance(engine, Tokenizing)
             return encode_tokens(engine.tokenize(command.policy or "", decode_replies(body)))
+        if command.do == "logprobs":
+            assert isinstance(engine, Scoring)
+            request = UpdateRequest.decode(body)
+            return engine.logprobs(request.policy, request.batch).tolist()
         if command.do == "versions":
             return dict(engine.versions())
         if command.do == "stats":

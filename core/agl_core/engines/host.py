@@ -17,6 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agl_core import private
 from agl_core.engines.hub import check_models
 from agl_core.engines.wire import (
@@ -158,6 +161,11 @@ class ProcessEngine(ABC, Generic[Options]):
     async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
         """What the process makes of recorded replies, for a subclass that is a `TokenizingEngine`."""
         return decode_tokens(await self._ask("tokenize", encode_replies(replies), policy=policy))
+
+    async def _logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        """What the process says of recorded replies, for a subclass that is a `ScoringEngine`."""
+        body = UpdateRequest(policy, "", {}, batch).encode()
+        return np.array(await self._ask("logprobs", body), dtype=np.float64)
 
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""

@@ -26,7 +26,7 @@ from agl_core.types.recorded import RecordedReply, TokenizedReply
 START = 0
 """The number of the settings: the answer to them says that the engine serves, or why it does not start."""
 Action: TypeAlias = Literal[
-    "update", "save", "load", "versions", "stats", "estimate", "publish", "withdraw", "merge", "tokenize"
+    "update", "save", "load", "versions", "stats", "estimate", "publish", "withdraw", "merge", "tokenize", "logprobs"
 ]
 _CONTEXT = TypeAdapter(EngineContext)
 SPEC = TypeAdapter(PolicySpec)
@@ -46,8 +46,8 @@ class Command(BaseModel):
     policy: str | None = None
     """Of publish, withdraw and tokenize."""
     size: int = 0
-    """Bytes that follow: an update's `agl_core.wire.updates.UpdateRequest`, an estimate's `Workload`, of publish and
-    merge a policy's spec, of tokenize the replies."""
+    """Bytes that follow: of update and logprobs an `agl_core.wire.updates.UpdateRequest`, an estimate's `Workload`, of
+    publish and merge a policy's spec, of tokenize the replies."""
 
     @classmethod
     def of(cls, number: int, do: Action, folder: Path | None, policy: str | None = None) -> Command:

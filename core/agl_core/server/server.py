@@ -129,8 +129,8 @@ class LightningServer:
         self._gateway = Gateway(attribution, store, self._relay, answering)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, passthrough_key)
         self._largest = gateway.max_body_mib << 20
-        self._intake = SpanIntake(self.queue, store)
-        self._traces = TraceService(self.queue, self._intake, keys=keys)
+        self._intake = SpanIntake(store)
+        self._traces = TraceService(self.queue, self._intake, keys=keys, sessions=self.sessions)
         self._grpc: GrpcTraces | None = None
         self._refusals = Refusals()
         self._listening: Listening | None = None

@@ -94,6 +94,9 @@ class SessionStore(Store, Protocol):
     async def feedback(self, attempts: Iterable[AttemptKey]) -> list[Feedback]:
         """The feedback on these attempts, in the order in which it was recorded."""
 
+    async def traced(self, trace: str) -> list[tuple[str, str]]:
+        """The rollout and the id of each call with this W3C trace id that counts, the earliest first."""
+
     async def erase(self, ids: Iterable[str]) -> int:
         """Remove everything that was recorded of these rollouts, for good; returns how many of them there were.
 

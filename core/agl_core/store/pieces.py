@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+
 from agl_core.errors import StoreError
 from agl_core.types import Json
 from agl_core.types.forms import dump_json, load_json
@@ -127,6 +129,10 @@ def _without_long_texts(value: Json, path: list[str | int], found: list[tuple[li
     if isinstance(value, list | tuple):
         return [_without_long_texts(each, [*path, place], found) for place, each in enumerate(value)]
     return value
+
+
+NUMBERS = np.dtype("<i8")
+"""Of pieces, in a column of a call."""
 
 
 def numbers_in(column: bytes | None) -> tuple[int, ...]:

@@ -209,7 +209,14 @@ CREATE TABLE erased (  -- ids of rollouts that were removed, and must not come b
 ) WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (*(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7),)
+_VERSION_8 = """
+ALTER TABLE calls ADD COLUMN trace TEXT;  -- NULL: not known
+CREATE INDEX calls_trace ON calls (trace) WHERE trace IS NOT NULL;
+"""
+
+MIGRATIONS: tuple[str, ...] = (
+    *(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7, _VERSION_8),
+)
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 
 

@@ -132,6 +132,9 @@ class SqliteStore(SessionStore):
         except sqlite3.Error as error:
             raise explain(self._path, error) from error
 
+    async def traced(self, trace: str) -> list[tuple[str, str]]:
+        return await self._read(lambda connection: queries.traced(connection, trace))
+
     async def erased(self, ids: Iterable[str]) -> set[str]:
         return await self._read(erased, list(ids))
 

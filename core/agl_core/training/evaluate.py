@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agl_core.config.models import EvalSection
@@ -44,6 +44,8 @@ class Evaluated:
     """LLM calls made."""
     scores: list[TaskScore]
     alarms: list[Alarm]
+    episodes: Mapping[str, Sequence[Episode]] = field(default_factory=dict)
+    """By set and mode, as `eval/sampled`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Evaluator:
         entries: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
         position = 0
-        episodes: list[Episode] = []
+        episodes: dict[str, list[Episode]] = {}
         scores: list[TaskScore] = []
         for name, source in self.sets.items():
             for mode in self.settings.modes:
@@ -89,7 +91,7 @@ class Evaluator:
                     collected = await self.collector.collect(groups, phase)
                 found = episode_metrics(collected.episodes)
                 metrics |= {f"{name}/{short(mode)}/{key}": value for key, value in found.items()}
-                episodes += collected.episodes
+                episodes[f"{name}/{short(mode)}"] = collected.episodes
                 scores += _scores(name, short(mode), collected.episodes, tries)
                 entries.append(
                     {
@@ -101,9 +103,10 @@ class Evaluator:
                         "seconds": time.monotonic() - started,
                     }
                 )
-        alarm = await failures(self.store, episodes) if step == 0 or common_failure(episodes) else None
-        calls = sum(len({t.key.call for t in e.transitions}) for e in episodes)
-        return Evaluated(entries, metrics, calls, scores, [] if alarm is None else [alarm])
+        every = [each for found in episodes.values() for each in found]
+        alarm = await failures(self.store, every) if step == 0 or common_failure(every) else None
+        calls = sum(len({t.key.call for t in e.transitions}) for e in every)
+        return Evaluated(entries, metrics, calls, scores, [] if alarm is None else [alarm], episodes)
 
 
 def _scores(held_out: str, mode: str, episodes: Sequence[Episode], tries: int) -> list[TaskScore]:

@@ -151,7 +151,8 @@ async def _online(
     run = await recorded_name(store, run_dir)
     if not await store.runs():
         await store.put(Run(run, 0, time.time(), loaded.config.model_dump(mode="json")))
-    return replace(keys, applications=settings.applications), run, Online(settings, upstream, run, run_dir)
+    redactors = tuple(chosen.build() for chosen in loaded.redactors.values())
+    return replace(keys, applications=settings.applications), run, Online(settings, upstream, run, run_dir, redactors)
 
 
 async def recorded_name(store: Store, run_dir: Path) -> str:

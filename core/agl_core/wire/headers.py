@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 HEADER_ROLLOUT = "x-agl-rollout"
 """`ROLLOUT/ATTEMPT`: which attempt a request belongs to; the same as the path prefix /rollout/R/attempt/A."""
 HEADER_AGENT = "x-agl-agent"
@@ -18,6 +20,8 @@ HEADER_SESSION_END = "x-agl-session-end"
 """`1`: the session ends with the reply to this call."""
 HEADER_SESSION_RECORD = "x-agl-session-record"
 """`off`: nothing of the session is stored."""
+HEADER_TRACE = "traceparent"
+"""W3C trace context: what OpenTelemetry's instrumentations of HTTP clients send with each request."""
 HEADER_CALL = "x-agl-call"
 """On the server's reply: the id of the call that it answers."""
 HEADER_POLICY = "x-agl-policy-version"
@@ -25,6 +29,21 @@ HEADER_POLICY = "x-agl-policy-version"
 
 HEADER_ANSWERED = "x-agl-policy"
 """On a reply of a served policy: the version that answered, as `calc@40`."""
+
+
+_TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+
+
+def trace_of(header: str | None) -> str | None:
+    """The trace id in a `traceparent`; None without a valid one.
+
+    >>> trace_of("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+    '4bf92f3577b34da6a3ce929d0e0e4736'
+    >>> trace_of("00-00000000000000000000000000000000-00f067aa0ba902b7-01"), trace_of(None)
+    (None, None)
+    """
+    found = _TRACE.fullmatch(header or "")
+    return None if found is None else found[1]
 
 
 def rollout_path(rollout: str, attempt: int) -> str:

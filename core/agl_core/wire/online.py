@@ -51,6 +51,9 @@ class FeedbackRequest(Body):
         None, description="The id of a reply, as the client of the model got it."
     )
     session: Name | None = Field(None, description="A session's id or name; of several of one name, the latest.")
+    trace: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = Field(
+        None, description="The W3C trace id of the requests to the model: it means the last reply of this trace."
+    )
     reward: _Number | None = None
     parts: dict[Name, _Number] = Field({}, max_length=MAX_PARTS, description="Further numbers, by name.")
     thumbs: Literal["up", "down"] | None = None
@@ -66,8 +69,10 @@ class FeedbackRequest(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.call is None and self.session is None:
-            raise ValueError("names neither a call nor a session")
+        if self.call is None and self.session is None and self.trace is None:
+            raise ValueError("names neither a call nor a session nor a trace")
+        if self.call is not None and self.trace is not None:
+            raise ValueError("names a call and a trace: a trace means its last call")
         if not self.rewards and self.correction is None and self.note is None:
             raise ValueError("says nothing: give reward, parts, thumbs, correction or note")
         for name in ("feedback", "thumbs"):
@@ -80,7 +85,7 @@ class FeedbackReply(Body):
     """What the feedback was joined with."""
 
     session: str
-    call: str | None
+    call: str | None = Field(description="Of a trace its last one; null: it is about the whole session.")
     new: bool = Field(description="False: this was taken in before.")
 
 

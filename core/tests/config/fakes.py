@@ -14,6 +14,7 @@ from agl_core.registering import (
     RegisterBuffer,
     RegisterCreditRule,
     RegisterEngine,
+    RegisterRedactor,
     RegisterReleaseCheck,
     RegisterReward,
     RegisterStore,
@@ -151,6 +152,15 @@ def register_rewards(register: RegisterReward) -> None:
 def brevity(episode: Any, *, limit: int = 200) -> float:
     """1 if the answer is short."""
     return float(len(str(episode.result)) <= limit)
+
+
+class HiddenOptions(Strict):
+    words: int = Field(3, ge=0, description="How many words are hidden.")
+
+
+@agl_core.hookimpl
+def register_redactors(register: RegisterRedactor) -> None:
+    register("hidden", built, options=HiddenOptions)
 
 
 class PoliteOptions(Strict):

@@ -65,6 +65,10 @@ def test_what_goes_together_passes(loaded: Load, minimal: dict[str, Any], overri
         ),
         ((*LEARNING, "async.max_staleness=2"), ("[async] has no place beside [learn]", "Leave [async] out")),
         ((*LEARNING[:2], *LEARNING[3:]), ("tests versions on held-out tasks", "[tasks.eval]")),
+        (
+            (*LEARNING, 'eval.modes=["eval-greedy"]'),
+            ("sampled replies to held-out tasks", "'eval-sampled' to eval.modes"),
+        ),
         ((*LEARNING, "policies.second.model.path=."), ("one policy, and there are 2",)),
         (("buffer.name=prioritised",), ("buffer 'prioritised'", "max_staleness is 0", "Set max_staleness to 1")),
         (REPLAYING_UNCORRECTED, ("algorithm 'grpo'", "does not correct that", "Set its importance_cap")),

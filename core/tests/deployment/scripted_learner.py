@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import tomli_w
+from numpy.typing import NDArray
 
 from agl_core.builtin.credit import identical
 from agl_core.builtin.fifo import Fifo
@@ -23,9 +24,10 @@ from agl_core.deployment.ledger import Ledger
 from agl_core.learning import ScoringRule
 from agl_core.learning.feedback import users_said
 from agl_core.plugins import Component, Kind, Plugins
-from agl_core.protocols import Progress, UpdateResult
+from agl_core.protocols import Progress, UpdateResult, Upstream
 from agl_core.registering import NoOptions
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluated, TaskScore
@@ -44,9 +46,16 @@ class KilledError(Exception):
 class Weights:
     """An engine: its weights are the steps whose updates made them."""
 
-    def __init__(self) -> None:
+    def __init__(self, drift: float = 0.0) -> None:
         self.made_by: list[int] = []
         self.batches: list[Batch] = []
+        self.drift = drift
+        """How much more probable each token of a recorded reply is."""
+
+    async def start(self) -> Upstream:
+        return Upstream((), {}, "")
+
+    async def stop(self) -> None: ...
 
     async def update(
         self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
@@ -66,6 +75,9 @@ class Weights:
 
     async def versions(self) -> Mapping[str, int]:
         return {"default": len(self.made_by)}
+
+    async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
+        return batch.behaviour_logprobs_R + self.drift
 
     async def stats(self) -> Mapping[str, float]:
         return {}
@@ -87,6 +99,8 @@ class World:
     """What the gate asks beside the rewards."""
     kill: Callable[[str], bool] = lambda decision: False
     """Whether the learner is killed right after a decision was written."""
+    drift: float = 0.0
+    """Of each token's log-probability, from one version to another."""
     ended: int = 0
     restarts: int = 0
     engine: Weights = field(default_factory=Weights)
@@ -117,12 +131,15 @@ class World:
     async def evaluate(self, step: int) -> Evaluated:
         reward = self.tested(self.engine.made_by)
         scores = [TaskScore("eval", "greedy", f"t{n}", (reward,)) for n in range(TASKS)]
-        return Evaluated([], {"eval/greedy/reward/mean": reward}, 0, scores, [])
+        ids, logprobs = np.array([1, 2, 3], dtype=np.int32), np.full(3, -0.5)
+        reply = make.transition(prompt_ids=ids, response_ids=ids, logprobs=logprobs)
+        replies = {"eval/sampled": [make.episode(reply, mode=Mode.EVAL_SAMPLED)]}
+        return Evaluated([], {"eval/greedy/reward/mean": reward}, 0, scores, [], replies)
 
     async def train(self, steps: int) -> None:
         """Start a learner, which goes on from the last checkpoint, and have it train to this step."""
         folder = Checkpoints(self.run / "checkpoints", keep=2)
-        found, self.engine = folder.all(), Weights()
+        found, self.engine = folder.all(), Weights(self.drift)
         state = RunState()
         if found:
             state = read_state(found[-1])

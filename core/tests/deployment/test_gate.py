@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from agl_core.deployment.standing import By, Decision, State
 from agl_core.training.evaluate import Evaluated, TaskScore
 
 SAME = np.random.default_rng(0).random(100) < 0.6
+NEAR = {"eval/sampled/kl": 0.02}
 
 
 def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
@@ -22,8 +23,15 @@ def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
     return Evaluated([], {f"eval/{mode}/{key}": value for key, value in metrics.items()}, 0, scores, [])
 
 
-def decision(candidate: Evaluated, incumbent: Evaluated, objections: Sequence[str] = (), **limits: float) -> Decision:
-    found = judged("default", 20, candidate, incumbent, GateSection(**limits), objections=objections)
+def decision(
+    candidate: Evaluated,
+    incumbent: Evaluated,
+    objections: Sequence[str] = (),
+    divergence: Mapping[str, float] = NEAR,
+    **limits: float,
+) -> Decision:
+    settings = GateSection(**limits)
+    found = judged("default", 20, candidate, incumbent, settings, divergence=divergence, objections=objections)
     assert (found.policy, found.step, found.by) == ("default", 20, By.GATE)
     return found
 
@@ -87,6 +95,19 @@ def test_what_the_reward_does_not_see_is_limited(
     assert (found.figures[f"eval/greedy/{figure}"], found.figures[f"eval/greedy/{figure}/before"]) == (now, before)
     assert decision(candidate, incumbent, **{limit: allowing}).state is State.PASSED
     assert decision(incumbent, candidate).state is State.PASSED, "a fall is no harm"
+
+
+def test_how_far_a_version_may_be_from_the_served_one_is_limited() -> None:
+    far = {**NEAR, "eval_other/sampled/kl": 0.7}
+    found = decision(evaluated(SAME), evaluated(SAME), divergence=far)
+    assert found.state is State.REJECTED
+    assert found.reason == "It is 0.700 nats per token from the served version on eval_other, sampled (max_kl is 0.5)."
+    assert found.figures["eval_other/sampled/kl"] == 0.7
+    assert decision(evaluated(SAME), evaluated(SAME), divergence=far, max_kl=0.8).state is State.PASSED
+    broken = decision(evaluated(SAME), evaluated(SAME), divergence={"eval/sampled/kl": float("nan")})
+    assert broken.state is State.REJECTED
+    unknown = decision(evaluated(SAME), evaluated(SAME), divergence={})
+    assert unknown.reason == "No sampled reply showed how far it is from the served version."
 
 
 def test_an_objection_of_the_users_own_checks_is_enough() -> None:

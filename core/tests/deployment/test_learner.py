@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,16 @@ async def test_a_check_of_the_users_own_can_reject_a_version(tmp_path: Path) -> 
         await made.train(8)
         assert made.decisions[2:] == [(4, "rejected"), (8, "candidate"), (8, "passed"), (8, "canary")]
         assert "polite: version 4 swears" in made.ledger.decisions()[2].reason.lower()
+
+
+async def test_a_version_that_went_too_far_is_rejected(tmp_path: Path) -> None:
+    async with world(tmp_path, learn={"gate": {"max_kl": 1.0}}) as made:
+        made.drift = -3.0
+        await made.train(4)
+        last = made.ledger.decisions()[-1]
+        assert (last.step, last.state) == (4, State.REJECTED)
+        assert last.figures["eval/sampled/kl"] == pytest.approx(math.exp(-3) - 1 + 3)
+        assert "2.050 nats per token" in last.reason
 
 
 async def test_an_operator_who_rolls_back_is_followed(tmp_path: Path) -> None:

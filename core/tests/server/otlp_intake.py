@@ -68,7 +68,7 @@ class IntakeStack:
 @contextlib.asynccontextmanager
 async def running_intake(folder: Path) -> AsyncIterator[IntakeStack]:
     async with SqliteStore(folder / "store.sqlite") as store, running_stack(store=store) as stack:
-        intake = SpanIntake(stack.server.queue, store)
+        intake = SpanIntake(store)
         service = TraceService(stack.server.queue, intake, keys=stack.server.keys)
         prefix = "/rollout/{rollout}/attempt/{attempt}"
         app = Starlette(routes=[traces_route(f"{place}/v1/traces", service) for place in (prefix, "")])

@@ -96,6 +96,7 @@ calls = st.builds(
     late=st.booleans(),
     pruned=st.booleans(),
     retry_of=st.none() | any_text,
+    trace=st.none() | any_text,
 )
 rollouts = st.builds(
     Rollout,

@@ -81,7 +81,7 @@ GOOD = ["r", 0, "name", 1.0, "rule", None, 0]
 TASK = '{"id":"t","input":1,"split":"s","metadata":{}}'
 ROLLOUT = ["r", "run", 0, "g", TASK, "train", 0, 0, "queued", None, None, 0]
 CALL = ["r", 0, "c", 0, "p", None, '{"m":null}', '{"m":1}', Binary(base64="AQAAAAAAAAA="), 0, 0.0, 0.0, "api", None]
-REST = [None, None, None, "{}", "{}", 0, 0, 0, 0, None, None, 0, 0, 1]
+REST = [None, None, None, "{}", "{}", 0, 0, 0, 0, None, None, 0, 0, 1, None]
 
 
 def replaced(row: list[Any], place: int, value: Any) -> list[Any]:

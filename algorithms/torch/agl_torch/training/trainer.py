@@ -124,6 +124,15 @@ class PolicyTrainer:
         work.finish()
         return prepared.result(self.version, metrics | work.seconds())
 
+    def logprobs(self, batch: Batch) -> NDArray[np.float64]:
+        """[R] the log-probability of each response token of a batch, each of whose transitions the model can take."""
+        logprobs_R = np.zeros(len(batch.mask_R), dtype=np.float64)
+        with torch.no_grad():
+            for micro in self._micro_batches(batch, np.arange(len(batch))):
+                scores = score(self._loaded.model, micro)
+                logprobs_R[micro.tokens_R.cpu().numpy()] = scores.logprobs_R.double().cpu().numpy()
+        return logprobs_R
+
     def _step(
         self,
         prepared: Prepared,

@@ -141,13 +141,20 @@ async def test_sample_train_sample(shared: Running) -> None:
     assert result.metrics["logprob_gap_max"] <= 1e-4
     assert result.metrics["kl_reference"] > 1e-6
 
+    # Replies are as probable as recorded under the weights that sampled them, and not under later ones.
+    third = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
+    assert await engine.logprobs("default", third) == pytest.approx(third.behaviour_logprobs_R, abs=1e-4)
+    assert np.abs(await engine.logprobs("default", batch) - batch.behaviour_logprobs_R).max() > 1e-3
+    with pytest.raises(EngineError, match="no policy 'calc'"):
+        await engine.logprobs("calc", batch)
+
     # An old batch is off-policy by now.
     stale = await engine.update("default", batch, "grpo", {"beta": 0})
     assert stale.metrics["logprob_gap_max"] > 1e-3
     stats = await engine.stats()
     tokens = {name: value - stats_before[name] for name, value in stats.items() if name.startswith("tokens_")}
-    assert tokens["tokens_decoded"] == batch.mask_R.size + second.mask_R.size
-    assert tokens["tokens_prefilled"] + tokens["tokens_reused"] == 2 * batch.prompt_lengths_N.sum()
+    assert tokens["tokens_decoded"] == sum(each.mask_R.size for each in (batch, second, third))
+    assert tokens["tokens_prefilled"] + tokens["tokens_reused"] == 3 * batch.prompt_lengths_N.sum()
     assert 2**26 < stats["peak_rss_bytes"] < 2**30
 
 

@@ -36,7 +36,15 @@ from agl_core.server.http.protocol import CONNECTION, CorkedHttp
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.store.interface import Store
 from agl_core.types import Call, Mode
-from agl_core.wire.headers import HEADER_AGENT, HEADER_CALL, HEADER_PARENT_SPAN, HEADER_ROLLOUT, HEADER_STATE
+from agl_core.wire.headers import (
+    HEADER_AGENT,
+    HEADER_CALL,
+    HEADER_PARENT_SPAN,
+    HEADER_ROLLOUT,
+    HEADER_STATE,
+    HEADER_TRACE,
+    trace_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +249,7 @@ class Gateway:
                 retry_of=exchange.marker,
                 undelivered=all(client.is_gone for client in exchange.waiting),
                 stamped=HEADER_ROLLOUT in stamps,
+                trace=trace_of(stamps.get(HEADER_TRACE)),
             )
             await self._commit(attempt, call, exchange.supersedes)
             attempt.completed_calls += not late

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from agl_core.capture.spans.spans import Span, see
 from agl_core.capture.spans.tree import SeenCall, SpanTree
 from agl_core.server.rollouts.attempt import ActiveAttempt
-from agl_core.server.rollouts.queue import RolloutQueue
-from agl_core.store.interface import Record, Store
+from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Source, ToolResult
 from agl_core.wire.workers import ToolResultReport
 
@@ -46,6 +45,7 @@ class IntakeCounters:
 class _Trace:
     """The spans of one open attempt, and what was recorded because of them."""
 
+    attempt: ActiveAttempt
     tree: SpanTree = field(default_factory=SpanTree)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     tool_results: dict[str, ToolResultReport] = field(default_factory=dict)
@@ -67,9 +67,9 @@ class SpanIntake:
     open. What an adapter in the agent's process sent as a header stays. All methods belong to one event loop.
     """
 
-    def __init__(self, queue: RolloutQueue, store: Store) -> None:
+    def __init__(self, store: Store) -> None:
         self.counters = IntakeCounters()
-        self._queue, self._store = queue, store
+        self._store = store
         self._traces: dict[AttemptKey, _Trace] = {}
 
     async def take(self, attempt: ActiveAttempt, spans: Sequence[Span]) -> str | None:
@@ -80,7 +80,7 @@ class SpanIntake:
                 logger.warning(_LATE)
             self.counters.late += len(spans)
             return f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} is closed: they do not count"
-        trace = self._traces.setdefault(attempt.key, _Trace())
+        trace = self._traces.setdefault(attempt.key, _Trace(attempt))
         if len(trace.tree) + len(spans) > _MAX_SPANS:
             self.counters.rejected += len(spans)
             return (
@@ -102,9 +102,8 @@ class SpanIntake:
                 for each in reports
             ]
             named = await self._named(key, calls, trace.identities)
-            records: list[Record] = [*tool_results, *named]
-            if records:
-                await self._store.put(*records)
+            if tool_results or named:
+                await trace.attempt.keep_spans(self._store, *tool_results, *named)
             self.counters.tool_results += sum(each.id not in trace.tool_results for each in reports)
             self.counters.named_calls += len(named)
             trace.tool_results.update({each.id: each for each in reports})
@@ -126,10 +125,7 @@ class SpanIntake:
         return changed
 
     def _forget_closed(self) -> None:
-        for key in list(self._traces):
-            attempt = self._queue.attempt(key)
-            if attempt is None or attempt.closed:
-                del self._traces[key]
+        self._traces = {key: each for key, each in self._traces.items() if not each.attempt.closed}
 
 
 def _tells(call: SeenCall, before: dict[str, Identity]) -> bool:

@@ -67,8 +67,8 @@ class GrpcTraces(trace_service_pb2_grpc.TraceServiceServicer):
         metadata = ((name.encode(), value) for name, value in context.invocation_metadata())
         headers = [(name, value) if isinstance(value, bytes) else (name, value.encode()) for name, value in metadata]
         try:
-            attempt = self._service.check(Request({"type": "http", "headers": headers}))
-            return await self._service.export(request, attempt)
+            sender = await self._service.check(Request({"type": "http", "headers": headers}))
+            return await self._service.export(request, sender)
         except ApiError as refused:
             code, text = _CODES.get(refused.status, grpc.StatusCode.INTERNAL), refused.message
         except StoreError as failed:

@@ -56,14 +56,14 @@ def traces_route(path: str, service: TraceService) -> Route:
 
 
 async def _export(request: Request, kind: str, service: TraceService) -> Response:
-    attempt = service.check(request)
+    sender = await service.check(request)
     if kind not in (_JSON, _PROTOBUF):
         raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
     body = await _body(request)
     encoding = request.headers.get("content-encoding", "").strip().lower()
     plain = await asyncio.to_thread(decoding.decompressed, body, encoding)
     decode = decoding.decode_json if kind == _JSON else decoding.decode_protobuf
-    return _response(await service.export(await asyncio.to_thread(decode, plain), attempt), kind)
+    return _response(await service.export(await asyncio.to_thread(decode, plain), sender), kind)
 
 
 async def _body(request: Request) -> bytes:

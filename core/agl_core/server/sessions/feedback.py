@@ -13,6 +13,7 @@ from agl_core.server.sessions.session import session_of_call
 from agl_core.server.sessions.sessions import Sessions
 from agl_core.store.interface import SessionStore
 from agl_core.types import AttemptKey, Feedback, Reward
+from agl_core.wire.headers import HEADER_TRACE
 from agl_core.wire.online import FeedbackReply, FeedbackRequest
 
 
@@ -26,11 +27,14 @@ class FeedbackDesk:
     async def take(self, application: str, request: FeedbackRequest) -> FeedbackReply:
         """Record feedback on a session of this application, durably.
 
-        ApiError 404 or 410 if there is no such call or session (any more), 403 if it is another application's, 409 if
-        call and session do not go together, or if other feedback came under the same id.
+        ApiError 404 or 410 if there is no such call, trace or session (any more), 403 if it is another application's,
+        409 if these do not go together, or if other feedback came under the same id.
         """
+        if request.trace is not None:
+            request = request.model_copy(update={"call": await self._last_of(application, request.trace)})
         session = await self._session_of(application, request)
         key = AttemptKey(session, 0)
+        await self._sessions.written(session)
         if request.call is not None and request.call not in {call.id for call in await self._store.calls([key])}:
             raise _no_call(request.call)
         redaction = self._sessions.redaction
@@ -52,6 +56,18 @@ class FeedbackDesk:
             await self._store.put(feedback, *rewards)
         self._sessions.counters.feedback += 1
         return FeedbackReply(session=session, call=request.call, new=True)
+
+    async def _last_of(self, application: str, trace: str) -> str:
+        """The last call of a trace in a session of this application."""
+        calls = [call for session, call in await self._sessions.traced(application, trace)]
+        if not calls:
+            raise ApiError(
+                404,
+                f"There is no call of the trace {trace!r} in a session here, or its session was deleted. A call has "
+                f"the trace id of its request's header {HEADER_TRACE}.",
+                code="trace_unknown",
+            )
+        return calls[-1]
 
     async def _session_of(self, application: str, request: FeedbackRequest) -> str:
         by_call = None

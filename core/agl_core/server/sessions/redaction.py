@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from agl_core.types import Call, Choice, Json
+from agl_core.protocols import Redactor
+from agl_core.types import Call, Choice, Json, ToolResult
 
 PATTERNS: Mapping[str, str] = {
     "email": r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+",
@@ -19,13 +20,14 @@ PATTERNS: Mapping[str, str] = {
 
 
 class Redaction:
-    """Replaces what the patterns match: names of `PATTERNS`, and regular expressions.
+    """Replaces what the patterns match (names of `PATTERNS`, and regular expressions), and then what redactors do.
 
     >>> Redaction(["email", "order [0-9]+"]).text("ada@example.org asks for order 17")
     '[EMAIL] asks for [REDACTED]'
     """
 
-    def __init__(self, patterns: Sequence[str]) -> None:
+    def __init__(self, patterns: Sequence[str], redactors: Sequence[Redactor] = ()) -> None:
+        self._redactors = redactors
         self._patterns = [
             (re.compile(PATTERNS.get(each, each)), f"[{each.upper() if each in PATTERNS else 'REDACTED'}]")
             for each in patterns
@@ -35,6 +37,8 @@ class Redaction:
         """The text as it may be stored."""
         for pattern, mark in self._patterns:
             text = pattern.sub(mark, text)
+        for redactor in self._redactors:
+            text = redactor(text)
         return text
 
     def json(self, value: Json) -> Json:
@@ -51,9 +55,16 @@ class Redaction:
             return value if redacted == written else redacted
         return value
 
+    def record(self, record: Call | ToolResult) -> Call | ToolResult:
+        """A call or a tool result as it may be stored."""
+        if isinstance(record, Call):
+            return self.call(record)
+        error = None if record.error is None else self.text(record.error)
+        return replace(record, arguments=self.json(record.arguments), result=self.json(record.result), error=error)
+
     def call(self, call: Call) -> Call:
         """A call as it may be stored. If its texts change, it loses its token ids: they would bring the texts back."""
-        if not self._patterns:
+        if not self._patterns and not self._redactors:
             return call
         request, state = self.json(call.request), self.json(call.state)
         messages = [self.json(choice.message) for choice in call.choices]

@@ -16,7 +16,7 @@ from agl_core.server.errors import ApiError
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.sessions.redaction import Redaction
 from agl_core.store.interface import Record, SessionStore, Store
-from agl_core.types import Call
+from agl_core.types import Call, ToolResult
 from agl_core.wire.headers import HEADER_SESSION
 from agl_core.wire.online import SESSION_NAME
 
@@ -176,6 +176,11 @@ class ActiveSession(ActiveAttempt):
             _, writing = await asyncio.wait(set(self.committing), timeout=LONGEST_WAIT)
             return not writing
         return True
+
+    async def keep_spans(self, store: Store, *records: Call | ToolResult) -> None:
+        """Record what its spans said, redacted, if it is recorded itself and there is room."""
+        if self.recorded and self.begun and not self.recorder.is_full:
+            await store.put(*map(self.recorder.redaction.record, records))
 
     async def delivered(self, arrived: bool) -> None:
         self.used = time.time()

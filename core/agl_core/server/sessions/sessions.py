@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from agl_core.config.online import OnlineSection
 from agl_core.errors import StoreError, StoreRefusedError
-from agl_core.protocols import Upstream
+from agl_core.protocols import Redactor, Upstream
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import Answering
 from agl_core.server.keys import Keys
@@ -62,6 +62,8 @@ class Online:
     """The run that sessions are recorded in."""
     folder: Path
     """Of the store."""
+    redactors: Sequence[Redactor] = ()
+    """What takes texts apart beside the patterns of the settings."""
 
 
 class Sessions:
@@ -69,7 +71,7 @@ class Sessions:
 
     def __init__(self, online: Online, store: SessionStore, keys: Keys) -> None:
         self.counters = SessionCounters()
-        self.redaction = Redaction(online.settings.redact)
+        self.redaction = Redaction(online.settings.redact, online.redactors)
         self._settings, self._run = online.settings, online.run
         self._room = Room(online.folder, online.settings.max_store_gib, online.settings.min_free_gib)
         self._store, self._keys = store, keys
@@ -170,10 +172,31 @@ class Sessions:
                 code="session_unknown",
             )
         if found.task.metadata.get("application") != application:
-            raise ApiError(
-                403, f"The session {name!r} is another application's; this key is not for it.", code="foreign_session"
-            )
+            raise _foreign(f"session {name!r}")
         return found
+
+    async def written(self, id: str) -> None:
+        """Wait for what is being written of a session, for a reply may go out before its call is written."""
+        session = self._known.get(id)
+        if session is not None:
+            await session.settled()
+
+    async def traced(self, application: str, trace: str) -> list[tuple[str, str]]:
+        """The session and the id of each call of an application with this trace id, the earliest first.
+
+        ApiError 403 if only other applications have such calls: services share the trace of a request.
+        """
+        found = [each for each in await self._store.traced(trace) if SESSION_ID.fullmatch(each[0])]
+        rollouts = {id: await self._store.rollout(id) for id in dict.fromkeys(session for session, _ in found)}
+        own = [each for each in found if rollouts[each[0]].task.metadata.get("application") == application]
+        if found and not own:
+            raise _foreign(f"trace {trace!r}")
+        return own
+
+    async def open_in(self, application: str, trace: str) -> ActiveSession | None:
+        """The open session of an application that has the latest call of this trace."""
+        found = [session for session, _ in await self.traced(application, trace) if session in self._open]
+        return self._open[found[-1]] if found else None
 
     async def end_named(self, application: str, name: str) -> None:
         """End an application's session by its id or name; one that has ended stays as it is. ApiError as above."""
@@ -394,3 +417,7 @@ async def _exactly(store: SessionStore, id: str) -> Rollout | None:
     except StoreRefusedError:
         return None
     return rollout if rollout.id == id and rollout.mode is Mode.USE else None
+
+
+def _foreign(what: str) -> ApiError:
+    return ApiError(403, f"The {what} is another application's; this key is not for it.", code="foreign_session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from agl_core.config.online import OnlineSection
-from agl_core.protocols import Upstream
+from agl_core.protocols import Redactor, Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.sessions.sessions import Online
 from agl_core.store.sqlite import SqliteStore
@@ -79,7 +79,9 @@ class Deployed:
 
 
 @contextlib.asynccontextmanager
-async def deployed(folder: Path, *, keys: Keys = KEYS, **settings: Any) -> AsyncIterator[Deployed]:
+async def deployed(
+    folder: Path, *, keys: Keys = KEYS, redactors: Sequence[Redactor] = (), **settings: Any
+) -> AsyncIterator[Deployed]:
     """It, on the store in this folder; `settings` are those of `[online]`."""
     async with (
         SqliteStore(folder / "store.sqlite") as store,
@@ -88,6 +90,6 @@ async def deployed(folder: Path, *, keys: Keys = KEYS, **settings: Any) -> Async
     ):
         upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
         section = OnlineSection(**{**SETTINGS, **settings})
-        online = Online(section, upstream, "run", folder)
+        online = Online(section, upstream, "run", folder, redactors)
         async with running_stack(store=store, keys=keys, run="run", online=online) as stack:
             yield Deployed(stack, store, model, http)

@@ -62,6 +62,37 @@ async def test_a_name_means_its_latest_session(use: Deployed) -> None:
     assert (mixed.status_code, mixed.json()["error"]["code"]) == (409, "session_mismatch")
 
 
+async def test_the_trace_of_a_request_means_its_last_reply(use: Deployed) -> None:
+    trace, other = "4bf92f3577b34da6a3ce929d0e0e4736", "0af7651916cd43dd8448eb211c80319c"
+
+    async def ask(text: str, trace: str, application: str = "shop") -> Any:
+        traceparent = f"00-{trace}-00f067aa0ba902b7-01"
+        return await use.ask(text, "talk", application=application, traceparent=traceparent)
+
+    await ask("a", trace)
+    second = await ask("b", trace)
+    await ask("c", other)
+    mails = await ask("the same request, in another service", trace, "mail")
+    said = await use.say(trace=trace, thumbs="up")
+    [session, _] = await use.sessions()
+    assert said.json() == {"session": session.id, "call": second.id, "new": True}
+    assert not (await use.say(call=second.id, thumbs="up")).json()["new"]
+    assert (await use.say(application="mail", trace=trace, thumbs="up")).json()["call"] == mails.id
+    assert (await use.say(trace=trace, session="talk", reward=1)).json()["call"] == second.id
+    for body, status, code in (
+        ({"trace": "f" * 32}, 404, "trace_unknown"),
+        ({"trace": other, "application": "mail"}, 403, "foreign_session"),
+        ({"trace": other, "session": "never"}, 404, "session_unknown"),
+    ):
+        refused = await use.say(**body, thumbs="down")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (status, code), body
+    assert (await use.say(trace="4BF9", thumbs="up")).status_code == 422
+    assert "a call and a trace" in (await use.say(trace=trace, call=second.id, thumbs="up")).text
+    deleted = await use.post("sessions/delete", use.keys.operator, sessions=[session.id])
+    assert deleted.status_code == 200
+    assert (await use.say(trace=other, thumbs="up")).status_code == 404
+
+
 async def test_what_is_sent_twice_counts_once_and_the_latest_number_counts(use: Deployed) -> None:
     reply = await use.ask("a", "talk")
     key = AttemptKey((await use.sessions())[0].id, 0)
@@ -104,7 +135,7 @@ async def test_what_cannot_be_joined_says_why(use: Deployed) -> None:
         assert (said.status_code, said.json()["error"]["code"]) == (403, "foreign_session")
     assert (await use.say(application="mail", session="talk", thumbs="up")).status_code == 404, "a name of another's"
     for body, says in (
-        ({"thumbs": "up"}, "neither a call nor a session"),
+        ({"thumbs": "up"}, "neither a call nor a session nor a trace"),
         ({"session": "talk"}, "says nothing"),
         ({"session": "talk", "reward": "1"}, "reward"),
         ({"session": "talk", "reward": 1e300}, "reward"),

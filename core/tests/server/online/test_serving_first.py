@@ -85,6 +85,25 @@ async def test_a_store_that_hangs_holds_no_reply_up_for_long(use: Deployed, monk
     assert [each.task.metadata["session"] for each in await use.sessions()] == ["talk-0", "talk-1"]
 
 
+async def test_feedback_waits_for_a_call_that_is_still_being_written(
+    use: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_session, "_PATIENCE", 0.05)
+    released, put = asyncio.Event(), use.store.put
+
+    async def hanging(*records: Any) -> None:
+        await released.wait()
+        await put(*records)
+
+    monkeypatch.setattr(use.store, "put", hanging)
+    reply = await use.ask("hello", "talk")
+    said = asyncio.create_task(use.say(call=reply.id, thumbs="up"))
+    done, _ = await asyncio.wait({said}, timeout=0.3)
+    assert not done
+    released.set()
+    assert (await said).json()["new"]
+
+
 @pytest.mark.parametrize("limit", [{"max_store_gib": 1e-9}, {"min_free_gib": 1e9}])
 async def test_at_its_limit_nothing_more_is_recorded(tmp_path: Path, limit: dict[str, float]) -> None:
     async with deployed(tmp_path, **limit) as use:
