@@ -10,16 +10,19 @@ It can be interrupted at any time; see examples/runs.py. The beds are described 
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 from operator import itemgetter
 from pathlib import Path
+from statistics import mean
 
 from credit_truth import RULES, learned
+from layouts import layouts
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from beds import Bed
+
 from runs import (
     EXAMPLES,
     Cell,
@@ -51,15 +54,35 @@ After `identical` comes what theory prefers, so that an interrupted run has comp
 LAST_ONLY = "last call only"
 """What `immediate` is where no call earns anything by itself."""
 
+ALL_THREE = "all three"
 TRAINED = {
     "writer and rewriter": ("writer", "rewriter"),
     "writer": ("writer",),
     "rewriter": ("rewriter",),
-    "all three": ("writer", "rewriter", "checker"),
+    ALL_THREE: ("writer", "rewriter", "checker"),
 }
 """Which agents of examples/sql learn."""
 SHORTER = ("train.steps=20", "eval.every=20", "eval.tasks=100", "engine.torch.threads=1")
 """Half of the example's steps."""
+
+ONE_STEP = ("train.steps=1", "train.groups_per_step=4", "eval.tasks=1", "engine.torch.threads=1")
+LAID_OUT = {"math": "one conversation that goes on", "sql": "three agents, each with a prompt of its own"}
+"""The examples whose first step is laid out in several ways."""
+LAYOUTS = {
+    "separate": "separate transitions",
+    "chains": "transitions; what the calls of a rollout share is computed once",
+    "trees": "transitions; what the rollouts of a group share, too",
+    "concatenated": "one concatenated, masked sequence",
+}
+COMPUTED: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "tokens computed": average(itemgetter("tokens")),
+    "CPU seconds": spread(itemgetter("seconds"), 2),
+    "probability off, mean": lambda runs: f"{mean(map(itemgetter('gap'), runs)):.1e}",
+    "gradient, cosine": spread(itemgetter("cosine")),
+}
+ONE_SEQUENCE = "all three, one sequence"
+CONCATENATED = 'plugins=["sql_tasks.py", "../../docs/concatenated.py"]'
 
 LEARNING: dict[str, Cell] = {
     "seeds": seeds_run,
@@ -69,15 +92,26 @@ LEARNING: dict[str, Cell] = {
     "while training": spread(while_training),
     "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
 }
+EFFICIENCY: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "calls a rollout": spread(lambda run: training_calls(run) / sum(run["rollouts"].values()), 2),
+    "trained on": spread(lambda run: run["transitions"]["kept"] / sum(run["rollouts"].values()), 2),
+    "reward gained, sampled": spread(lambda run: gain(run)),
+    "gained per 1,000 calls of training": spread(lambda run: 1000 * gain(run) / training_calls(run)),
+}
 
 
 def experiments() -> Iterator[Experiment]:
     """Seed by seed, and row by row of all tables."""
     for seed in SEEDS:
+        for example in LAID_OUT:
+            yield Experiment(EXAMPLES / example, "layouts", ONE_STEP, seed, layouts)
         for label, agents in TRAINED.items():
             trained = f"train.agents={list(agents)}"
             yield Experiment(EXAMPLES / "sql", label, (*SHORTER, trained), seed)
-        for row in itertools.zip_longest(*CREDIT.values()):
+        everyone = f"train.agents={list(TRAINED[ALL_THREE])}"
+        yield Experiment(EXAMPLES / "sql", ONE_SEQUENCE, (*SHORTER, everyone, CONCATENATED), seed)
+        for row in zip_longest(*CREDIT.values()):
             for bed, label in zip(CREDIT, row, strict=True):
                 if label is not None:
                     bedded = (f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
@@ -87,6 +121,15 @@ def experiments() -> Iterator[Experiment]:
 def runs_of(name: str) -> list[Result]:
     """Those there are, of all seeds; they are named by example and label."""
     return RESULTS.valid(each for each in experiments() if each.name.startswith(f"{name}/"))
+
+
+def gain(run: Result) -> float:
+    return held_out("after", "sampled")(run) - held_out("before", "sampled")(run)
+
+
+def training_calls(run: Result) -> int:
+    calls: int = run["transitions"]["kept"] + sum(run["transitions"]["dropped"].values())
+    return calls
 
 
 def agreement() -> Iterator[str]:
@@ -106,17 +149,31 @@ def took(runs: Sequence[Result]) -> str:
 
 def tables() -> Iterator[str]:
     """All of the page that is measured."""
+    for example, described in LAID_OUT.items():
+        found = [each["layouts"] for each in runs_of(f"{example}/layouts")]
+        rows = {shown: [each[layout] for each in found] for layout, shown in LAYOUTS.items()}
+        yield from (f"## Transitions: an update of {example}, {described}", "", *table("layout", rows, COMPUTED), "")
+    rows = {label: runs_of(f"sql/{label}") for label in (ALL_THREE, ONE_SEQUENCE)}
+    yield from ("## Transitions: what the policy of sql learns", "", *table("trained", rows, LEARNING), "")
     yield from ("## Credit: how well it agrees with the truth", "", *agreement(), "")
     for bed, labels in CREDIT.items():
-        rows = {
-            LAST_ONLY if label == "immediate" and bed is not Bed.ADDITIVE else label: runs_of(f"beds/{bed}/{label}")
-            for label in labels
-        }
+        rows = {shown(bed, label): runs_of(f"beds/{bed}/{label}") for label in labels}
         yield from (f"## Credit: what the policy learns, {bed}", "", took(runs_of(f"beds/{bed}")), "")
         yield from (*table("credit", rows, LEARNING), "")
-    rows = {label: runs_of(f"sql/{label}") for label in TRAINED}
-    yield from ("## Selective training: which agents of examples/sql learn", "", took(runs_of("sql")), "")
-    yield from (*table("trained", rows, LEARNING), "")
+    selective = {label: runs_of(f"sql/{label}") for label in TRAINED}
+    yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
+    yield from (*table("trained", selective, LEARNING), "")
+    counted = {
+        f"{bed}, {shown(bed, label)}": [each for each in runs_of(f"beds/{bed}/{label}") if "transitions" in each]
+        for bed in (Bed.DECISIVE, Bed.RECOVERABLE)
+        for label in ("identical", "immediate")
+    }
+    rows = counted | {f"sql, {label}": runs for label, runs in selective.items()}
+    yield from ("## Data efficiency: transitions and reward of the same rollouts", "", *table("run", rows, EFFICIENCY))
+
+
+def shown(bed: Bed, rule: str) -> str:
+    return LAST_ONLY if rule == "immediate" and bed is not Bed.ADDITIVE else rule
 
 
 def main() -> None:
