@@ -20,7 +20,7 @@ from agl_rewards.air import air
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "beds"))
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from bed_plugin import earned, true_credit
-from runs import Result
+from measured import Result
 
 Crediting: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 

@@ -5,7 +5,7 @@
     python docs/make_comparison.py --only trip      # runs whose name begins so
     python docs/make_comparison.py --write          # no run, the page alone
 
-It can be interrupted at any time; see examples/runs.py.
+It can be interrupted at any time; see examples/measured.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from agl_core.analysis.curves.metrics import read_metrics
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from runs import (
+from measured import (
     EXAMPLES,
     Cell,
     Experiment,

@@ -5,7 +5,7 @@
     python docs/make_experiments.py --only beds/decisive
     python docs/make_experiments.py --write         # no run, the page alone
 
-It can be interrupted at any time; see examples/runs.py. The beds are described in examples/beds/README.md.
+It can be interrupted at any time; see examples/measured.py. The beds are described in examples/beds/README.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from layouts import layouts
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from beds import Bed
-
-from runs import (
+from measured import (
     EXAMPLES,
     Cell,
     Experiment,

@@ -1,10 +1,11 @@
 """Trains an example once per seed, and shows what all seeds reached.
 
     python examples/seeds.py examples/math --seeds 5
+    python examples/seeds.py examples/{math,sql,rag,smollm/calculator} --write --together docs/pictures/learning.svg
 
 Runs come one after another, each a plain `agl train … --set seed=… --set name=…`, and its result is kept in the
 example's `results.json` as soon as it ends: call it again to go on after an interruption, or for more seeds. At the
-end the table is printed as Markdown, and `curves.svg` drawn; both need no run folder (see runs.py).
+end the table is printed as Markdown, and `curves.svg` drawn; both need no run folder (see measured.py).
 """
 
 from __future__ import annotations
@@ -14,20 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from runs import Cell, Experiment, Result, Results, average, table
+from measured import Cell, Experiment, Result, Results, average, table
 
-from agl_core.analysis.curves.plots import Curves, draw
+from agl_core.analysis.curves.plots import Curves, draw, draw_apart
 
 MODES = ("greedy", "sampled")
-
-
-def results_of(example: Path) -> Results:
-    return Results(example / "results.json")
-
-
-def seeds_of(example: Path, count: int) -> list[Experiment]:
-    """One run for each seed, of the example as it is."""
-    return [Experiment(example, "", (), seed) for seed in range(count)]
 
 
 def start_and_end(held_out: str, mode: str) -> Cell:
@@ -49,20 +41,35 @@ def curves(result: Result) -> Curves:
     return Curves(list(enumerate(result["train_rewards"], 1)), held_out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("example", type=Path, help="the example's folder")
-    parser.add_argument("--seeds", type=int, default=5, help="how many: 0, 1, …")
-    options = parser.parse_args()
-    results, seeds = results_of(options.example), seeds_of(options.example, options.seeds)
-    results.complete(seeds, runs=Path("runs"))
-    rows = {str(each.seed): results.valid([each]) for each in seeds}
-    found = [result for runs in rows.values() for result in runs]
-    columns = {f"`{name}`, {mode}": start_and_end(name, mode) for name in found[0]["rewards"] for mode in MODES}
+def show(example: Path, results: Sequence[Result]) -> Sequence[Curves]:
+    """Print the table, draw `curves.svg`, and return its curves."""
+    columns = {f"`{name}`, {mode}": start_and_end(name, mode) for name in results[0]["rewards"] for mode in MODES}
     columns |= {"seconds": average(lambda run: run["seconds"])}
     columns |= {"rollouts": average(lambda run: sum(run["rollouts"].values()))}
-    print("\n".join(table("seed", rows | ({"mean": found} if len(found) > 1 else {}), columns)))
-    draw({options.example.name: [curves(each) for each in found]}, options.example / "curves.svg")
+    rows = {str(seed): [result] for seed, result in enumerate(results)}
+    print("\n".join(table("seed", rows | ({"mean": results} if len(results) > 1 else {}), columns)))
+    found = [curves(each) for each in results]
+    draw({example.name: found}, example / "curves.svg")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("examples", type=Path, nargs="+", help="the examples' folders")
+    parser.add_argument("--seeds", type=int, default=5, help="how many: 0, 1, …")
+    parser.add_argument("--write", action="store_true", help="train nothing; show the seeds there are")
+    parser.add_argument("--together", type=Path, help="also draw all examples side by side, into this file")
+    options = parser.parse_args()
+    together = {}
+    for example in options.examples:
+        results = Results(example / "results.json")
+        seeds = [Experiment(example, "", (), seed) for seed in range(options.seeds)]
+        if not options.write:
+            results.complete(seeds, runs=Path("runs"))
+        found = results.read()
+        together[seeds[0].example] = show(example, [found[each.name] for each in seeds if each.name in found])
+    if options.together:
+        draw_apart(together, options.together)
 
 
 if __name__ == "__main__":

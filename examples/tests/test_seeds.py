@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -101,6 +102,17 @@ def test_a_run_that_fails_keeps_those_before_it(example: Path, monkeypatch: pyte
     with pytest.raises(SystemExit, match="sum-seed-1 ended with status 1"):
         run(example, monkeypatch, 2)
     assert json.loads((example / "results.json").read_text()).keys() == {"sum/seed 0"}
+
+
+def test_examples_are_drawn_side_by_side_without_training(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(example, monkeypatch, 1)
+    shutil.copytree(example, "product")
+    renamed = (example / "results.json").read_text().replace("sum/seed", "product/seed")
+    Path("product", "results.json").write_text(renamed)
+    monkeypatch.setattr(sys, "argv", ["seeds.py", "sum", "product", "--write", "--together", "both.svg"])
+    seeds.main()
+    assert len(commands()) == 1
+    assert [panel in Path("both.svg").read_text() for panel in ("axes_1", "axes_2", "axes_3")] == [True, True, False]
 
 
 def test_curves_are_drawn_again_to_the_same_bytes(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:

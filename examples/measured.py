@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
 
-EXAMPLES = Path(__file__).parent
+EXAMPLES = Path(__file__).resolve().parent
 
 Result: TypeAlias = dict[str, Any]
 """What is kept of a run: its summary's figures, CPU seconds, the cores it had, and the digest of what it trained."""
@@ -54,8 +54,13 @@ class Experiment:
     look: Look = nothing_else
 
     @property
+    def example(self) -> str:
+        folder = self.folder.resolve()
+        return str(folder.relative_to(EXAMPLES)) if folder.is_relative_to(EXAMPLES) else folder.name
+
+    @property
     def name(self) -> str:
-        return "/".join(filter(None, [self.folder.name, self.label, f"seed {self.seed}"]))
+        return "/".join(filter(None, [self.example, self.label, f"seed {self.seed}"]))
 
     @property
     def digest(self) -> str:
