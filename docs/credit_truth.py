@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from first_step import first_step
 
-from agl_core.analysis.curves.metrics import read_metrics
+from agl_core.analysis.curves.metrics import read_metrics, series
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.types import Episode, Reward
 from agl_rewards.air import air
@@ -38,12 +38,12 @@ RULES: dict[str, tuple[tuple[str, ...], Crediting]] = {
 def learned(run: Path) -> Result:
     """What games earned before, while and after training, and how well the first step's credit fits the truth."""
     lines = read_metrics(run)
-    evaluated = [line for line in lines if line["kind"] == "eval"]
+    evaluated = [line.values for line in lines if line.kind == "eval"]
     before, after = (
-        {mode: line[f"eval/{mode}/reward/total"] for mode in ("greedy", "sampled")}
-        for line in (evaluated[0], evaluated[-1])
+        {mode: values[f"eval/{mode}/reward/total"] for mode in ("greedy", "sampled")}
+        for values in (evaluated[0], evaluated[-1])
     )
-    training = [line["reward/total"] for line in lines if line["kind"] == "train"]
+    training = [reward for _, reward in series(lines, "train", "reward/total")]
     return {
         "correlations": correlations([_scored(each) for each in first_step(run)]),
         "rewards": {"eval": {"before": before, "after": after}},

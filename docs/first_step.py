@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from agl_core.config import CONFIG_FILE
 from agl_core.config.load import load
 from agl_core.training.collect import recorded_episodes
-from agl_core.training.run import CONFIG_FILE
 from agl_core.types import Episode, Mode
 
 

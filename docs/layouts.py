@@ -15,9 +15,9 @@ from first_step import first_step
 from transformers import AutoModelForCausalLM
 
 from agl_core.builtin.credit import identical
+from agl_core.config import CONFIG_FILE
 from agl_core.config.load import load_for_policies
 from agl_core.learning.batch import PolicyCredit, make_batches
-from agl_core.training.run import CONFIG_FILE
 from agl_core.types import Batch, CreditKind, Episode
 from agl_torch.models import attention
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agl_core.analysis.curves.metrics import read_metrics
+from agl_core.analysis.curves.metrics import read_metrics, series
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from measured import (
@@ -91,9 +91,8 @@ def experiments() -> Iterator[Experiment]:
 
 def memory_first(run: Path) -> Result:
     """How often the trip example's policy asked memory first in the end."""
-    last = [line for line in read_metrics(run) if line["kind"] == "eval"][-1]
-    name = "eval/sampled/reward/memory_first"
-    return {"memory_first": last[name]} if name in last else {}
+    asked = series(read_metrics(run), "eval", "eval/sampled/reward/memory_first")
+    return {"memory_first": asked[-1][1]} if asked else {}
 
 
 def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
