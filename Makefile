@@ -127,7 +127,7 @@ trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themse
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine)
 	@$(BIN)/python tests/benchmarks/server_speed.py
 
-bench-async: install ## Compare training with and without waiting; writes the table of docs/asynchronous.md
+bench-async: install ## Compare training with and without waiting, three seeds; writes the table of docs/asynchronous.md
 	@$(BIN)/python tests/benchmarks/async_training.py --write
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
@@ -153,7 +153,7 @@ fuzz: install ## Run the property tests with other examples than `make test` (te
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_comparison.py
 
-experiments: install ## Measure what each credit rule is worth where it should matter (an hour; it can be interrupted)
+experiments: install ## Measure what each contribution is worth (three hours; it can be interrupted)
 	@$(BIN)/python docs/make_experiments.py
 
 docs: install ## Write the generated pages of docs/ anew

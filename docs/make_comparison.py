@@ -5,17 +5,33 @@
     python docs/make_comparison.py --only trip      # runs whose name begins so
     python docs/make_comparison.py --write          # no run, the page alone
 
-It can be interrupted at any time; see runs.py.
+It can be interrupted at any time; see examples/measured.py.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runs import Experiment, Result, Results, command_line, mean_and_range
+from agl_core.analysis.curves.metrics import read_metrics, series
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from measured import (
+    EXAMPLES,
+    Cell,
+    Experiment,
+    Result,
+    Results,
+    average,
+    held_out,
+    make_page,
+    seeds_run,
+    spread,
+    table,
+    while_training,
+)
 
 RESULTS = Results(Path(__file__).with_name("comparison.json"))
 PAGE = Path(__file__).with_name("comparison.md")
@@ -65,19 +81,18 @@ def experiments() -> Iterator[Experiment]:
     for example in CAPPED:
         for seed in SEEDS:
             for label, changes in PAIRS.items():
-                yield Experiment(example, label, (*CAPPED[example], *changes), seed)
+                yield Experiment(EXAMPLES / example, label, (*CAPPED[example], *changes), seed, memory_first)
             if example == "trip":
                 for label, changes in ABLATION.items():
                     if label not in PAIRS:
-                        yield Experiment(example, label, (*CAPPED[example], *changes), seed)
+                        changed = (*CAPPED[example], *changes)
+                        yield Experiment(EXAMPLES / example, label, changed, seed, memory_first)
 
 
 def memory_first(run: Path) -> Result:
     """How often the trip example's policy asked memory first in the end."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if line["kind"] == "eval"][-1]
-    name = "eval/sampled/reward/memory_first"
-    return {"memory_first": last[name]} if name in last else {}
+    asked = series(read_metrics(run), "eval", "eval/sampled/reward/memory_first")
+    return {"memory_first": asked[-1][1]} if asked else {}
 
 
 def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
@@ -92,51 +107,45 @@ def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
     return None
 
 
-def median_steps(runs: Sequence[Result], threshold: float) -> str:
-    found = [steps_to(each["train_rewards"], threshold) for each in runs]
-    reached = [step for step in found if step is not None]
-    if len(reached) < len(found):
-        return f"{len(reached)} of {len(found)} runs" if reached else "never"
-    return f"{statistics.median(reached):g}"
+def median_steps(threshold: float) -> Cell:
+    def cell(runs: Sequence[Result]) -> str:
+        found = [steps_to(each["train_rewards"], threshold) for each in runs]
+        reached = [step for step in found if step is not None]
+        if len(reached) < len(found):
+            return f"{len(reached)} of {len(found)} runs" if reached else "never"
+        return f"{statistics.median(reached):g}"
+
+    return cell
 
 
-def table(example: str, labels: Sequence[str]) -> Iterator[str]:
-    """One row per label; runs that are missing or out of date are left out of it."""
-    memory = example == "trip"
-    head = ["run", "seeds", "before", "after, greedy", "after, sampled"]
-    head += ["memory first"] if memory else []
-    head += ["while training", *(f"steps to {threshold:.2f}" for threshold in THRESHOLDS), "CPU seconds"]
-    yield f"| {' | '.join(head)} |"
-    yield "|---" * len(head) + "|"
-    for label in labels:
-        runs = RESULTS.valid(each for each in experiments() if (each.example, each.label) == (example, label))
-        if not runs:
-            yield f"| {label} | 0 |" + " |" * (len(head) - 2)
-            continue
-        row = [label, str(len(runs)), mean_and_range([each["reward"]["before"]["sampled"] for each in runs])]
-        row += [mean_and_range([each["reward"]["after"][mode] for each in runs]) for mode in ("greedy", "sampled")]
-        row += [mean_and_range([each["memory_first"] for each in runs])] if memory else []
-        row += [mean_and_range([statistics.mean(each["train_rewards"]) for each in runs])]
-        row += [median_steps(runs, threshold) for threshold in THRESHOLDS]
-        row += [f"{statistics.mean([each['cpu_seconds'] for each in runs]):.0f}"]
-        yield f"| {' | '.join(row)} |"
+def section(title: str, example: str, labels: Sequence[str]) -> Iterator[str]:
+    """A table with one row per label; runs that are missing or out of date are left out of it."""
+    columns: dict[str, Cell] = {
+        "seeds": seeds_run,
+        "before": spread(held_out("before", "sampled")),
+        "after, greedy": spread(held_out("after", "greedy")),
+        "after, sampled": spread(held_out("after", "sampled")),
+    }
+    if example == "trip":
+        columns["memory first"] = spread(lambda run: run["memory_first"])
+    columns["while training"] = spread(while_training)
+    columns |= {f"steps to {threshold:.2f}": median_steps(threshold) for threshold in THRESHOLDS}
+    columns["CPU seconds"] = average(lambda run: run["cpu_seconds"])
+    rows = {
+        label: RESULTS.valid(e for e in experiments() if e.name.startswith(f"{example}/{label}/")) for label in labels
+    }
+    yield from (f"## {title}", "", *table("run", rows, columns), "")
 
 
-def page() -> str:
-    """docs/comparison.md: what a person wrote (comparison.head.md), then the tables."""
-    parts = [PAGE.with_name("comparison.head.md").read_text().rstrip(), ""]
-    parts += ["## trip: every algorithm with every credit rule", "", *table("trip", list(PAIRS)), ""]
-    parts += ["## trip: what helps, with GRPO", "", *table("trip", list(ABLATION)), ""]
-    parts += ["## calc: every algorithm with every credit rule", "", *table("calc", list(PAIRS)), ""]
-    return "\n".join(parts).rstrip() + "\n"
+def tables() -> Iterator[str]:
+    """All of the page that is measured."""
+    yield from section("trip: every algorithm with every credit rule", "trip", list(PAIRS))
+    yield from section("trip: what helps, with GRPO", "trip", list(ABLATION))
+    yield from section("calc: every algorithm with every credit rule", "calc", list(PAIRS))
 
 
 def main() -> None:
-    options = command_line(__doc__)
-    if not options.write:
-        chosen = [each for each in experiments() if each.name.startswith(options.only)]
-        RESULTS.complete(chosen, options.minutes, memory_first)
-    PAGE.write_text(page())
+    make_page(__doc__, PAGE, RESULTS, experiments(), tables)
 
 
 if __name__ == "__main__":

@@ -1,91 +1,34 @@
 """Trains an example once per seed, and shows what all seeds reached.
 
     python examples/seeds.py examples/math --seeds 5
+    python examples/seeds.py examples/{math,sql,rag,smollm/calculator} --write --together docs/pictures/learning.svg
 
 Runs come one after another, each a plain `agl train … --set seed=… --set name=…`, and its result is kept in the
-example's `results.json` as soon as it ends: call it again to go on after an interruption, or for more seeds. A seed is
-trained again if `train.toml` or the policy has changed since. At the end the table is printed as Markdown, and
-`curves.svg` drawn; both need no run folder.
+example's `results.json` as soon as it ends: call it again to go on after an interruption, or for more seeds. At the
+end the table is printed as Markdown, and `curves.svg` drawn; both need no run folder (see measured.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
-import subprocess
-import sys
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, TypeAlias
 
-from agl_core.analysis.curves.plots import Curves, draw
+from measured import Cell, Experiment, Result, Results, average, table
 
-Result: TypeAlias = dict[str, Any]
-"""What is kept of a run: its summary's figures, the cores it had, and the digest of what it trained."""
+from agl_core.analysis.curves.plots import Curves, draw, draw_apart
 
 MODES = ("greedy", "sampled")
-KEPT = ("rewards", "seconds", "peak_rss_bytes", "rollouts", "llm_calls", "evaluations", "train_rewards")
 
 
-def digest(example: Path) -> str:
-    """Identifies the configuration and the policy."""
-    config = tomllib.loads((example / "train.toml").read_text())
-    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in sorted((example / "policy").iterdir()):
-        found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+def start_and_end(held_out: str, mode: str) -> Cell:
+    def cell(runs: Sequence[Result]) -> str:
+        return " → ".join(
+            f"{mean(r['rewards'][held_out][when][mode] for r in runs):.3f}" for when in ("before", "after")
+        )
 
-
-def train(example: Path, seed: int) -> Result:
-    """Train with this seed, and return what is kept of it. Exits if training fails or is interrupted."""
-    name = f"{example.name}-seed-{seed}"
-    command = [str(Path(sys.executable).with_name("agl")), "train", str(example / "train.toml")]
-    ended = subprocess.run([*command, "--set", f"seed={seed}", "--set", f"name={name}"])
-    if ended.returncode:
-        sys.exit(f"{name} ended with status {ended.returncode}; call this again to go on")
-    # If runs/NAME was taken, agl made runs/NAME-2 and so on.
-    summaries = [*Path("runs").glob(f"{name}/summary.json"), *Path("runs").glob(f"{name}-*/summary.json")]
-    summary = json.loads(max(summaries, key=lambda file: file.stat().st_mtime).read_text())
-    return {key: summary[key] for key in KEPT} | {"digest": digest(example), "cores": len(os.sched_getaffinity(0))}
-
-
-def read(file: Path) -> dict[int, Result]:
-    """Results by seed."""
-    return {int(seed): kept for seed, kept in json.loads(file.read_text()).items()} if file.is_file() else {}
-
-
-def write(file: Path, results: dict[int, Result]) -> None:
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(results, sort_keys=True) + "\n")
-    os.replace(part, file)
-
-
-def table(results: dict[int, Result]) -> Iterator[str]:
-    """Start → end of each seed, held-out set and mode, as Markdown."""
-    sets = list(next(iter(results.values()))["rewards"])
-    columns = [(name, mode) for name in sets for mode in MODES]
-    head = ["seed", *(f"`{name}`, {mode}" for name, mode in columns), "seconds", "rollouts"]
-    yield f"| {' | '.join(head)} |"
-    yield "|---" * len(head) + "|"
-
-    def row(label: str, kept: Sequence[Result]) -> str:
-        ends = [
-            [mean(each["rewards"][name][when][mode] for each in kept) for when in ("before", "after")]
-            for name, mode in columns
-        ]
-        cells = [f"{start:.3f} → {end:.3f}" for start, end in ends]
-        cells += [f"{mean(each['seconds'] for each in kept):.0f}"]
-        cells += [f"{mean(sum(each['rollouts'].values()) for each in kept):.0f}"]
-        return f"| {' | '.join([label, *cells])} |"
-
-    for seed, result in sorted(results.items()):
-        yield row(str(seed), [result])
-    if len(results) > 1:
-        yield row("mean", list(results.values()))
+    return cell
 
 
 def curves(result: Result) -> Curves:
@@ -98,21 +41,35 @@ def curves(result: Result) -> Curves:
     return Curves(list(enumerate(result["train_rewards"], 1)), held_out)
 
 
+def show(example: Path, results: Sequence[Result]) -> Sequence[Curves]:
+    """Print the table, draw `curves.svg`, and return its curves."""
+    columns = {f"`{name}`, {mode}": start_and_end(name, mode) for name in results[0]["rewards"] for mode in MODES}
+    columns |= {"seconds": average(lambda run: run["seconds"])}
+    columns |= {"rollouts": average(lambda run: sum(run["rollouts"].values()))}
+    rows = {str(seed): [result] for seed, result in enumerate(results)}
+    print("\n".join(table("seed", rows | ({"mean": results} if len(results) > 1 else {}), columns)))
+    found = [curves(each) for each in results]
+    draw({example.name: found}, example / "curves.svg")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("example", type=Path, help="the example's folder")
+    parser.add_argument("examples", type=Path, nargs="+", help="the examples' folders")
     parser.add_argument("--seeds", type=int, default=5, help="how many: 0, 1, …")
+    parser.add_argument("--write", action="store_true", help="train nothing; show the seeds there are")
+    parser.add_argument("--together", type=Path, help="also draw all examples side by side, into this file")
     options = parser.parse_args()
-    file, current = options.example / "results.json", digest(options.example)
-    results = read(file)
-    for seed in range(options.seeds):
-        if results.get(seed, {}).get("digest") == current:
-            continue
-        results[seed] = train(options.example, seed)
-        write(file, results)
-    kept = {seed: result for seed, result in results.items() if result["digest"] == current}
-    print("\n".join(table(kept)))
-    draw({options.example.name: [curves(each) for each in kept.values()]}, options.example / "curves.svg")
+    together = {}
+    for example in options.examples:
+        results = Results(example / "results.json")
+        seeds = [Experiment(example, "", (), seed) for seed in range(options.seeds)]
+        if not options.write:
+            results.complete(seeds, runs=Path("runs"))
+        found = results.read()
+        together[seeds[0].example] = show(example, [found[each.name] for each in seeds if each.name in found])
+    if options.together:
+        draw_apart(together, options.together)
 
 
 if __name__ == "__main__":

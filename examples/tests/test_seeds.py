@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ with open("commands", "a") as commands:
 seed = int(settings["seed"])
 if pathlib.Path("broken").exists():
     sys.exit(1)
-folder = pathlib.Path("runs") / settings["name"]
+folder = pathlib.Path(settings["runs"]) / settings["name"]
 while folder.exists():
     folder = folder.with_name(folder.name + "-2")
 folder.mkdir(parents=True)
@@ -26,7 +27,8 @@ summary = {{
     "rewards": {{
         "eval": {{"before": {{"greedy": 0.0, "sampled": 0.05}}, "after": {{"greedy": after, "sampled": 0.9}}}},
     }},
-    "seconds": 100 + seed, "peak_rss_bytes": 1, "rollouts": {{"finished": 7, "crashed": 1}}, "llm_calls": 20,
+    "transitions": {{"kept": 20}}, "seconds": 100 + seed, "peak_rss_bytes": 1,
+    "rollouts": {{"finished": 7, "crashed": 1}}, "llm_calls": 20,
     "evaluations": [
         {{"set": "eval", "mode": mode, "step": step, "reward": 0.4 * step}}
         for step in (0, 2) for mode in ("greedy", "sampled")
@@ -64,7 +66,8 @@ def test_each_seed_is_a_plain_run_and_the_table_has_all(
     example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(example, monkeypatch, 2)
-    assert commands() == [f"train sum/train.toml --set seed={seed} --set name=sum-seed-{seed}" for seed in (0, 1)]
+    settings = [f"--set seed={seed} --set runs=runs --set name=sum-seed-{seed}" for seed in (0, 1)]
+    assert commands() == [f"train sum/train.toml {each}" for each in settings]
     assert capsys.readouterr().out.splitlines() == [
         "| seed | `eval`, greedy | `eval`, sampled | seconds | rollouts |",
         "|---|---|---|---|---|",
@@ -82,9 +85,15 @@ def test_only_what_is_missing_or_out_of_date_is_run(example: Path, monkeypatch: 
     (example / "train.toml").write_text('name = "sum"  # another comment\n')
     run(example, monkeypatch, 2)
     assert len(commands()) == 2
-    (example / "policy" / "weights").write_text("2")
+    (example / "tasks.py").write_text("TERMS = 2\n")
     run(example, monkeypatch, 2)
     assert len(commands()) == 4
+    (example / "tasks.py").write_text('"""Sums."""\n\nTERMS = 2  # at most\n')
+    run(example, monkeypatch, 2)
+    assert len(commands()) == 4
+    (example / "policy" / "weights").write_text("2")
+    run(example, monkeypatch, 2)
+    assert len(commands()) == 6
 
 
 def test_a_run_that_fails_keeps_those_before_it(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +101,18 @@ def test_a_run_that_fails_keeps_those_before_it(example: Path, monkeypatch: pyte
     Path("broken").touch()
     with pytest.raises(SystemExit, match="sum-seed-1 ended with status 1"):
         run(example, monkeypatch, 2)
-    assert json.loads((example / "results.json").read_text()).keys() == {"0"}
+    assert json.loads((example / "results.json").read_text()).keys() == {"sum/seed 0"}
+
+
+def test_examples_are_drawn_side_by_side_without_training(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(example, monkeypatch, 1)
+    shutil.copytree(example, "product")
+    renamed = (example / "results.json").read_text().replace("sum/seed", "product/seed")
+    Path("product", "results.json").write_text(renamed)
+    monkeypatch.setattr(sys, "argv", ["seeds.py", "sum", "product", "--write", "--together", "both.svg"])
+    seeds.main()
+    assert len(commands()) == 1
+    assert [panel in Path("both.svg").read_text() for panel in ("axes_1", "axes_2", "axes_3")] == [True, True, False]
 
 
 def test_curves_are_drawn_again_to_the_same_bytes(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:

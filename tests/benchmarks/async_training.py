@@ -1,16 +1,18 @@
-"""What asynchronous training gains where some rollouts are slow: two runs of the calc example, one after the other.
+"""What asynchronous training gains where some rollouts are slow: two runs of the calc example for each seed.
 
     python tests/benchmarks/async_training.py
 
-trains the calc example from the same weights on the same tasks twice: once with `async.max_staleness = 0`, once with 4.
+trains the calc example from the same weights on the same tasks twice, once with `async.max_staleness = 0` and once with
+4, and so for each of `--seeds` seeds.
 Its tool sleeps before it answers: log-normal, the slowest hundredth at least ten times as long as the median, and as
 long for the same call of the same rollout in both. All rollouts of a synchronous step can run at once, so that it waits
 for nothing but its slowest; the other run has no more workers. The engine has one thread, so that CPU seconds by
 wall-clock second say how busy it was. Times are of training alone, without start and evaluations. It ends with status 1
-unless the second run made at least twice the rollouts per hour (`--at-least`) and its final reward is no worse (by more
-than `--tolerance`). `--write` puts the table into docs/asynchronous.md.
+unless the second runs made at least twice the rollouts per hour (`--at-least`) and their final reward is no worse (by
+more than `--tolerance`), both on average over the seeds. `--write` puts the table into docs/asynchronous.md.
 
-Needs a quiet machine; takes about thirteen minutes. `--steps 2 --groups 2 --at-least 0` only shows that it works.
+Needs a quiet machine; takes about thirteen minutes a seed. With `--folder` it can be interrupted: call it again, and it
+goes on with what is missing. `--seeds 1 --steps 2 --groups 2 --at-least 0` only shows that it works.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import psutil
@@ -44,7 +48,6 @@ ENGINE = "agl_torch.process"
 class Measured:
     """One run."""
 
-    name: str
     rollouts: float
     hours: float
     engine_seconds: float
@@ -61,23 +64,45 @@ class Measured:
     def utilisation(self) -> float:
         return self.engine_seconds / (3600 * self.hours)
 
-    def row(self) -> str:
-        return (
-            f"| {self.name} | {self.rollouts:.0f} | {60 * self.hours:.1f} | {self.per_hour:,.0f} "
-            f"| {self.utilisation:.0%} | {self.greedy:.3f} | {self.sampled:.3f} "
-            f"| {self.staleness:.2f} | {self.stale:.0f} |"
-        )
+
+def row(name: str, runs: Sequence[Measured]) -> str:
+    """Means over the seeds; of rewards also the range."""
+
+    def average(value: Callable[[Measured], float]) -> float:
+        return mean(map(value, runs))
+
+    def reward(mode: str) -> str:
+        values = [getattr(each, mode) for each in runs]
+        return f"{mean(values):.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
+
+    return (
+        f"| {name} | {len(runs)} | {average(lambda run: run.rollouts):.0f} | {average(lambda run: 60 * run.hours):.1f} "
+        f"| {average(lambda run: run.per_hour):,.0f} | {average(lambda run: run.utilisation):.0%} | {reward('greedy')} "
+        f"| {reward('sampled')} | {average(lambda run: run.staleness):.2f} | {average(lambda run: run.stale):.0f} |"
+    )
 
 
-HEAD = """| run | rollouts | minutes | rollouts per hour | engine busy | greedy | sampled | mean staleness | stale |
-|---|---|---|---|---|---|---|---|---|"""
+HEAD = """\
+| run | seeds | rollouts | minutes | rollouts per hour | engine busy | greedy | sampled | mean staleness | stale |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
-def run(name: str, staleness: int, folder: Path, options: argparse.Namespace) -> Measured:
+def kept(kind: str, staleness: int, seed: int, folder: Path, options: argparse.Namespace) -> Measured:
+    """What was measured with this seed, now or before an interruption."""
+    name = f"{kind}-{seed}"
+    file = folder / f"{name}.json"
+    if not file.exists():
+        found = run(name, staleness, seed, folder, options)
+        file.write_text(json.dumps(asdict(found)))
+    return Measured(**json.loads(file.read_text()))
+
+
+def run(name: str, staleness: int, seed: int, folder: Path, options: argparse.Namespace) -> Measured:
     """Train once."""
+    shutil.rmtree(folder / "runs" / name, ignore_errors=True)  # It was interrupted.
     settings = {
         "name": name,
-        "seed": options.seed,
+        "seed": seed,
         "agent.entry": "slow_calc_agent:solve",
         "train.steps": options.steps,
         "train.groups_per_step": options.groups,
@@ -109,7 +134,7 @@ def run(name: str, staleness: int, folder: Path, options: argparse.Namespace) ->
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines() if not status else []
     if sum(json.loads(line)["kind"] == "train" for line in lines) != options.steps:
         sys.exit(f"The run failed or was interrupted:\n{(folder / f'{name}.log').read_text()}")
-    return measured(name, folder / "runs" / name, busy)
+    return measured(folder / "runs" / name, busy)
 
 
 def engine_seconds(process: subprocess.Popen[bytes], metrics: Path, steps: int) -> float:
@@ -137,12 +162,11 @@ def engine_cpu(pid: int) -> float:
     return 0.0
 
 
-def measured(name: str, folder: Path, busy: float) -> Measured:
+def measured(folder: Path, busy: float) -> Measured:
     lines: list[Mapping[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
     reward = json.loads((folder / "summary.json").read_text())["reward"]["after"]
     return Measured(
-        name,
         rollouts=sum(line["rollouts"] for line in steps),
         hours=sum(line["seconds/step"] for line in steps) / 3600,
         engine_seconds=busy,
@@ -161,7 +185,7 @@ def setup(options: argparse.Namespace) -> str:
         processor = names[0] if names else processor
     return (
         f"{options.steps} steps of {options.groups} · {GROUP_SIZE} rollouts, a tool call takes {options.median:g} s at "
-        f"the median, seed {options.seed}; {time.strftime('%B %Y')}, {os.cpu_count()} cores of an {processor}."
+        f"the median; {time.strftime('%B %Y')}, {os.cpu_count()} cores of an {processor}."
     )
 
 
@@ -174,7 +198,7 @@ def main() -> None:
     parser.add_argument("--tail", type=float, default=10.0, help="99th percentile of a tool call over its median")
     parser.add_argument("--workers", type=int, help="rollouts run at the same time; by default, those of one step")
     parser.add_argument("--tasks", type=int, default=200, help="of an evaluation")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
     parser.add_argument("--at-least", type=float, default=2.0, help="times the rollouts per hour")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of the final rewards")
     parser.add_argument("--folder", type=Path, help="where the runs go; by default, nowhere that stays")
@@ -182,22 +206,28 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
-        if (folder / "runs").exists():
-            parser.error(f"{folder} has runs already; name a new folder")
         folder.mkdir(parents=True, exist_ok=True)
-        waiting = run("synchronous", 0, folder, options)
-        going_on = run("asynchronous", options.staleness, folder, options)
-    if waiting.rollouts != going_on.rollouts:
-        sys.exit(f"The runs are not comparable: {waiting.rollouts:.0f} rollouts, and {going_on.rollouts:.0f}.")
-    times = going_on.per_hour / waiting.per_hour
-    table = f"{HEAD}\n{waiting.row()}\n{going_on.row()}\n\n{times:.1f} times the rollouts per hour. {setup(options)}"
+        pairs = [
+            (
+                kept("synchronous", 0, seed, folder, options),
+                kept("asynchronous", options.staleness, seed, folder, options),
+            )
+            for seed in range(options.seeds)
+        ]
+    if any(waiting.rollouts != going_on.rollouts for waiting, going_on in pairs):
+        sys.exit("The runs are not comparable: they have different numbers of rollouts.")
+    synchronous, asynchronous = zip(*pairs, strict=True)
+    times = mean(each.per_hour for each in asynchronous) / mean(each.per_hour for each in synchronous)
+    table = "\n".join([HEAD, row("synchronous", synchronous), row("asynchronous", asynchronous)])
+    table += f"\n\n{times:.1f} times the rollouts per hour. {setup(options)}"
     print(table)
     if options.write:
         before, rest = PAGE.read_text().split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}")
     if times < options.at_least:
         sys.exit(f"It was to be {options.at_least:g} times as many.")
-    if min(going_on.greedy - waiting.greedy, going_on.sampled - waiting.sampled) < -options.tolerance:
+    gained = [mean(getattr(other, mode) - getattr(one, mode) for one, other in pairs) for mode in ("greedy", "sampled")]
+    if min(gained) < -options.tolerance:
         sys.exit("The final reward is worse.")
 
 

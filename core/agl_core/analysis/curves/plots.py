@@ -70,11 +70,19 @@ def draw(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
                 alone = len(kinds) == 1
                 _draw_kind(panel, name, seeds, "" if alone else f"{kind}, ", None if alone else number)
             panel.set_title(name, fontsize=10)
-            panel.set_xlabel("step")
-        row[0].set_ylabel("mean reward")
         counts = sorted({len(seeds) for seeds in kinds.values()})
         title = None if counts == [1] else f"{' or '.join(map(str, counts))} seeds"
         row[-1].legend(fontsize=8, loc="best", title=title, title_fontsize=8)
+
+
+def draw_apart(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
+    """Draw kinds of runs that have nothing in common: a panel for each, of its first held-out set. As `draw` else."""
+    with panels(out, len(kinds), width=2.7) as row:
+        for panel, (kind, seeds) in zip(row, kinds.items(), strict=True):
+            headline = next(name for each in seeds for name, _ in each.held_out)
+            _draw_kind(panel, headline, seeds, "", None)
+            panel.set_title(f"{kind}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}", fontsize=10)
+        row[-1].legend(fontsize=8, loc="best")
 
 
 @contextmanager
@@ -95,6 +103,8 @@ def panels(out: Path, count: int, width: float = 3.7) -> Iterator[Sequence[Any]]
         row = figure.subplots(1, count, sharey=True, squeeze=False)[0]
         for panel in row:
             panel.grid(alpha=0.3)
+            panel.set_xlabel("step")
+        row[0].set_ylabel("mean reward")
         yield row
         ending = out.suffix.lower()[1:]
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
