@@ -60,13 +60,25 @@ class AutoGen(Driver):
             elif first.handoffs:
                 *_, last = team = [_assistant(each, client, setting) for each in scenario.everyone()]
                 ending = TextMessageTermination(source=last.name)
-                await Swarm(team, termination_condition=ending).run(task=question.text)
+                await _cancellable(Swarm(team, termination_condition=ending), question.text)
             else:
                 await asyncio.gather(
                     *(_assistant(each, client, setting).run(task=question.text) for each in [first, *others])
                 )
 
         return program
+
+
+async def _cancellable(team: Swarm, task: str) -> None:
+    """A team that is only cancelled as a coroutine waits for its calls: AutoGen stops them by a token."""
+    token = CancellationToken()
+    run = asyncio.create_task(team.run(task=task, cancellation_token=token))
+    try:
+        await asyncio.shield(run)
+    except asyncio.CancelledError:
+        token.cancel()
+        await asyncio.wait([run])
+        raise
 
 
 def _client(setting: Setting) -> ChatCompletionClient:
