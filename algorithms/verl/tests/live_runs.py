@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from agl_core.protocols import PolicySpec
@@ -117,7 +118,8 @@ def test_an_adapter_is_served_as_it_is_trained_and_saved_as_others_read_it(own_e
     assert all(line["update/grad_norm"] > 0 for line in steps)
     # veRL merges the adapter in bfloat16.
     assert max(line["update/rollout_probs_diff_max"] for line in steps) < 0.02
-    saved = tmp_path / "calc" / "default" / "model"
+    saved = tmp_path / "calc" / "model"
+    assert (saved / "agl_base.json").is_file()
     spec = PolicySpec(str(CALC.parent / "policy"), "float32", adapter=str(saved))
     trained = [
         weight.abs().max().item()
@@ -125,10 +127,20 @@ def test_an_adapter_is_served_as_it_is_trained_and_saved_as_others_read_it(own_e
         if "lora_B" in name
     ]
     assert min(trained) > 0
-    merged = [agl(), "policy", "merge", str(tmp_path / "calc"), "--out", str(tmp_path / "merged")]
-    done = subprocess.run(merged, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    prompt, found = torch.arange(20)[None], []
+    for how in ("export", "merge"):
+        written = [agl(), "policy", how, f"{tmp_path / 'calc'}@latest", "--out", str(tmp_path / how)]
+        done = subprocess.run(written, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    for made in (
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merge", dtype=torch.float32),
+        load_model(spec, torch.device("cpu"), 0).model,
+    ):
+        with torch.no_grad():
+            found.append(made.eval()(prompt).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-3, atol=1e-3)
 
 
 def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

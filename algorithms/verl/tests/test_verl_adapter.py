@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agl_core.config.policies import LoraSection
-from agl_core.errors import CheckpointError
+from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.models.adapters import merge
 from agl_torch.models.loading import load_model
@@ -78,6 +78,18 @@ def test_merged_it_is_a_model_that_transformers_and_the_torch_engine_load(
     torch.testing.assert_close(logits(plain), expected, rtol=1e-3, atol=1e-3)
     by_torch = load_model(PolicySpec(str(tmp_path / "merged"), "float32"), torch.device("cpu"), 0)
     torch.testing.assert_close(logits(by_torch.model), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_belongs_to_the_weights_that_it_was_trained_on(checkpoint: Path, tmp_path: Path) -> None:
+    assert (checkpoint / "model" / "agl_base.json").is_file()
+    other = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.1)
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "other")
+    spec = PolicySpec(str(tmp_path / "other"), "float32", adapter=str(checkpoint / "model"))
+    with pytest.raises(EngineError, match="trained on other weights"):
+        load_model(spec, torch.device("cpu"), 0)
 
 
 def test_verls_misnamed_weights_do_not_stay_beside_its_shards(checkpoint: Path) -> None:

@@ -172,7 +172,7 @@ class VerlBench:
         whole, samples = usable.batch, samples_of(usable.batch)
         prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained
-        steps = list(minibatches(whole, sent, self.algorithm.minibatches, [0, self.version, 0]))
+        steps = list(minibatches(whole, sent, self.algorithm.minibatches, [0, self.version]))
         row_of = {int(place): row for row, place in enumerate(sent)}
         order = lay_out([np.array([row_of[int(i)] for i in step]) for step in steps], 1, lambda rows, _: [rows])
         if len(steps) == 1:

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from agl_algorithms.bases import BASE_FILE, fingerprint_of, write_fingerprint
 from agl_core.errors import EngineError
-
-BASE_FILE = "agl_base.json"
-"""Beside an adapter: the fingerprint of the weights that it was trained on."""
-_SAMPLED = 1024
-"""How many values of each tensor a fingerprint looks at."""
 
 
 def fingerprint(model: Any) -> str:
-    """A digest of a model's weights, without those of an adapter: the shapes, and values from all over each tensor.
-
-    It looks at so few of them that a large model takes no time. They are rounded to bfloat16, so that it makes no
-    difference in which dtype the same weights are loaded.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(_of_base(model)):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLED)].to(torch.bfloat16).cpu()
-        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
-        digest.update(sample.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+    """The fingerprint of a model's weights, without those of an adapter."""
+    tensors = dict(_of_base(model))
+    return fingerprint_of(tensors, tensors.__getitem__)
 
 
 def write_base(folder: Path, model: Any) -> None:
     """Say beside a saved adapter which weights it belongs to."""
-    (folder / BASE_FILE).write_text(json.dumps({"fingerprint": fingerprint(model)}), encoding="utf-8")
+    write_fingerprint(folder, fingerprint(model))
 
 
 def is_of_other_base(folder: Path, model: Any) -> bool:

@@ -86,8 +86,8 @@ class Critic:
         self._optimizer.training_step = prepared.batch.step
         meter = Meter(self._optimizer.learning_rate)
         with self._training():
-            for epoch in range(algorithm.critic_epochs):
-                seed = [self._seed, version, epoch]
+            seed = [self._seed, version]
+            for _ in range(algorithm.critic_epochs):
                 for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
                     self._step(prepared, training, chosen, algorithm, meter, work)
         measured = meter.metrics()

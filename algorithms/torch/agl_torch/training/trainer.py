@@ -111,8 +111,8 @@ class PolicyTrainer:
         self.optimizer.training_step = batch.step
         meter = Meter(self.optimizer.learning_rate)
         with self._training():
-            for epoch in range(algorithm.epochs):
-                seed = [self._seed, self.version, epoch]
+            seed = [self._seed, self.version]
+            for _ in range(algorithm.epochs):
                 for chosen in minibatches(prepared.batch, prepared.trained, algorithm.minibatches, seed):
                     self._step(prepared, chosen, algorithm, old_R, reference_R, once, meter, work)
         work.lap("train")

@@ -235,7 +235,7 @@ def test_probabilities_of_serving_are_compared_where_the_weights_are_the_same(lo
 
 def test_minibatches_split_rollouts_and_carry_the_whole_weight(loaded: LoadedModel) -> None:
     batch = make_batch(loaded, groups=2, members=4)
-    algorithm = Recorder(minibatches=3, beta=0.1)
+    algorithm = Recorder(epochs=2, minibatches=3, beta=0.1)
     trainer = trainer_of(loaded, tokens_per_micro_batch=10**6, initial=lambda: loaded)
     # A huge budget does not stop short transitions from going to another micro-batch: gather by optimizer step.
     steps: list[list[int]] = [[]]
@@ -254,11 +254,13 @@ def test_minibatches_split_rollouts_and_carry_the_whole_weight(loaded: LoadedMod
 
     algorithm.loss = record  # type: ignore[method-assign]
     result = trainer.update(batch, algorithm)
-    assert result.metrics["steps_applied"] == 3
-    rollouts = [{int(r) for call in step for r in algorithm.calls[call][0].rollout_N} for step in steps[:3]]
+    assert result.metrics["steps_applied"] == 6
+    rollouts = [{int(r) for call in step for r in algorithm.calls[call][0].rollout_N} for step in steps[:6]]
+    assert rollouts[:3] == rollouts[3:], "every pass is the same, as under veRL"
+    rollouts = rollouts[:3]
     assert set.union(*rollouts) == set(range(8))
     assert sum(map(len, rollouts)) == 8
-    for step_calls in steps[:3]:
+    for step_calls in steps[:6]:
         assert sum(float(algorithm.calls[call][3].sum()) for call in step_calls) == pytest.approx(1.0, abs=1e-5)
 
 

@@ -1,0 +1,37 @@
+"""Which weights an adapter was trained on: a fingerprint beside it, the same from every engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+BASE_FILE = "agl_base.json"
+"""Beside an adapter: the fingerprint of the weights that it was trained on."""
+_SAMPLED = 1024
+"""How many values of each tensor a fingerprint looks at."""
+
+
+def fingerprint_of(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> str:
+    """A digest of a model's weights by name, without those of an adapter: the shapes, and values from all over each.
+
+    It looks at so few values that a large model takes no time. They are rounded to bfloat16, so that it makes no
+    difference in which dtype the same weights are loaded.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(names):
+        tensor = tensor_of(name)
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // _SAMPLED)].to(torch.bfloat16).cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_fingerprint(folder: Path, fingerprint: str) -> None:
+    """Say beside a saved adapter which weights it belongs to."""
+    (folder / BASE_FILE).write_text(json.dumps({"fingerprint": fingerprint}), encoding="utf-8")
