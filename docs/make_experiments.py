@@ -150,7 +150,7 @@ def tables() -> Iterator[str]:
     """All of the page that is measured."""
     for example, described in LAID_OUT.items():
         found = [each["layouts"] for each in runs_of(f"{example}/layouts")]
-        rows = {shown: [each[layout] for each in found] for layout, shown in LAYOUTS.items()}
+        rows = {words: [each[layout] for each in found] for layout, words in LAYOUTS.items()}
         yield from (f"## Transitions: an update of {example}, {described}", "", *table("layout", rows, COMPUTED), "")
     rows = {label: runs_of(f"sql/{label}") for label in (ALL_THREE, ONE_SEQUENCE)}
     yield from ("## Transitions: what the policy of sql learns", "", *table("trained", rows, LEARNING), "")
