@@ -162,13 +162,11 @@ def tables() -> Iterator[str]:
     selective = {label: runs_of(f"sql/{label}") for label in TRAINED}
     yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
     yield from (*table("trained", selective, LEARNING), "")
-    counted = {
-        f"{bed}, {shown(bed, label)}": [each for each in runs_of(f"beds/{bed}/{label}") if "transitions" in each]
-        for bed in (Bed.DECISIVE, Bed.RECOVERABLE)
-        for label in ("identical", "immediate")
-    }
-    rows = counted | {f"sql, {label}": runs for label, runs in selective.items()}
-    yield from ("## Data efficiency: transitions and reward of the same rollouts", "", *table("run", rows, EFFICIENCY))
+    yield from (
+        "## Data efficiency: transitions and reward of the same rollouts",
+        "",
+        *table("run", selective, EFFICIENCY),
+    )
 
 
 def shown(bed: Bed, rule: str) -> str:
