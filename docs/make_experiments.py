@@ -163,7 +163,7 @@ def tables() -> Iterator[str]:
     yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
     yield from (*table("trained", selective, LEARNING), "")
     yield from (
-        "## Data efficiency: transitions and reward of the same rollouts",
+        "## Data efficiency: transitions and reward of sql",
         "",
         *table("run", selective, EFFICIENCY),
     )
