@@ -150,7 +150,7 @@ def tables() -> Iterator[str]:
     """All of the page that is measured."""
     for example, described in LAID_OUT.items():
         found = [each["layouts"] for each in runs_of(f"{example}/layouts")]
-        rows = {shown: [each[layout] for each in found] for layout, shown in LAYOUTS.items()}
+        rows = {words: [each[layout] for each in found] for layout, words in LAYOUTS.items()}
         yield from (f"## Transitions: an update of {example}, {described}", "", *table("layout", rows, COMPUTED), "")
     rows = {label: runs_of(f"sql/{label}") for label in (ALL_THREE, ONE_SEQUENCE)}
     yield from ("## Transitions: what the policy of sql learns", "", *table("trained", rows, LEARNING), "")
@@ -162,13 +162,11 @@ def tables() -> Iterator[str]:
     selective = {label: runs_of(f"sql/{label}") for label in TRAINED}
     yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
     yield from (*table("trained", selective, LEARNING), "")
-    counted = {
-        f"{bed}, {shown(bed, label)}": [each for each in runs_of(f"beds/{bed}/{label}") if "transitions" in each]
-        for bed in (Bed.DECISIVE, Bed.RECOVERABLE)
-        for label in ("identical", "immediate")
-    }
-    rows = counted | {f"sql, {label}": runs for label, runs in selective.items()}
-    yield from ("## Data efficiency: transitions and reward of the same rollouts", "", *table("run", rows, EFFICIENCY))
+    yield from (
+        "## Data efficiency: transitions and reward of sql",
+        "",
+        *table("run", selective, EFFICIENCY),
+    )
 
 
 def shown(bed: Bed, rule: str) -> str:

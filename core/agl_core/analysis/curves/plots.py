@@ -76,7 +76,10 @@ def draw(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
 
 
 def draw_apart(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:
-    """Draw kinds of runs that have nothing in common: a panel for each, of its first held-out set. As `draw` else."""
+    """Draw kinds of runs that have nothing in common: a panel for each, of its first held-out set.
+
+    Otherwise as `draw`.
+    """
     with panels(out, len(kinds), width=2.7) as row:
         for panel, (kind, seeds) in zip(row, kinds.items(), strict=True):
             headline = next(name for each in seeds for name, _ in each.held_out)
