@@ -160,7 +160,7 @@ def read_from_messages(calls: Sequence[Call], asked: Mapping[str, Sequence[Asked
     status.
     """
     found: dict[Asked, Mapping[str, Any]] = {}
-    for number, call in enumerate(calls):
+    for number, call in enumerate(calls if asked else ()):
         messages = messages_of(call)
         for tool_call_id, answers in _answers(messages).items():
             free = [each for each in asked.get(tool_call_id, ()) if each.number < number]

@@ -81,8 +81,8 @@ class MemoryStore:
             raise StoreRefusedError(f"No rollout has the id {prefix!r}.")
         return self._rollouts[prefix]
 
-    async def attempts(self, rollout: str) -> list[Attempt]:
-        return [each for each in self._attempts.values() if each.rollout == rollout]
+    async def attempts(self, *rollouts: str) -> list[Attempt]:
+        return [each for id in dict.fromkeys(rollouts) for each in self._attempts.values() if each.rollout == id]
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
         wanted = set(attempts)

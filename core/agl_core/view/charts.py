@@ -168,17 +168,14 @@ class _Scale:
     def __init__(
         self, steps: Sequence[int], low: float, high: float, size: tuple[int, int], *, band: bool = False
     ) -> None:
-        self.steps, self._band = steps, band
+        self.steps = steps
         self.width, self.height = size
         self._ticks = _ticks(low, high)
         self._low, self._high = self._ticks[0], self._ticks[-1]
-        self._first, self._last = steps[0], steps[-1]
-
-    @property
-    def pitch(self) -> float:
+        self._first = steps[0]
+        places = len(steps) if band else max(steps[-1] - steps[0] + 1, 1)
+        self.pitch = (self.width - _LEFT - _RIGHT) / places
         """The distance from one step to the next."""
-        inside = self.width - _LEFT - _RIGHT
-        return inside / len(self.steps) if self._band else inside / max(self._last - self._first + 1, 1)
 
     def x(self, step: float) -> float:
         return _LEFT + self.pitch * (step - self._first + 0.5)
