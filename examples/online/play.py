@@ -77,6 +77,8 @@ def inverted_at_first(run: Path) -> Thumb:
     return lambda right, number: honest(right if _became(run, "canary") else not right, number)
 
 
+_LARGE_STEPS = ("policies.default.optimizer.learning_rate=1e-3",)
+_NARROW_CANARY = ("learn.canary.tolerance=0.25", "learn.canary.error=0.1", "learn.canary.min_sessions=20")
 _SESSIONS_ALONE = ("learn.offline_share=0",)
 """Offline tasks would hold against feedback that is wrong."""
 
@@ -88,7 +90,10 @@ PLAYS: Mapping[str, Play] = {
         3000,
         _NEVER,
         # The gate's tasks all name an airline, at which the desk is bad anyway, and no traveller does.
-        (*_SESSIONS_ALONE, "tasks.eval.names_airline=true", "learn.gate.tolerance=0.3"),
+        (
+            *(*_SESSIONS_ALONE, *_LARGE_STEPS, *_NARROW_CANARY),
+            *("tasks.eval.names_airline=true", "learn.gate.tolerance=0.3"),
+        ),
         "rolled_back",
         inverted_at_first,
     ),

@@ -77,7 +77,7 @@ class Weights:
         return {"default": len(self.made_by)}
 
     async def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
-        return batch.behaviour_logprobs_R + self.drift
+        return batch.behaviour_logprobs_R.astype(np.float64) + self.drift
 
     async def stats(self) -> Mapping[str, float]:
         return {}
