@@ -88,7 +88,9 @@ agents, but it is no name. A reply that was lost and sent again is logged twice.
 logged too: the proxy gets it from the model server, and does not notice that its client is gone. Tokens, statuses and
 results without ids are not in the messages.
 
-**agl**: every row that is not complete is here, with the first of what was wrong.
+**agl**: every row that is not complete is here, with the first of what was wrong. "One response too many" of an agent
+that was *given up* is a reply that arrived: where the framework makes its calls in a thread or a task that goes on, the
+client of a cancelled agent still receives it, so it is no undelivered reply.
 
 """
 

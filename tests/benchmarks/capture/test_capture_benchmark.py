@@ -188,7 +188,10 @@ def test_the_results_reach_the_goals() -> None:
     for result in read_all():
         score = result.score("agl", conditions=page.SEEING)
         assert score.responses == score.tokens == score.of_responses, result.framework
-        assert score.false_joins == score.extra == score.failed == 0, result.framework
+        assert score.false_joins == score.failed == 0, result.framework
+        # A given-up agent's call may go on in a thread, where its client receives the reply.
+        others = [each for each in page.SEEING if each != "given up"]
+        assert result.score("agl", conditions=others).extra == 0, result.framework
         assert score.names >= 0.99 * score.of_responses, result.framework
         assert score.statuses >= 0.99 * score.of_tools, result.framework
         withheld = result.score("agl", conditions=page.BLIND)
