@@ -62,8 +62,10 @@ def _other(values: Mapping[Any, Any], defaults: Mapping[Any, Any]) -> dict[Any, 
         default = defaults.get(key)
         if key in defaults and value == default:
             continue
-        nested = isinstance(value, Mapping) and isinstance(default, Mapping)
-        found[key] = _other(value, default) if nested else value
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            found[key] = _other(value, default)
+        else:
+            found[key] = value
     return found
 
 
