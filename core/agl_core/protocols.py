@@ -338,8 +338,11 @@ class StagedEngine(Protocol):
 class DescribedEngine(Protocol):
     """An engine that can describe what it would start: `agl train --dry-run`."""
 
-    def describe(self) -> str:
-        """Its resolved configuration and the resources that it would take; nothing is started."""
+    def describe(self, *, whole: bool = False) -> str:
+        """Its resolved configuration and the resources that it would take; nothing is started.
+
+        Unless `whole`, the configuration without what is left at its defaults.
+        """
 
 
 class PolicyEngine(Engine, Protocol):

@@ -42,10 +42,10 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         """What to do about the errors of veRL, Ray and vLLM that people meet."""
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
-    def describe(self) -> str:
-        """veRL's resolved configuration and what it would take, memory too, without starting anything."""
+    def describe(self, *, whole: bool = False) -> str:
+        """What differs from veRL's defaults, or the whole configuration, and what it would take, memory too."""
         from agl_verl.config.chosen import built, choose
-        from agl_verl.config.composing import as_text, compose
+        from agl_verl.config.composing import as_text, compose, differences
         from agl_verl.config.mapping import Resources
         from agl_verl.config.memory import described
         from agl_verl.cpu.mending import is_wanted
@@ -58,4 +58,7 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         if not on_cpu:
             [spec] = self._context.policies.values()
             said += described(options, spec, algorithm)
-        return as_text(composed) + "".join(f"# {line}\n" for line in said)
+        shown = as_text(composed if whole else differences(composed))
+        if not whole:
+            said.insert(0, "Above is what differs from veRL's defaults; --whole shows all of its configuration.")
+        return shown + "".join(f"# {line}\n" for line in said)

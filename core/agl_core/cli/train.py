@@ -37,6 +37,9 @@ DryRun = Annotated[
         "--dry-run", help="Start nothing; show what the engine would start, and the resources that it would take."
     ),
 ]
+Whole = Annotated[
+    bool, typer.Option("--whole", help="With --dry-run: also what is left at the defaults of what the engine starts.")
+]
 
 
 def train(
@@ -47,6 +50,7 @@ def train(
     server: ServerUrl = None,
     engine: EngineName = None,
     dry_run: DryRun = False,
+    whole: Whole = False,
 ) -> None:
     """Train the agent that CONFIG names, and print the reward before and after.
 
@@ -78,8 +82,10 @@ def train(
     chosen = [] if engine is None else [f"engine.name={engine}"]
     loaded = load(file, [*set_, *chosen], seed)
     check(loaded)
+    if whole and not dry_run:
+        raise ConfigError("--whole is for --dry-run, which shows what would be started.")
     if dry_run:
-        print(described_engine(loaded), end="")
+        print(described_engine(loaded, whole), end="")
         return
     remote = None if server is None else reached(loaded, file.parent if resume else None, server)
     run_dir = run_dir_of(loaded, remote) if resume is None else file.parent
@@ -101,13 +107,13 @@ def train(
         raise typer.Exit(128 + summary.stopped_by)
 
 
-def described_engine(loaded: LoadedConfig) -> str:
+def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
     """What the engine of this configuration would start."""
     from agl_core.training.session import engine_context
 
     engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
     if isinstance(engine, DescribedEngine):
-        return engine.describe()
+        return engine.describe(whole=whole)
     return f"{loaded.engine.label} starts one process on this machine.\n"
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -46,6 +46,27 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlg
             '["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"].'
         )
     return composed
+
+
+def differences(config: DictConfig) -> DictConfig:
+    """What a run's configuration has that veRL's defaults do not, resolved."""
+    with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
+        plain = hydra_compose("ppo_trainer")
+    values, defaults = (cast("dict[Any, Any]", OmegaConf.to_container(each, resolve=True)) for each in (config, plain))
+    return OmegaConf.create(_other(values, defaults))
+
+
+def _other(values: Mapping[Any, Any], defaults: Mapping[Any, Any]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if key in defaults and value == default:
+            continue
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            found[key] = _other(value, default)
+        else:
+            found[key] = value
+    return found
 
 
 def config_folder() -> Path:
