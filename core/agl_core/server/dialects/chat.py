@@ -119,15 +119,14 @@ def _check_messages(messages: Any) -> None:
 
 def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
     """A function's description is checked; the model server decides whether it takes other tools."""
-    kind, function = tool.get("type"), tool.get("function")
+    kind: Any = tool.get("type")
+    function: Any = tool.get("function")
     fields.must(isinstance(kind, str), f"tools[{place}].type", "a string ('function', say)", kind)
     if kind != "function":
         return
     fields.must(isinstance(function, dict), f"tools[{place}].function", "an object", function)
-    if not isinstance(function.get("name"), str):
-        raise fields.wrong(
-            f"tools[{place}].function.name", f"must be a string, not {fields.shown(function.get('name'))}"
-        )
+    name = function.get("name")
+    fields.must(isinstance(name, str), f"tools[{place}].function.name", "a string", name)
     fields.check_fields(function, fields.FUNCTION, f"tools[{place}].function.")
 
 

@@ -103,7 +103,7 @@ def _translated(body: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> Json:
-    kind = choice.get("type")
+    kind: Any = choice.get("type")
     if not choice:
         return None
     if kind == "tool":
