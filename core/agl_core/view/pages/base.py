@@ -80,12 +80,14 @@ class Pages:
 
     def __init__(self, folders: RunFolders, served: Served) -> None:
         self.folders, self.served = folders, served
-        self._environment = make_environment()
+        environment = make_environment()
+        # All at once: else the first visit of each page would wait for its own.
+        self._templates = {name: environment.get_template(name) for name in environment.list_templates()}
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         """A page; `run`, `changed` and `talks` are of all pages."""
         page = {"run": request.path_params.get("run"), "changed": None, "talks": self.served() is not None, **values}
-        return HTMLResponse(self._environment.get_template(template).render(page), status)
+        return HTMLResponse(self._templates[template].render(page), status)
 
     async def runs(self, request: Request) -> Response:
         lines = [run_line(name, folder) for name, folder in self.folders.named().items()]
