@@ -119,7 +119,8 @@ def _check_messages(messages: Any) -> None:
 
 def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
     """A function's description is checked; the model server decides whether it takes other tools."""
-    kind, function = tool.get("type"), tool.get("function")
+    kind = tool.get("type")
+    function: Any = tool.get("function")
     fields.must(isinstance(kind, str), f"tools[{place}].type", "a string ('function', say)", kind)
     if kind != "function":
         return

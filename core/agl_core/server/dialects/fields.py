@@ -50,7 +50,7 @@ def need(values: Mapping[str, Any], name: str, place: str = "") -> Any:
 
 def need_text(values: Mapping[str, Any], name: str, place: str = "") -> str:
     """The text of a field that must be there."""
-    value = need(values, name, place)
+    value: str = need(values, name, place)
     must(isinstance(value, str), f"{place}{name}", "a string", value)
     return value
 
