@@ -11,17 +11,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
 
-from agl_core.capture.context import (
-    IdentityScope,
-    Step,
-    Steps,
-    current_attempt,
-    current_scope,
-    current_step,
-    enter_identity,
-    new_span,
-    set_step,
-)
+from agl_core.capture import context
 from agl_core.capture.reports import guarded, record_tool_result, tool_result_report
 from agl_core.capture.status import Decided, unknown_status
 from agl_core.errors import AgentError
@@ -124,22 +114,22 @@ class AgentRun:
     def __init__(self, name: str, *, only_calls: bool = False) -> None:
         self.result: Any = None
         self._name, self._only_calls = name, only_calls
-        self._scope: IdentityScope | None = None
-        self._outer: Step | None = None
+        self._scope: context.IdentityScope | None = None
+        self._outer: context.Step | None = None
 
     @guarded
     def start(self, arguments: Callable[[], Any]) -> None:
-        around = current_scope()
+        around = context.current_scope()
         steps = around.steps if around is not None and self._only_calls else None
-        self._outer = current_step()
-        self._scope = enter_identity(Identity(self._name, span=new_span()), steps or Steps())
+        self._outer = context.current_step()
+        self._scope = context.enter_identity(Identity(self._name, span=context.new_span()), steps or context.Steps())
 
     @guarded
     def end(self, error: BaseException | None) -> None:
         if self._scope is not None:
             self._scope.close()
             if not self._only_calls:
-                set_step(self._outer)
+                context.set_step(self._outer)
 
 
 class ToolRun:
@@ -152,34 +142,34 @@ class ToolRun:
         self._tool, self._call_id, self._arguments, self._adapter = tool, call_id, arguments, adapter
         self._agent: str | None = None
         self._parent_span: str | None = None
-        self._scope: IdentityScope | None = None
-        self._outer: Step | None = None
+        self._scope: context.IdentityScope | None = None
+        self._outer: context.Step | None = None
         self._started = 0.0
 
     @guarded
     def start(self, arguments: Callable[[], Any]) -> None:
-        if current_attempt() is None:
+        if context.current_attempt() is None:
             return
-        around = current_scope()
+        around = context.current_scope()
         if around is not None:
             step = around.steps.step() if around.steps is not None else None
             self._agent = around.identity.agent if step is None else step.agent
             self._parent_span = around.identity.parent_span if around.steps is None else around.steps.span()
         if self._arguments is None:
             self._arguments = arguments()
-        self._outer, self._started = current_step(), time.time()
+        self._outer, self._started = context.current_step(), time.time()
         # Calls that the tool makes are no steps of the agent that runs the tool.
-        self._scope = enter_identity(Identity(self._agent, span=new_span()), Steps())
+        self._scope = context.enter_identity(Identity(self._agent, span=context.new_span()), context.Steps())
 
     @guarded
     def end(self, error: BaseException | None, *, is_reported: bool = True) -> None:
         if self._scope is None:
             return
         self._scope.close()
-        set_step(self._outer)
+        context.set_step(self._outer)
         if not is_reported:
             return
-        span = self._scope.identity.span or new_span()
+        span = self._scope.identity.span or context.new_span()
         # A block that sets no result may well have had one.
         is_not_set = error is None and self.result is _NOT_SET
         record_tool_result(
@@ -208,7 +198,7 @@ def agent(name: str) -> Marker[AgentRun]:
 
     >>> @agent("writer")
     ... def write(topic):
-    ...     return current_scope().identity.agent
+    ...     return context.current_scope().identity.agent
     >>> write("spring")
     'writer'
     """

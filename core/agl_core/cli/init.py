@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from agl_core.errors import ConfigError
@@ -48,6 +47,8 @@ def init(agent: File, entry: Entry = None, model: Model = None, force: Force = F
 def _choose(functions: Sequence[str]) -> str | None:
     if not sys.stdin.isatty():
         return None
+
+    import click  # What typer brings.
 
     answer: str = typer.prompt("Which function is the agent?", type=click.Choice(list(functions)))
     return answer

@@ -11,18 +11,8 @@ from pydantic import BaseModel
 from agl_core.store.interface import Record
 from agl_core.store.packing import pack
 from agl_core.types import Rollout
+from agl_core.wire import trainers as wire
 from agl_core.wire.operation import Operation
-from agl_core.wire.trainers import (
-    ENQUEUE,
-    PUT,
-    PUT_PART,
-    WRITE_PARTS,
-    EnqueueRequest,
-    PackedRecords,
-    PartsRequest,
-    PutRequest,
-    RecordsPart,
-)
 
 LARGE = 8 << 20
 """Bytes of records in one request, unless one record has more: the server does nothing else while it reads them."""
@@ -33,7 +23,7 @@ Chunk: TypeAlias = tuple[Operation[Any, Any], BaseModel]
 def enqueuing(rollouts: Sequence[Rollout]) -> Iterator[Chunk]:
     """The requests that add these rollouts, in order."""
     for part in _packed(list(rollouts)):
-        yield ENQUEUE, EnqueueRequest.model_construct(rollouts=part)
+        yield wire.ENQUEUE, wire.EnqueueRequest.model_construct(rollouts=part)
 
 
 def putting(records: Iterable[Record]) -> Iterator[Chunk]:
@@ -41,16 +31,16 @@ def putting(records: Iterable[Record]) -> Iterator[Chunk]:
     parts = _packed(list(records))
     first, second = next(parts), next(parts, None)
     if second is None:
-        yield PUT, PutRequest.model_construct(records=first)
+        yield wire.PUT, wire.PutRequest.model_construct(records=first)
         return
     put, count = uuid4().hex, 0
     for part in (first, second, *parts):
-        yield PUT_PART, RecordsPart.model_construct(put=put, number=count, records=part)
+        yield wire.PUT_PART, wire.RecordsPart.model_construct(put=put, number=count, records=part)
         count += 1
-    yield WRITE_PARTS, PartsRequest(put=put, count=count)
+    yield wire.WRITE_PARTS, wire.PartsRequest(put=put, count=count)
 
 
-def _packed(records: Sequence[Record]) -> Iterator[PackedRecords]:
+def _packed(records: Sequence[Record]) -> Iterator[wire.PackedRecords]:
     """Equal parts, at least one, of which none should be too large."""
     packed = pack(records)
     size = len(packed.model_dump_json())

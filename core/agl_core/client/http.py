@@ -25,19 +25,10 @@ from agl_core.errors import ConfigError, ServerError
 from agl_core.store.interface import Record
 from agl_core.store.packing import unpack
 from agl_core.types import Rollout
+from agl_core.wire import trainers as wire
 from agl_core.wire.body import Empty, ErrorReply
 from agl_core.wire.keys import problem_of_key
 from agl_core.wire.operation import Answer, Asked, Operation
-from agl_core.wire.trainers import (
-    CANCEL,
-    DONE,
-    QUERY,
-    WRITE_PARTS,
-    CancelRequest,
-    DoneRequest,
-    StoreQuery,
-    StoreQuestion,
-)
 from agl_core.wire.workers import CLOSE, HEALTH, CloseReply, CloseRequest, Health, Lease
 
 P = ParamSpec("P")
@@ -88,11 +79,11 @@ class _Requests(ABC):
 
     async def done(self, ids: Sequence[str], wait: float = 0.0) -> list[Rollout]:
         """Those of `ids` that are done; it waits for the first one, for the given number of seconds at most."""
-        found = unpack(await self.ask(DONE, DoneRequest(ids=list(ids), wait=wait)))
+        found = unpack(await self.ask(wire.DONE, wire.DoneRequest(ids=list(ids), wait=wait)))
         return [record for record in found if isinstance(record, Rollout)]
 
     async def cancel(self, ids: Sequence[str]) -> None:
-        await self.ask(CANCEL, CancelRequest(ids=list(ids)))
+        await self.ask(wire.CANCEL, wire.CancelRequest(ids=list(ids)))
 
     async def put(self, records: Iterable[Record]) -> None:
         """Write records, all or none, however many. StoreRefusedError names one that cannot be stored."""
@@ -100,12 +91,12 @@ class _Requests(ABC):
             try:
                 await self.ask(operation, body)
             except RefusedError as error:
-                if operation is WRITE_PARTS and error.status == _CONFLICT:  # Some went with an earlier server.
+                if operation is wire.WRITE_PARTS and error.status == _CONFLICT:  # Some went with an earlier server.
                     raise UnreachableError(str(error)) from error
                 raise
 
-    async def query(self, question: StoreQuestion) -> list[Record]:
-        return unpack(await self.ask(QUERY, StoreQuery(question)))
+    async def query(self, question: wire.StoreQuestion) -> list[Record]:
+        return unpack(await self.ask(wire.QUERY, wire.StoreQuery(question)))
 
     @abstractmethod
     async def _send(

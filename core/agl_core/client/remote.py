@@ -27,29 +27,8 @@ from agl_core.types import (
     ToolResult,
     TrainingRecord,
 )
+from agl_core.wire import trainers as wire
 from agl_core.wire.body import Empty
-from agl_core.wire.trainers import (
-    ACTIVITY,
-    BEGIN,
-    FINISH,
-    MAX_ATTEMPTS,
-    MAX_IDS,
-    PUBLISH,
-    SERVE,
-    Activity,
-    AttemptsQuery,
-    BeginReply,
-    BeginRequest,
-    FinishRequest,
-    RecordsName,
-    RecordsQuery,
-    Registration,
-    RolloutQuery,
-    RolloutsQuery,
-    RunsQuery,
-    StoreQuestion,
-    VersionsRequest,
-)
 from agl_core.wire.workers import AttemptRef
 
 logger = logging.getLogger(__name__)
@@ -111,26 +90,26 @@ class RemoteRun:
         if self._presence.refused is not None:
             raise self._presence.refused
 
-    async def begin(self, request: BeginRequest) -> BeginReply:
-        return await persistently(self._link, lambda: self._client.ask(BEGIN, request))
+    async def begin(self, request: wire.BeginRequest) -> wire.BeginReply:
+        return await persistently(self._link, lambda: self._client.ask(wire.BEGIN, request))
 
-    async def serve(self, registration: Registration) -> None:
+    async def serve(self, registration: wire.Registration) -> None:
         """Report the engine's address, and repeat it until the trainer stops."""
         registration = registration.model_copy(update={"expires": self._lease})
-        await persistently(self._link, lambda: self._client.ask(SERVE, registration))
+        await persistently(self._link, lambda: self._client.ask(wire.SERVE, registration))
         self._presence.start(registration, self._lease / 4)
 
-    async def publish(self, request: VersionsRequest) -> None:
+    async def publish(self, request: wire.VersionsRequest) -> None:
         """Policies were updated."""
         self._presence.publish(request.versions)
-        await persistently(self._link, lambda: self._client.ask(PUBLISH, request))
+        await persistently(self._link, lambda: self._client.ask(wire.PUBLISH, request))
 
-    async def activity(self) -> Activity:
-        return await persistently(self._link, lambda: self._client.ask(ACTIVITY, Empty()))
+    async def activity(self) -> wire.Activity:
+        return await persistently(self._link, lambda: self._client.ask(wire.ACTIVITY, Empty()))
 
-    async def finish(self, request: FinishRequest) -> None:
+    async def finish(self, request: wire.FinishRequest) -> None:
         await self.fall_silent()
-        await _at_the_end(self._link, lambda: self._client.ask(FINISH, request))
+        await _at_the_end(self._link, lambda: self._client.ask(wire.FINISH, request))
 
     async def fall_silent(self) -> None:
         await self._presence.stop()
@@ -148,7 +127,7 @@ class RemoteQueue:
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
         """Those of `ids` that are done; waits until one is."""
-        asked = list(ids)[:MAX_IDS]
+        asked = list(ids)[: wire.MAX_IDS]
         found: list[Rollout] = []
         while asked and not found:
             found = await persistently(self._link, lambda: self._client.done(asked, _WAIT))
@@ -156,8 +135,8 @@ class RemoteQueue:
 
     async def cancel(self, ids: Collection[str]) -> None:
         """End these; if the server is away, they end when the next restart begins."""
-        for start in range(0, len(ids), MAX_IDS):
-            some = list(ids)[start : start + MAX_IDS]
+        for start in range(0, len(ids), wire.MAX_IDS):
+            some = list(ids)[start : start + wire.MAX_IDS]
             await _at_the_end(self._link, lambda some=some: self._client.cancel(some))  # type: ignore[misc]
 
 
@@ -183,20 +162,20 @@ class RemoteStore(Store):
             raise _of_store(error, f"{names}: ") from error
 
     async def runs(self) -> list[Run]:
-        return await self._read(RunsQuery(), Run)
+        return await self._read(wire.RunsQuery(), Run)
 
     async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
-        return await self._read(RolloutsQuery(**wanted), Rollout)
+        return await self._read(wire.RolloutsQuery(**wanted), Rollout)
 
     async def rollout(self, prefix: str) -> Rollout:
-        [found] = await self._read(RolloutQuery(prefix=prefix), Rollout)
+        [found] = await self._read(wire.RolloutQuery(prefix=prefix), Rollout)
         return found
 
     async def attempts(self, *rollouts: str) -> list[Attempt]:
         found: list[Attempt] = []
-        for start in range(0, len(rollouts), MAX_ATTEMPTS):
-            asked = list(rollouts[start : start + MAX_ATTEMPTS])
-            found += await self._read(AttemptsQuery(rollouts=asked), Attempt)
+        for start in range(0, len(rollouts), wire.MAX_ATTEMPTS):
+            asked = list(rollouts[start : start + wire.MAX_ATTEMPTS])
+            found += await self._read(wire.AttemptsQuery(rollouts=asked), Attempt)
         return found
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
@@ -212,16 +191,16 @@ class RemoteStore(Store):
         return await self._recorded("training_records", attempts, TrainingRecord)
 
     async def _recorded(
-        self, name: RecordsName, attempts: Iterable[AttemptKey], kind: type[Kind], at_once: int = MAX_ATTEMPTS
+        self, name: wire.RecordsName, attempts: Iterable[AttemptKey], kind: type[Kind], at_once: int = wire.MAX_ATTEMPTS
     ) -> list[Kind]:
         """The records of these attempts, in as many requests as needed."""
         refs = [AttemptRef(rollout=key.rollout, attempt=key.attempt) for key in dict.fromkeys(attempts)]
         found: list[Kind] = []
         for start in range(0, len(refs), at_once):
-            found += await self._read(RecordsQuery(kind=name, attempts=refs[start : start + at_once]), kind)
+            found += await self._read(wire.RecordsQuery(kind=name, attempts=refs[start : start + at_once]), kind)
         return found
 
-    async def _read(self, question: StoreQuestion, kind: type[Kind]) -> list[Kind]:
+    async def _read(self, question: wire.StoreQuestion, kind: type[Kind]) -> list[Kind]:
         try:
             found = await persistently(self._link, lambda: self._client.query(question))
         except RefusedError as error:
@@ -235,13 +214,13 @@ class _Presence:
     def __init__(self, base_url: str, key: str, link: Link) -> None:
         self._base_url, self._key, self._link = base_url, key, link
         self._lock = threading.Lock()
-        self._registration: Registration | None = None
+        self._registration: wire.Registration | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.refused: ServerError | None = None
         """Why the server no longer listens to this trainer."""
 
-    def start(self, registration: Registration, interval: float) -> None:
+    def start(self, registration: wire.Registration, interval: float) -> None:
         self._registration = registration
         self._thread = threading.Thread(target=self._repeat, args=(interval,), daemon=True, name="agl-presence")
         self._thread.start()
@@ -267,7 +246,7 @@ class _Presence:
                     registration = self._registration
                 assert registration is not None
                 try:
-                    client.ask(SERVE, registration)
+                    client.ask(wire.SERVE, registration)
                 except UnreachableError as error:
                     self._link.failed(self, error)
                     wait = min(_RETRY, interval)

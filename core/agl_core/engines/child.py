@@ -27,17 +27,7 @@ from typing import IO, Any, Generic, NoReturn, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.engines.wire import (
-    SPEC,
-    START,
-    Answer,
-    Command,
-    Options,
-    Ready,
-    decode_replies,
-    decode_settings,
-    encode_tokens,
-)
+from agl_core.engines import wire
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
 from agl_core.types import Batch
@@ -107,19 +97,19 @@ class Scoring(Protocol):
     def logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]: ...
 
 
-class Host(Generic[Options]):
+class Host(Generic[wire.Options]):
     """The run that started this process."""
 
-    def __init__(self, options: Options, context: EngineContext, answers: IO[bytes]) -> None:
+    def __init__(self, options: wire.Options, context: EngineContext, answers: IO[bytes]) -> None:
         self.options = options
         self.context = context
         self._answers = answers
         self._writing = threading.Lock()
         self._engine: Served | None = None
-        self._commands: queue.SimpleQueue[tuple[Command, bytes]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[wire.Command, bytes]] = queue.SimpleQueue()
 
     @classmethod
-    def connect(cls, options: type[Options], at_end: Callable[[], None] | None = None) -> Host[Options]:
+    def connect(cls, options: type[wire.Options], at_end: Callable[[], None] | None = None) -> Host[wire.Options]:
         """Read the settings. `at_end` is called before this process ends because its standard input did.
 
         Standard output is for answers alone: whatever a library prints goes to the log.
@@ -129,7 +119,7 @@ class Host(Generic[Options]):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         # A reader of its own: Python closes sys.stdin at the end, which fails while a thread reads from it.
         source = os.fdopen(0, "rb", closefd=False)
-        host = cls(*decode_settings(source.readline(), options), answers)
+        host = cls(*wire.decode_settings(source.readline(), options), answers)
         threading.Thread(target=host._read, args=(source, at_end), name="agl-host", daemon=True).start()
         return host
 
@@ -140,31 +130,31 @@ class Host(Generic[Options]):
             yield
         except Exception as error:
             _log.exception("The engine cannot start.")
-            self._write(Answer.of_error(START, error))
+            self._write(wire.Answer.of_error(wire.START, error))
             sys.exit(1)
 
     def stage(self, name: str) -> None:
         """Tell the run what the start does from now on, as in "loading the weights"."""
         _log.info("Start: %s.", name)
-        self._write(Answer(number=START, stage=name))
+        self._write(wire.Answer(number=wire.START, stage=name))
 
     def serve(self, engine: Served) -> NoReturn:
         """Say that the engine serves, and do what the run asks for."""
         self._engine = engine
-        ready = Ready(urls=engine.urls, context_length=engine.context_length)
-        self._write(Answer(number=START, value=ready.model_dump(mode="json")))
+        ready = wire.Ready(urls=engine.urls, context_length=engine.context_length)
+        self._write(wire.Answer(number=wire.START, value=ready.model_dump(mode="json")))
         while True:
             self._answer(engine, *self._commands.get())
 
     def lost(self, reason: str) -> NoReturn:
         """Tell the run that the engine lost a part of itself, and end: what waits for that part may wait for ever."""
         _log.error("%s", reason)
-        self._write(Answer(number=None, error=reason))
+        self._write(wire.Answer(number=None, error=reason))
         os._exit(1)
 
     def _read(self, source: IO[bytes], at_end: Callable[[], None] | None) -> None:
         while line := source.readline():
-            command = Command.model_validate_json(line)
+            command = wire.Command.model_validate_json(line)
             asked = (command, source.read(command.size))
             if command.do in ("versions", "stats"):
                 threading.Thread(target=self._answer, args=(self._engine, *asked), daemon=True).start()
@@ -176,16 +166,16 @@ class Host(Generic[Options]):
         finally:
             os._exit(0)
 
-    def _answer(self, engine: Served, command: Command, body: bytes) -> None:
+    def _answer(self, engine: Served, command: wire.Command, body: bytes) -> None:
         try:
-            answer = Answer(number=command.number, value=self._done(engine, command, body))
+            answer = wire.Answer(number=command.number, value=self._done(engine, command, body))
         except Exception as error:
-            answer = Answer.of_error(command.number, error)
+            answer = wire.Answer.of_error(command.number, error)
             if answer.kind is None:
                 _log.exception("The engine failed in '%s'.", command.do)
         self._write(answer)
 
-    def _done(self, engine: Served, command: Command, body: bytes) -> Any:
+    def _done(self, engine: Served, command: wire.Command, body: bytes) -> Any:
         if command.do == "update":
             return encode_result(engine.update(UpdateRequest.decode(body), self._reporter(command.number)))
         if command.do == "estimate":
@@ -193,7 +183,7 @@ class Host(Generic[Options]):
             return asdict(engine.estimate(Workload(**json.loads(body))))
         if command.do == "tokenize":
             assert isinstance(engine, Tokenizing)
-            return encode_tokens(engine.tokenize(command.policy or "", decode_replies(body)))
+            return wire.encode_tokens(engine.tokenize(command.policy or "", wire.decode_replies(body)))
         if command.do == "logprobs":
             assert isinstance(engine, Scoring)
             request = UpdateRequest.decode(body)
@@ -214,23 +204,23 @@ class Host(Generic[Options]):
             nonlocal reported
             if share >= reported + PROGRESS_STEP or share == 1.0:
                 reported = share
-                self._write(Answer(number=number, progress=share))
+                self._write(wire.Answer(number=number, progress=share))
 
         return report
 
-    def _write(self, answer: Answer) -> None:
+    def _write(self, answer: wire.Answer) -> None:
         with self._writing:
             self._answers.write(answer.encode())
             self._answers.flush()
 
 
-def _versions_changed(engine: Served, command: Command, body: bytes) -> None:
+def _versions_changed(engine: Served, command: wire.Command, body: bytes) -> None:
     if not isinstance(engine, ServedVersions):
         raise EngineError("This engine serves and merges no policies without a run.")
     if command.do == "merge":
         assert command.folder is not None
-        engine.merge(SPEC.validate_json(body), command.folder)
+        engine.merge(wire.SPEC.validate_json(body), command.folder)
     elif command.do == "publish":
-        engine.publish(command.policy or "", SPEC.validate_json(body))
+        engine.publish(command.policy or "", wire.SPEC.validate_json(body))
     else:
         engine.withdraw(command.policy or "")

@@ -21,19 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_core import private
+from agl_core.engines import wire
 from agl_core.engines.hub import check_models
-from agl_core.engines.wire import (
-    SPEC,
-    START,
-    Action,
-    Answer,
-    Command,
-    Options,
-    Ready,
-    decode_tokens,
-    encode_replies,
-    encode_settings,
-)
 from agl_core.errors import EngineError
 from agl_core.protocols import (
     EngineContext,
@@ -56,7 +45,7 @@ _LONGEST_LINE = 2**30
 """A result has numbers for every transition."""
 
 
-class ProcessEngine(ABC, Generic[Options]):
+class ProcessEngine(ABC, Generic[wire.Options]):
     """An engine in a process of its own; see `agl_core.protocols.Engine`. A subclass says what the process runs:
 
     class MyEngine(ProcessEngine[MyOptions]):
@@ -73,13 +62,13 @@ class ProcessEngine(ABC, Generic[Options]):
     seconds_to_end: ClassVar[float] = 5.0
     """How long the process may take to end by itself before its process group is killed."""
 
-    def __init__(self, options: Options, context: EngineContext) -> None:
+    def __init__(self, options: wire.Options, context: EngineContext) -> None:
         self._options = options
         self._context = context
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._numbers = itertools.count(START + 1)
-        self._asked: dict[int, asyncio.Queue[Answer | None]] = {}
+        self._numbers = itertools.count(wire.START + 1)
+        self._asked: dict[int, asyncio.Queue[wire.Answer | None]] = {}
         """Answers to what is being asked, by number; None: there will be no more."""
         self._loss = ""
         """What the process said that it lost."""
@@ -160,7 +149,7 @@ class ProcessEngine(ABC, Generic[Options]):
 
     async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
         """What the process makes of recorded replies, for a subclass that is a `TokenizingEngine`."""
-        return decode_tokens(await self._ask("tokenize", encode_replies(replies), policy=policy))
+        return wire.decode_tokens(await self._ask("tokenize", wire.encode_replies(replies), policy=policy))
 
     async def _logprobs(self, policy: str, batch: Batch) -> NDArray[np.float64]:
         """What the process says of recorded replies, for a subclass that is a `ScoringEngine`."""
@@ -170,7 +159,7 @@ class ProcessEngine(ABC, Generic[Options]):
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a policy and serve it by this name, if the process can (`agl_core.engines.child.ServedVersions`)."""
         await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("publish", SPEC.dump_json(spec), policy=name)
+        await self._ask("publish", wire.SPEC.dump_json(spec), policy=name)
 
     async def withdraw(self, name: str) -> None:
         await self._ask("withdraw", policy=name)
@@ -178,7 +167,7 @@ class ProcessEngine(ABC, Generic[Options]):
     async def merge(self, spec: PolicySpec, folder: Path) -> None:
         """Write the model with its adapter merged into it."""
         await asyncio.to_thread(check_models, [spec.model])
-        await self._ask("merge", SPEC.dump_json(spec), folder=folder)
+        await self._ask("merge", wire.SPEC.dump_json(spec), folder=folder)
 
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""
@@ -197,12 +186,12 @@ class ProcessEngine(ABC, Generic[Options]):
         if self._reading is not None:
             await self._reading
 
-    async def _ready(self) -> Ready:
+    async def _ready(self) -> wire.Ready:
         """Give the process its settings, and wait until it serves."""
-        settings = encode_settings(self._options, self._context)
+        settings = wire.encode_settings(self._options, self._context)
         try:
             async with asyncio.timeout(self.seconds_to_start):
-                return Ready.model_validate(await self._exchange("start", START, settings))
+                return wire.Ready.model_validate(await self._exchange("start", wire.START, settings))
         except TimeoutError as error:
             raise self._too_slow() from error
 
@@ -232,7 +221,7 @@ class ProcessEngine(ABC, Generic[Options]):
         """Hand out what the process says, until it says no more."""
         assert process.stdout is not None
         while line := await process.stdout.readline():
-            answer = Answer.decode(line)
+            answer = wire.Answer.decode(line)
             if answer.number is None:
                 self._loss = answer.error or ""
             elif answer.number in self._asked:  # Otherwise its caller has given up.
@@ -244,7 +233,7 @@ class ProcessEngine(ABC, Generic[Options]):
 
     async def _ask(
         self,
-        do: Action,
+        do: wire.Action,
         body: bytes = b"",
         progress: Progress | None = None,
         folder: Path | None = None,
@@ -253,7 +242,7 @@ class ProcessEngine(ABC, Generic[Options]):
         if self._process is None or self._stopped:
             raise EngineError("The engine is not running: call start() first, and nothing after stop().")
         number = next(self._numbers)
-        return await self._exchange(do, number, Command.of(number, do, folder, policy).encode(body), progress)
+        return await self._exchange(do, number, wire.Command.of(number, do, folder, policy).encode(body), progress)
 
     async def _exchange(self, doing: str, number: int, data: bytes, progress: Progress | None = None) -> Any:
         process, reading = self._process, self._reading
@@ -299,7 +288,7 @@ class ProcessEngine(ABC, Generic[Options]):
             )
         )
 
-    def _failed(self, doing: str, answer: Answer) -> Exception:
+    def _failed(self, doing: str, answer: wire.Answer) -> Exception:
         """The error that the process described: on purpose as the class it had there, any other with its remedy."""
         assert answer.error is not None
         starts = doing == "start"

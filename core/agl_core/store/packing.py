@@ -17,24 +17,14 @@ from agl_core.store.interface import Record, Store
 from agl_core.store.pieces import Pieces
 from agl_core.store.tables import ATTEMPT_KEYS, CALLS, CHOICES, RECORDS, Column, Table
 from agl_core.types import AttemptKey
-from agl_core.wire.trainers import (
-    AttemptsQuery,
-    Binary,
-    Cell,
-    PackedRecords,
-    RecordsQuery,
-    RolloutQuery,
-    RolloutsQuery,
-    RunsQuery,
-    StoreQuestion,
-)
+from agl_core.wire import trainers as wire
 
 _PACKED: Mapping[str, Table[Any]] = {table.name: table for table in (*RECORDS, CHOICES)}
 _POSITION = CHOICES.values.index("position")
 _SMALLEST, _BEYOND = -(2**63), 2**63
 
 
-def pack(records: Iterable[Record]) -> PackedRecords:
+def pack(records: Iterable[Record]) -> wire.PackedRecords:
     """The records, ready to be sent. StoreRefusedError names one that no store could keep either.
 
     >>> from agl_core.types import Reward
@@ -44,13 +34,13 @@ def pack(records: Iterable[Record]) -> PackedRecords:
     pieces = Pieces(first=1)
     rows = encode(records, pieces)
     rows.pop(ATTEMPT_KEYS, None)
-    return PackedRecords.model_construct(
+    return wire.PackedRecords.model_construct(
         tables={table.name: [[_cell(value) for value in row] for row in found] for table, found in rows.items()},
         pieces=[(number, _cell(data)) for number, data in pieces.take()],
     )
 
 
-def unpack(packed: PackedRecords) -> list[Record]:
+def unpack(packed: wire.PackedRecords) -> list[Record]:
     """The records, kind by kind, each kind in its order; StoreRefusedError if they are no records.
 
     >>> from agl_core.types import Reward
@@ -66,25 +56,25 @@ def unpack(packed: PackedRecords) -> list[Record]:
     latest = {(*row[:3], row[_POSITION]): row for row in choices}
     ordered = sorted(latest.values(), key=lambda row: int(row[_POSITION]))
     try:
-        pieces = {number: _bytes(data) if isinstance(data, Binary) else data for number, data in packed.pieces}
+        pieces = {number: _bytes(data) if isinstance(data, wire.Binary) else data for number, data in packed.pieces}
         decoded = [record for table in rows for record in decode(table, rows[table])]
         return decoded + decode_calls(calls, ordered, pieces)
     except Exception as error:  # any error of the decoders is the rows' fault
         raise StoreRefusedError(f"These rows are no records ({type(error).__name__}: {error}).") from error
 
 
-async def answer(store: Store, question: StoreQuestion) -> Sequence[Record]:
+async def answer(store: Store, question: wire.StoreQuestion) -> Sequence[Record]:
     """What the store answers; StoreRefusedError if it has no answer."""
     match question:
-        case RunsQuery():
+        case wire.RunsQuery():
             return await store.runs()
-        case RolloutsQuery():
+        case wire.RolloutsQuery():
             return await store.rollouts(**question.model_dump(exclude={"kind"}))
-        case RolloutQuery(prefix=prefix):
+        case wire.RolloutQuery(prefix=prefix):
             return [await store.rollout(prefix)]
-        case AttemptsQuery(rollouts=rollouts):
+        case wire.AttemptsQuery(rollouts=rollouts):
             return await store.attempts(*rollouts)
-        case RecordsQuery(kind=kind, attempts=attempts):
+        case wire.RecordsQuery(kind=kind, attempts=attempts):
             recorded: Mapping[str, Callable[..., Any]] = {
                 "calls": store.calls,
                 "tool_results": store.tool_results,
@@ -97,11 +87,11 @@ async def answer(store: Store, question: StoreQuestion) -> Sequence[Record]:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, bytes):
-        return Binary.model_construct(base64=base64.b64encode(value).decode())
+        return wire.Binary.model_construct(base64=base64.b64encode(value).decode())
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rows(table: Table[Any], rows: Sequence[Sequence[Cell]]) -> list[Row]:
+def _rows(table: Table[Any], rows: Sequence[Sequence[wire.Cell]]) -> list[Row]:
     columns = table.described
     for row in rows:
         if len(row) != len(columns):
@@ -114,8 +104,8 @@ def _rows(table: Table[Any], rows: Sequence[Sequence[Cell]]) -> list[Row]:
         raise StoreRefusedError(f"A row of {table.name} has a wrong value: {error}.") from error
 
 
-def _value(column: Column, cell: Cell) -> Any:
-    value = _bytes(cell) if isinstance(cell, Binary) else cell
+def _value(column: Column, cell: wire.Cell) -> Any:
+    value = _bytes(cell) if isinstance(cell, wire.Binary) else cell
     match column.type, value:
         case _, None if column.optional:
             return None
@@ -128,7 +118,7 @@ def _value(column: Column, cell: Cell) -> Any:
     raise ValueError(f"{column.name} is {column.type} in the store, not {cell!r:.60}")
 
 
-def _bytes(data: Binary) -> bytes:
+def _bytes(data: wire.Binary) -> bytes:
     try:
         return base64.b64decode(data.base64, validate=True)
     except ValueError as error:

@@ -21,16 +21,8 @@ from agl_core.server.keys import is_loopback
 from agl_core.server.sessions.sessions import Online
 from agl_core.store.interface import SessionStore, Store
 from agl_core.types import Rollout, Run
+from agl_core.wire import trainers as wire
 from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, problem_of_key, take_key
-from agl_core.wire.trainers import (
-    Activity,
-    BeginReply,
-    BeginRequest,
-    FinishRequest,
-    Registration,
-    RunSettings,
-    VersionsRequest,
-)
 
 
 class Queue(Protocol):
@@ -57,19 +49,19 @@ class RunControl(Protocol):
     def store(self) -> Store:
         """Records everything."""
 
-    async def begin(self, request: BeginRequest) -> BeginReply:
+    async def begin(self, request: wire.BeginRequest) -> wire.BeginReply:
         """Begin the run's next restart; what earlier ones left unfinished ends as lost."""
 
-    async def serve(self, registration: Registration) -> None:
+    async def serve(self, registration: wire.Registration) -> None:
         """From now on, workers lease rollouts, and this engine answers their model calls."""
 
-    async def publish(self, request: VersionsRequest) -> None:
+    async def publish(self, request: wire.VersionsRequest) -> None:
         """Policies were updated."""
 
-    async def finish(self, request: FinishRequest) -> None:
+    async def finish(self, request: wire.FinishRequest) -> None:
         """The trainer stops: rollouts wait for the next one. If the run is over, workers end."""
 
-    async def activity(self) -> Activity:
+    async def activity(self) -> wire.Activity:
         """What the rollouts wait for."""
 
     def check(self) -> None:
@@ -235,9 +227,9 @@ def _port_before(file: Path) -> int:
         return 0
 
 
-def run_settings(config: RunConfig) -> RunSettings:
+def run_settings(config: RunConfig) -> wire.RunSettings:
     """How the rollouts of a run are sampled and tried."""
-    return RunSettings(
+    return wire.RunSettings(
         sampling=config.sampling,
         seed=config.seed,
         timeout=config.workers.timeout,
@@ -246,9 +238,9 @@ def run_settings(config: RunConfig) -> RunSettings:
     )
 
 
-def registration(config: RunConfig, restart: int, upstream: Upstream, versions: dict[str, int]) -> Registration:
+def registration(config: RunConfig, restart: int, upstream: Upstream, versions: dict[str, int]) -> wire.Registration:
     """The registration of a trainer's engine with a server. With a `RemoteServer` it expires unless it is repeated."""
-    return Registration(
+    return wire.Registration(
         restart=restart,
         urls=upstream.urls,
         models=dict(upstream.models),

@@ -15,32 +15,8 @@ from agl_core.server.rollouts.current_run import CurrentRun
 from agl_core.store.interface import Record
 from agl_core.store.packing import answer, pack, unpack
 from agl_core.types import Rollout
+from agl_core.wire import trainers as wire
 from agl_core.wire.body import Empty
-from agl_core.wire.trainers import (
-    ACTIVITY,
-    BEGIN,
-    CANCEL,
-    DONE,
-    ENQUEUE,
-    FINISH,
-    PUBLISH,
-    PUT,
-    PUT_PART,
-    QUERY,
-    SERVE,
-    WRITE_PARTS,
-    Activity,
-    BeginReply,
-    BeginRequest,
-    CancelRequest,
-    DoneRequest,
-    EnqueueRequest,
-    PackedRecords,
-    PartsRequest,
-    PutRequest,
-    RecordsPart,
-    StoreQuery,
-)
 
 _PUTS_AT_ONCE = 4
 """Writes of which the server keeps parts; of more, it keeps those whose parts came last."""
@@ -50,12 +26,12 @@ def trainer_routes(keys: Keys, run: CurrentRun) -> list[Route]:
     """What a trainer asks, whose run this is."""
     records = _Records(run)
 
-    async def begin(body: BeginRequest) -> BeginReply:
+    async def begin(body: wire.BeginRequest) -> wire.BeginReply:
         reply = await run.begin(body)
         records.forget_parts()
         return reply
 
-    async def enqueue(body: EnqueueRequest) -> None:
+    async def enqueue(body: wire.EnqueueRequest) -> None:
         rollouts: list[Rollout] = []
         for record in unpack(body.rollouts):
             if not isinstance(record, Rollout):
@@ -65,28 +41,28 @@ def trainer_routes(keys: Keys, run: CurrentRun) -> list[Route]:
             rollouts.append(record)
         await run.queue.enqueue(rollouts)
 
-    async def done(body: DoneRequest) -> PackedRecords:
+    async def done(body: wire.DoneRequest) -> wire.PackedRecords:
         return pack(await run.queue.done(body.ids, body.wait))
 
-    async def cancel(body: CancelRequest) -> None:
+    async def cancel(body: wire.CancelRequest) -> None:
         await run.queue.cancel(body.ids)
 
-    async def activity(body: Empty) -> Activity:
+    async def activity(body: Empty) -> wire.Activity:
         return await run.activity()
 
     return [
-        route(BEGIN, keys, begin),
-        route(FINISH, keys, emptily(run.finish)),
-        route(SERVE, keys, emptily(run.serve)),
-        route(PUBLISH, keys, emptily(run.publish)),
-        route(ENQUEUE, keys, emptily(enqueue)),
-        route(DONE, keys, done),
-        route(CANCEL, keys, emptily(cancel)),
-        route(PUT, keys, emptily(records.put)),
-        route(PUT_PART, keys, emptily(records.put_part)),
-        route(WRITE_PARTS, keys, emptily(records.write_parts)),
-        route(QUERY, keys, records.query),
-        route(ACTIVITY, keys, activity),
+        route(wire.BEGIN, keys, begin),
+        route(wire.FINISH, keys, emptily(run.finish)),
+        route(wire.SERVE, keys, emptily(run.serve)),
+        route(wire.PUBLISH, keys, emptily(run.publish)),
+        route(wire.ENQUEUE, keys, emptily(enqueue)),
+        route(wire.DONE, keys, done),
+        route(wire.CANCEL, keys, emptily(cancel)),
+        route(wire.PUT, keys, emptily(records.put)),
+        route(wire.PUT_PART, keys, emptily(records.put_part)),
+        route(wire.WRITE_PARTS, keys, emptily(records.write_parts)),
+        route(wire.QUERY, keys, records.query),
+        route(wire.ACTIVITY, keys, activity),
     ]
 
 
@@ -97,17 +73,17 @@ class _Records:
         self._store = run.store
         self._puts: OrderedDict[str, dict[int, Sequence[Record]]] = OrderedDict()
 
-    async def put(self, body: PutRequest) -> None:
+    async def put(self, body: wire.PutRequest) -> None:
         await self._store.put(*unpack(body.records))
 
-    async def put_part(self, body: RecordsPart) -> None:
+    async def put_part(self, body: wire.RecordsPart) -> None:
         """Keep a part; the same number again replaces it."""
         self._puts.setdefault(body.put, {})[body.number] = unpack(body.records)
         self._puts.move_to_end(body.put)
         if len(self._puts) > _PUTS_AT_ONCE:
             self._puts.popitem(last=False)
 
-    async def write_parts(self, body: PartsRequest) -> None:
+    async def write_parts(self, body: wire.PartsRequest) -> None:
         """Write the records of all parts. ApiError 409 if one is missing."""
         parts = self._puts.get(body.put, {})
         missing = [number for number in range(body.count) if number not in parts]
@@ -125,5 +101,5 @@ class _Records:
         """The trainer that sent them is gone."""
         self._puts.clear()
 
-    async def query(self, body: StoreQuery) -> PackedRecords:
+    async def query(self, body: wire.StoreQuery) -> wire.PackedRecords:
         return pack(await answer(self._store, body.root))

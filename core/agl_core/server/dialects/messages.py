@@ -109,7 +109,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> Json:
     if kind == "tool":
         return {"type": "function", "function": {"name": fields.need_text(choice, "name", "tool_choice.")}}
     fields.must(isinstance(kind, str) and kind in _CHOICES, "tool_choice.type", "'auto', 'any', 'tool' or 'none'", kind)
-    return _CHOICES[kind]
+    return _CHOICES[str(kind)]
 
 
 def _response_format(wanted: Mapping[str, Any] | None) -> Json:

@@ -12,15 +12,7 @@ from agl_core.server.gateway.upstream import Relay
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.store.interface import Store
 from agl_core.types import Run
-from agl_core.wire.trainers import (
-    Activity,
-    BeginReply,
-    BeginRequest,
-    FinishRequest,
-    Registration,
-    RunningAttempt,
-    VersionsRequest,
-)
+from agl_core.wire import trainers as wire
 
 SHOWN = 100
 """Running attempts that are named."""
@@ -53,7 +45,7 @@ class CurrentRun:
             latest = await self._latest(self.name)
             self.restart = None if latest is None else latest.restart
 
-    async def begin(self, request: BeginRequest) -> BeginReply:
+    async def begin(self, request: wire.BeginRequest) -> wire.BeginReply:
         """A trainer begins the next restart; what earlier ones left unfinished ends as lost.
 
         The same request sent again begins no other one.
@@ -75,9 +67,9 @@ class CurrentRun:
             self.restart = latest.restart
             self.over = False
             self.queue.open()
-            return BeginReply(restart=latest.restart)
+            return wire.BeginReply(restart=latest.restart)
 
-    async def serve(self, registration: Registration) -> None:
+    async def serve(self, registration: wire.Registration) -> None:
         """Forward model calls to this trainer's engine from now on."""
         self.check_current(registration.restart)
         settings = registration.settings
@@ -92,11 +84,11 @@ class CurrentRun:
         self._relay.versions.update(registration.versions)
         await self._relay.serve(upstream, settings, registration.expires)
 
-    async def publish(self, request: VersionsRequest) -> None:
+    async def publish(self, request: wire.VersionsRequest) -> None:
         self.check_current(request.restart)
         self._relay.versions.update(request.versions)
 
-    async def finish(self, request: FinishRequest) -> None:
+    async def finish(self, request: wire.FinishRequest) -> None:
         """The trainer stops: rollouts wait for the next one. If the run is over, workers end."""
         self.check_current(request.restart)
         self._relay.withdraw()
@@ -104,20 +96,20 @@ class CurrentRun:
             self.over = True
             self.queue.close()
 
-    async def activity(self) -> Activity:
+    async def activity(self) -> wire.Activity:
         now, ended = time.time(), self.queue.ended
 
         def since(begun: float | None) -> float | None:
             return None if begun is None else max(0.0, now - begun)
 
-        return Activity(
+        return wire.Activity(
             serving=self._relay.is_there,
             queued=self.queue.queued,
             waiting=self.queue.waiting,
             finished=since(ended),
             running=self.queue.running,
             attempts=[
-                RunningAttempt(
+                wire.RunningAttempt(
                     rollout=each.record.rollout,
                     attempt=each.record.attempt,
                     worker=each.record.worker,
