@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from agl_core import __version__
 from agl_core.analysis.text.words import harmless
 from agl_core.cli.doctor import SERVER_MODULES, doctor
 from agl_core.cli.eval import evaluate
@@ -70,6 +69,8 @@ app.command("doctor")(doctor)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from agl_core import __version__
+
         typer.echo(f"agl {__version__}")
         raise typer.Exit
 

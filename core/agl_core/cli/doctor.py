@@ -13,27 +13,19 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.health import Waiting, read_health, read_waiting
-from agl_core.analysis.runs import find_run, open_store, read_entry
 from agl_core.analysis.text.words import harmless
-from agl_core.capture import attach, installed_adapters
 from agl_core.cli.shared.options import AsJson, KeyVariable, Model
 from agl_core.cli.shared.text import print_json
-from agl_core.cli.shared.upstreams import Probe, chosen_key, chosen_url, open_upstream
-from agl_core.client import find_server
-from agl_core.config.check import check
-from agl_core.config.load import LoadedConfig, load
 from agl_core.errors import AglError
-from agl_core.plugins import Kind, Plugins
-from agl_core.protocols import Adapter, EstimatingEngine, Needs, Workload
-from agl_core.wire.keys import OPERATOR_KEY, take_keys
-from agl_core.worker import load_agent
-from agl_core.worker.environment import agent_environment, client_variables
-from agl_core.worker.runners.isolated import is_there
+
+if TYPE_CHECKING:
+    from agl_core.cli.shared.upstreams import Probe
+    from agl_core.config.load import LoadedConfig
+    from agl_core.protocols import Adapter, Needs, Workload
 
 ConfigArgument = Annotated[
     Path | None,
@@ -122,6 +114,8 @@ def _findings(config: Path | None, upstream: str | None, key_env: str | None, mo
 
 
 def _packages() -> Iterator[Finding]:
+    from agl_core.plugins import Kind, Plugins
+
     missing = [name for name in SERVER_MODULES if importlib.util.find_spec(name) is None]
     yield Finding(
         "server",
@@ -146,6 +140,8 @@ def _packages() -> Iterator[Finding]:
 
 def _attaching() -> Iterator[Finding]:
     """The frameworks of installed adapters, and whether agl attaches to them."""
+    from agl_core.capture import attach, installed_adapters
+
     adapters: list[Adapter] = []
     with contextlib.suppress(AglError):  # the line on plugins says why
         adapters = installed_adapters()
@@ -171,6 +167,9 @@ def _attaching() -> Iterator[Finding]:
 
 
 def _configured(config: Path) -> Iterator[Finding]:
+    from agl_core.config.check import check
+    from agl_core.config.load import load
+
     loaded: list[LoadedConfig] = []
 
     def reading() -> Iterator[Finding]:
@@ -188,6 +187,10 @@ def _configured(config: Path) -> Iterator[Finding]:
 
 
 def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
+    from agl_core.worker import load_agent
+    from agl_core.worker.environment import agent_environment, client_variables
+    from agl_core.worker.runners.isolated import is_there
+
     agent = loaded.config.agent
     if agent is None:
         return  # What it is needed for is found out with the tasks.
@@ -210,6 +213,8 @@ def _tasks(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
 
 
 def _engine(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
+    from agl_core.cli.shared.upstreams import open_upstream
+    from agl_core.protocols import EstimatingEngine
     from agl_core.training.session import engine_context
 
     async def start() -> tuple[list[tuple[str, Probe]], list[Needs]]:
@@ -248,6 +253,9 @@ def _resources(work: Workload, needs: Needs) -> Finding:
 
 
 def _run(run: Path) -> Iterator[Finding]:
+    from agl_core.analysis.health import read_health
+    from agl_core.analysis.runs import find_run, read_entry
+
     folder = find_run(run)
     entry, health = read_entry(folder), read_health(folder)
     yield Finding("run", f"{folder}: {entry.state}, {entry.steps} steps made")
@@ -265,6 +273,11 @@ def _run(run: Path) -> Iterator[Finding]:
 
 
 def _waiting(folder: Path) -> Iterator[Finding]:
+    from agl_core.analysis.health import Waiting, read_waiting
+    from agl_core.analysis.runs import open_store
+    from agl_core.client import find_server
+    from agl_core.wire.keys import OPERATOR_KEY, take_keys
+
     server = find_server(None, folder, None, take_keys(), OPERATOR_KEY)
     if server is None:
         remedy = "see the log of the process that runs it (agl train, agl serve)"
@@ -285,6 +298,8 @@ def _waiting(folder: Path) -> Iterator[Finding]:
 
 
 def _server(url: str, key_env: str | None, model: str | None) -> Iterator[Finding]:
+    from agl_core.cli.shared.upstreams import chosen_key, chosen_url, open_upstream
+
     upstream, probe = open_upstream(chosen_url(url), chosen_key(key_env), model)
     yield Finding("model server", f"{upstream.urls[0]} answers, with {', '.join(sorted(upstream.models.values())[:5])}")
     yield from _ids("token ids", probe, is_needed=False)

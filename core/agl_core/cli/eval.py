@@ -6,25 +6,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from agl_core.analysis.comparisons.repeated import Comparison, Estimate, Passes, compare, passes
-from agl_core.analysis.runs import find_run
 from agl_core.analysis.text.words import score
 from agl_core.cli.shared.options import AsJson, Seed, ServerUrl, Set
-from agl_core.cli.shared.screen import ConsoleObserver, Screen
 from agl_core.cli.shared.text import print_json
 from agl_core.cli.train import reached
-from agl_core.config import CONFIG_FILE, check, load
 from agl_core.errors import ConfigError
-from agl_core.policies.naming import parse
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.evaluate import Evaluated, TaskScore
-from agl_core.training.metrics import METRICS_FILE
 from agl_core.types import Mode
+
+if TYPE_CHECKING:
+    from agl_core.analysis.comparisons.repeated import Comparison, Estimate, Passes
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.training.evaluate import Evaluated, TaskScore
 
 Target = Annotated[
     str,
@@ -63,7 +59,11 @@ def evaluate(
     They are also a line of the run's metrics.jsonl. With --server, a server elsewhere and its workers run the
     rollouts, as with `agl train --server`.
     """
+    from agl_core.analysis.comparisons.repeated import compare, passes
+    from agl_core.cli.shared.screen import ConsoleObserver, Screen
+    from agl_core.config import CONFIG_FILE, check, load
     from agl_core.server.http.event_loop import run
+    from agl_core.training.metrics import METRICS_FILE
     from agl_core.training.run import evaluate as run_evaluation
     from agl_core.training.run import run_dir_of
 
@@ -113,11 +113,17 @@ def _evaluated_apart(target: str, repeat: int, seed: int | None, set_: list[str]
 
 
 def _scores(printed: dict[str, Any]) -> list[TaskScore]:
+    from agl_core.training.evaluate import TaskScore
+
     return [TaskScore(each["set"], each["mode"], each["task"], tuple(each["rewards"])) for each in printed["scores"]]
 
 
 def _place(target: str, step: int | None) -> tuple[Path | None, Path | None]:
     """The run's folder and the checkpoint; without a folder it is a configuration, without a checkpoint step 0."""
+    from agl_core.analysis.runs import find_run
+    from agl_core.policies.naming import parse
+    from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+
     if Path(target).is_file():
         return None, None
     if "@" in target and not Path(target).is_dir():
@@ -131,6 +137,8 @@ def _place(target: str, step: int | None) -> tuple[Path | None, Path | None]:
 
 
 def _print_rewards(console: Screen, found: Evaluated) -> None:
+    from rich.table import Table
+
     table = Table("held-out set", "sampling", "reward", "rollouts", "seconds")
     for each in found.entries:
         table.add_row(each["set"], each["mode"], score(each["reward"]), str(each["rollouts"]), f"{each['seconds']:.1f}")
@@ -138,6 +146,8 @@ def _print_rewards(console: Screen, found: Evaluated) -> None:
 
 
 def _print_passes(console: Screen, solved: list[Passes]) -> None:
+    from rich.table import Table
+
     table = Table("held-out set", "tasks", "k", "pass@k", "pass^k")
     for each in solved:
         estimates = _with_interval(each.pass_at), _with_interval(each.pass_all)

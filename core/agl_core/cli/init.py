@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from agl_core.errors import ConfigError
-from agl_core.starting.agent_file import read_agent_file
-from agl_core.starting.files import CONFIG, write_files
 
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
 Entry = Annotated[str | None, typer.Option(help="The function in it that takes a task's input; found by default.")]
@@ -26,6 +24,9 @@ def init(agent: File, entry: Entry = None, model: Model = None, force: Force = F
 
     For instance: agl init my_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
     """
+    from agl_core.starting.agent_file import read_agent_file
+    from agl_core.starting.files import CONFIG, write_files
+
     found = read_agent_file(agent, entry, _choose)
     kind = "async def" if found.is_async else "def"
     takes = f"an object with {', '.join(found.keys)}" if found.keys else "a text"
@@ -47,6 +48,7 @@ def init(agent: File, entry: Entry = None, model: Model = None, force: Force = F
 def _choose(functions: Sequence[str]) -> str | None:
     if not sys.stdin.isatty():
         return None
+    import click
 
     import click  # What typer brings.
 

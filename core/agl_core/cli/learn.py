@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agl_core.cli.shared.options import Set
-from agl_core.cli.shared.screen import ConsoleObserver, Screen
-from agl_core.cli.train import print_summary
-from agl_core.config import CONFIG_FILE, check, load
-from agl_core.training.report import Summary
-from agl_core.wire.keys import OPERATOR_KEY
+
+if TYPE_CHECKING:
+    from agl_core.training.report import Summary
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 
@@ -34,9 +32,13 @@ def learn(
 
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
+    from agl_core.cli.shared.screen import ConsoleObserver, Screen
     from agl_core.cli.shared.viewing import shown
+    from agl_core.cli.train import print_summary
+    from agl_core.config import CONFIG_FILE, check, load
     from agl_core.deployment.learning import learn as run_learning
     from agl_core.server.http.event_loop import run
+    from agl_core.wire.keys import OPERATOR_KEY
 
     loaded = load(target / CONFIG_FILE if target.is_dir() else target, set_)
     check(loaded)

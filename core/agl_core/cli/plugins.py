@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Column, Table
-from rich.text import Text
 
 from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
-from agl_core.plugins import BrokenPlugin, Component, Kind, Plugins
+from agl_core.plugins import Kind, Plugins
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agl_core.plugins import BrokenPlugin, Component
 
 Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.")]
 OfKind = Annotated[Kind | None, typer.Option(help="Only components of this kind.")]
@@ -25,6 +27,8 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
 
     Installed plugins that cannot be used are listed as broken, with the error.
     """
+    from agl_core.cli.shared.screen import Screen
+
     plugins = Plugins.load(files or ())
     kinds = Kind if kind is None else [kind]
     described = [describe(component) for each in kinds for _, component in sorted(plugins.components(each).items())]
@@ -72,6 +76,9 @@ def _described_broken(plugin: BrokenPlugin) -> dict[str, Any]:
 
 def _table(described: list[dict[str, Any]]) -> Table:
     """Three columns, so that it fits a narrow terminal."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
     titles = ("kind, name, from", "honours", "needs and provides")
     table = Table(*(Column(title, overflow="fold") for title in titles), show_lines=True)
     for row in described:

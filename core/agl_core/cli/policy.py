@@ -6,23 +6,16 @@ import asyncio
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from agl_core.analysis.text.words import score, size
-from agl_core.cli.serve import until_signalled
 from agl_core.cli.shared.options import AsJson, Set
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
-from agl_core.deployment.ledger import Ledger
-from agl_core.errors import ConfigError
-from agl_core.policies import export as files
-from agl_core.policies.details import list_policies
-from agl_core.policies.naming import parse
-from agl_core.protocols import Upstream
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+
+if TYPE_CHECKING:
+    from agl_core.cli.shared.screen import Screen
 
 Runs = Annotated[Path, typer.Argument(help="A run's folder, or the folder that holds the runs.")]
 Name = Annotated[str, typer.Argument(metavar="NAME@STEP", help="As calc@40, calc@latest, calc@best or calc@stable.")]
@@ -40,6 +33,11 @@ policy = typer.Typer(help="List, export, merge and serve what runs have trained.
 @policy.command("list")
 def list_(folder: Runs = Path("runs"), as_json: AsJson = False) -> None:
     """List the versions that can be had, each with its run and the evaluation behind it."""
+    from rich.table import Table
+
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.policies.details import list_policies
+
     entries = list_policies(folder)
     if as_json:
         print_json(entries)
@@ -63,8 +61,11 @@ def export(name: Name, out: Out, set_: Set = [], as_json: AsJson = False) -> Non
 
     It has all weights, or the adapter alone if the run trained one: agl policy merge makes all weights of that.
     """
+    from agl_core.policies.export import export as write
+    from agl_core.policies.naming import parse
+
     version = parse(name).resolve()
-    files.export(version, out, set_)
+    write(version, out, set_)
     _say_written(str(version), out, as_json)
 
 
@@ -74,8 +75,11 @@ def merge(name: Name, out: Out, engine: EngineName = None, set_: Set = [], as_js
 
     It is refused if the base is not the one that the adapter was trained on.
     """
+    from agl_core.policies.export import merge as write
+    from agl_core.policies.naming import parse
+
     version = parse(name).resolve()
-    files.merge(version, out, set_, engine)
+    write(version, out, set_, engine)
     _say_written(str(version), out, as_json)
 
 
@@ -85,6 +89,12 @@ def promote(name: Name) -> None:
 
     Its checkpoint is kept, however many come later.
     """
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.deployment.ledger import Ledger
+    from agl_core.errors import ConfigError
+    from agl_core.policies.naming import parse
+    from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+
     version = parse(name).resolve()
     if version.checkpoint is None:
         raise ConfigError(f"{version} is what training started from, and no checkpoint of the run.")
@@ -111,6 +121,7 @@ def serve(
     To be reached from other machines, set AGL_POLICY_KEY, which clients send as their API key, and name an address of
     this machine with --host. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
+    from agl_core.cli.shared.screen import Screen
     from agl_core.policies.gateway import POLICY_KEY
     from agl_core.server.http.event_loop import run
 
@@ -121,7 +132,9 @@ def serve(
 async def _serve(
     names: list[str], host: str, port: int, key: str | None, engine: str | None, overrides: list[str], console: Screen
 ) -> None:
+    from agl_core.cli.serve import until_signalled
     from agl_core.policies.serving import serving
+    from agl_core.protocols import Upstream
     from agl_core.view.serving import shown_beside
 
     console.print("starting the engine")
@@ -151,6 +164,8 @@ async def _serve(
 
 
 def _say_written(version: str, out: Path, as_json: bool) -> None:
+    from agl_core.cli.shared.screen import Screen
+
     if as_json:
         print_json({"policy": version, "folder": out})
         return

@@ -11,30 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import tomli_w
 import typer
 
-from agl_core import private
-from agl_core.analysis.runs import open_store
-from agl_core.capture import Recording
-from agl_core.capture.attach.command import Exit, launch
-from agl_core.capture.attach.environment import bootstrapped
 from agl_core.cli.shared.options import KeyVariable, Model
-from agl_core.cli.shared.upstreams import chosen_key, chosen_url, open_upstream
-from agl_core.config import CONFIG_FILE, load
-from agl_core.config.models import GatewaySection
-from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError
-from agl_core.plugins import Plugins
-from agl_core.protocols import Engine, Upstream
-from agl_core.run_hooks import RunHooks
-from agl_core.store.interface import Store
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, Run, Task
-from agl_core.wire.keys import take_keys
-from agl_core.wire.workers import MAX_REPORTS, CloseRequest, Lease, LeaseRequest
-from agl_core.worker.environment import attempt_variables
+
+if TYPE_CHECKING:
+    from agl_core.capture import Recording
+    from agl_core.capture.attach.command import Exit
+    from agl_core.config.models import GatewaySection
+    from agl_core.protocols import Engine, Upstream
+    from agl_core.run_hooks import RunHooks
+    from agl_core.store.interface import Store
+    from agl_core.types import Attempt, Call
+    from agl_core.wire.workers import CloseRequest, Lease
 
 Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.")]
 ConfigOption = Annotated[
@@ -88,6 +80,7 @@ def run(
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
     from agl_core.training.run import removed_unless_begun
+    from agl_core.wire.keys import take_keys
 
     take_keys()  # They are of another server, and the command is to have none of them.
     if shutil.which(command[0]) is None:
@@ -107,6 +100,10 @@ def run(
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
 ) -> _Setting:
+    from agl_core.analysis.runs import open_store
+    from agl_core.cli.shared.upstreams import chosen_key, chosen_url, open_upstream
+    from agl_core.plugins import Plugins
+
     plugins = Plugins.load()
     address = chosen_url(url)
     upstream, probe = open_upstream(address, chosen_key(key_variable), model)
@@ -125,6 +122,11 @@ def _forwarding(
 
 def new_capture(name: str, described: Mapping[str, Any]) -> Path:
     """Make `runs/NAME`, or `runs/NAME-2` and so on if it is taken; `described` is what is recorded there."""
+    import tomli_w
+
+    from agl_core import private
+    from agl_core.config import CONFIG_FILE
+    from agl_core.config.sections import FOLDER_NAME
     from agl_core.training.run import first_free
 
     if not FOLDER_NAME.fullmatch(name):
@@ -134,6 +136,7 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
 
 
 def _configured(config: Path, name: str | None) -> _Setting:
+    from agl_core.config import load
     from agl_core.training.run import new_run_dir
     from agl_core.training.serving import passthrough_key
     from agl_core.training.session import engine_context
@@ -155,6 +158,8 @@ def _configured(config: Path, name: str | None) -> _Setting:
 
 async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
     from agl_core.server import LightningServer
+    from agl_core.types import AttemptKey, Mode, Rollout, Run, Task
+    from agl_core.wire.workers import LeaseRequest
 
     run_id = setting.folder.name
     async with AsyncExitStack() as stack:
@@ -204,6 +209,12 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
 async def _launch(
     command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
 ) -> tuple[Exit, Recording]:
+    from agl_core.capture import Recording
+    from agl_core.capture.attach.command import launch
+    from agl_core.capture.attach.environment import bootstrapped
+    from agl_core.types import AttemptKey
+    from agl_core.worker.environment import attempt_variables
+
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
     with bootstrapped(key, base_url, lease.key, recording, os.environ, plugins) as bootstrap:
         ended = await launch(command, {**os.environ, **attempt_variables(lease, base_url), **bootstrap})
@@ -211,6 +222,9 @@ async def _launch(
 
 
 def _closing(ended: Exit, recording: Recording) -> CloseRequest:
+    from agl_core.types import Ending
+    from agl_core.wire.workers import MAX_REPORTS, CloseRequest
+
     ending = Ending.FINISHED if ended.code == 0 else Ending.CANCELLED if ended.interrupted else Ending.CRASHED
     return CloseRequest(
         ending=ending,

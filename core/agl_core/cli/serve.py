@@ -8,18 +8,17 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agl_core.cli.shared.options import Set
-from agl_core.cli.shared.screen import Screen
-from agl_core.cli.shared.upstreams import open_upstream
-from agl_core.config.load import CONFIG_FILE, ServerConfig, load_for_server, store_config
-from agl_core.config.online import OnlineSection
-from agl_core.errors import ConfigError
-from agl_core.protocols import Upstream
-from agl_core.wire.keys import take_key
+
+if TYPE_CHECKING:
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.config.load import ServerConfig
+    from agl_core.config.online import OnlineSection
+    from agl_core.protocols import Upstream
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 Host = Annotated[str | None, typer.Option(help="The address to listen on, instead of server.host.")]
@@ -50,6 +49,8 @@ def serve(
     AGL_OPERATOR_KEY here, the first for the workers and the second for the trainer. What crosses the network is not
     encrypted. Ctrl-C or SIGTERM stops it; workers and trainer wait for the next one.
     """
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.config.load import CONFIG_FILE, load_for_server, store_config
     from agl_core.server.http.event_loop import run
     from agl_core.training.run import make_run_dir, removed_unless_begun
 
@@ -71,6 +72,7 @@ async def _serve(
 ) -> None:
     """`trained` and `worked` are the arguments of trainer and workers, without the address."""
     from agl_core.cli.shared.viewing import shown
+    from agl_core.errors import ConfigError
     from agl_core.training.serving import standalone_server
 
     online = loaded.config.online
@@ -105,6 +107,10 @@ async def _serve(
 
 def _upstream(settings: OnlineSection, console: Screen) -> Upstream:
     """What answers real use. ConfigError without its key, EngineError if it does not answer."""
+    from agl_core.cli.shared.upstreams import open_upstream
+    from agl_core.errors import ConfigError
+    from agl_core.wire.keys import take_key
+
     variable = settings.upstream_key_env
     key = None if variable is None else take_key(variable)
     if variable is not None and key is None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from agl_core.analysis.runs import find_run
 from agl_core.analysis.text.words import score
 from agl_core.cli.shared.options import Seed, ServerUrl, Set
-from agl_core.cli.shared.screen import ConsoleObserver, Screen
-from agl_core.client import BlockingClient, RefusedError, ServerAddress, UnreachableError, find_server
-from agl_core.config import CONFIG_FILE, LoadedConfig, check, load
 from agl_core.errors import ConfigError
-from agl_core.protocols import DescribedEngine
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.report import Summary
-from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, take_keys
-from agl_core.wire.trainers import RunsQuery
+
+if TYPE_CHECKING:
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.client import ServerAddress
+    from agl_core.config import LoadedConfig
+    from agl_core.training.report import Summary
 
 Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).")]
 Resume = Annotated[
@@ -66,10 +62,13 @@ def train(
     CONFIG --server URL`). The engine, the checkpoints and the metrics are here. If the server is on another machine,
     set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
     """
+    from agl_core.cli.shared.screen import ConsoleObserver, Screen
     from agl_core.cli.shared.viewing import shown
+    from agl_core.config import CONFIG_FILE, check, load
     from agl_core.server.http.event_loop import run
     from agl_core.training.run import run_dir_of
     from agl_core.training.run import train as run_training
+    from agl_core.wire.keys import OPERATOR_KEY
 
     checkpoint = None
     if config is not None and resume is None:
@@ -109,6 +108,7 @@ def train(
 
 def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
     """What the engine of this configuration would start."""
+    from agl_core.protocols import DescribedEngine
     from agl_core.training.session import engine_context
 
     engine = loaded.engine.build(engine_context(loaded, loaded.config.runs / loaded.config.name))
@@ -119,6 +119,10 @@ def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
 
 def reached(loaded: LoadedConfig, folder: Path | None, url: str) -> ServerAddress:
     """The server at this address, with the operator's key. ConfigError if it refuses the key that is found here."""
+    from agl_core.client import BlockingClient, RefusedError, UnreachableError, find_server
+    from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, take_keys
+    from agl_core.wire.trainers import RunsQuery
+
     chosen = take_keys()
     server = find_server(loaded.config, folder, url, chosen, OPERATOR_KEY)
     assert server is not None, "an address was given"
@@ -141,6 +145,9 @@ def reached(loaded: LoadedConfig, folder: Path | None, url: str) -> ServerAddres
 
 def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
     """A run's folder, and its checkpoint if `target` is one: RUN/checkpoints/STEP."""
+    from agl_core.analysis.runs import find_run
+    from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+
     if target.parent.name != CHECKPOINTS:
         return find_run(target), None
     folder = find_run(target.parent.parent)
@@ -152,6 +159,8 @@ def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -
 
     `go_on` is the command that goes on with a run that was stopped; None: that of `agl train`.
     """
+    from rich.table import Table
+
     state = summary.state
     stopped = " (stopped early)" if summary.stopped_by else ""
     rewards = Table(title=f"reward{stopped}", title_justify="left")

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from agl_core.analysis.runs import find_run
 from agl_core.analysis.text.words import one_line, score
 from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
-from agl_core.deployment import operating
 
 Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
 Name = Annotated[str, typer.Argument(metavar="NAME[@STEP]", help="As calc@40; calc alone: what the text above says.")]
@@ -31,7 +27,13 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
     "greedy" and "sampled" are rewards at the gate, "live" is the mean reward of "sessions" beside another version.
     """
-    found = operating.list_versions(find_run(run))
+    from rich.table import Table
+
+    from agl_core.analysis.runs import find_run
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.deployment.operating import list_versions
+
+    found = list_versions(find_run(run))
     if as_json:
         print_json(found)
         return
@@ -53,7 +55,9 @@ def promote(name: Name, untested: Untested = False, reason: Reason = None) -> No
 
     New sessions get it; those that are open keep theirs.
     """
-    _say(f"{operating.promote(name, untested=untested, reason=reason)} is the stable version")
+    from agl_core.deployment.operating import promote as decide
+
+    _say(f"{decide(name, untested=untested, reason=reason)} is the stable version")
 
 
 @versions.command()
@@ -62,7 +66,9 @@ def rollback(name: Name, reason: Reason = None) -> None:
 
     After the stable version, the one before it is stable again.
     """
-    _say(f"{operating.roll_back(name, reason=reason)} is rolled back")
+    from agl_core.deployment.operating import roll_back
+
+    _say(f"{roll_back(name, reason=reason)} is rolled back")
 
 
 @versions.command()
@@ -71,14 +77,20 @@ def pin(name: Name, untested: Untested = False, reason: Reason = None) -> None:
 
     Meanwhile there is no canary, and nothing is promoted.
     """
-    _say(f"{operating.pin(name, untested=untested, reason=reason)} is pinned")
+    from agl_core.deployment.operating import pin as decide
+
+    _say(f"{decide(name, untested=untested, reason=reason)} is pinned")
 
 
 @versions.command()
 def unpin(name: Policy, reason: Reason = None) -> None:
     """End a pin: the version is what it was before."""
-    _say(f"the pin ended; {operating.unpin(name, reason=reason)} is the stable version")
+    from agl_core.deployment.operating import unpin as decide
+
+    _say(f"the pin ended; {decide(name, reason=reason)} is the stable version")
 
 
 def _say(text: str) -> None:
+    from agl_core.cli.shared.screen import Screen
+
     Screen().print(text)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.export.exporting import Export, export_run
 from agl_core.analysis.export.formats import Format
-from agl_core.analysis.export.selecting import Selection
-from agl_core.analysis.export.tables import TABLES
-from agl_core.analysis.runs import find_run
 from agl_core.cli.recorded.rollouts import ModeOption, VerdictOption
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
 from agl_core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from agl_core.analysis.export.exporting import Export
 
 Run = Annotated[Path, typer.Argument(help="The run: its folder, or its name below ./runs.")]
 To = Annotated[Format, typer.Option("--to", help="The format; docs/data.md has what each carries.")]
@@ -58,6 +57,11 @@ def export(
 
     For instance: agl export calc --to sft --min-reward 1 --out sft.jsonl
     """
+    from agl_core.analysis.export.exporting import export_run
+    from agl_core.analysis.export.selecting import Selection
+    from agl_core.analysis.export.tables import TABLES
+    from agl_core.analysis.runs import find_run
+
     for unknown in set(table) - set(TABLES):
         raise ConfigError(f"--table {unknown}: there is no such table. {nearest(unknown, TABLES)}")
     selection = Selection(_steps(step), mode, split, min_reward, max_reward, agent, verdict)

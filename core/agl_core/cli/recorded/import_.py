@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from agl_core.analysis.runs import RUNS
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
 
@@ -30,6 +29,7 @@ def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> Non
     metadata, which reward rules see. If a line is wrong, it is named, and nothing is imported.
     """
     from agl_core.analysis.importing import import_file
+    from agl_core.analysis.runs import RUNS
 
     found = asyncio.run(import_file(file, name, RUNS))
     if as_json:

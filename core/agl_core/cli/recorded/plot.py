@@ -7,10 +7,6 @@ from typing import Annotated
 
 import typer
 
-from agl_core.analysis.curves.plots import draw, read_curves, seeds_of
-from agl_core.analysis.runs import find_run
-from agl_core.cli.shared.screen import Screen
-
 Runs = Annotated[list[Path], typer.Argument(help="Runs, by folder or by name below ./runs.", metavar="RUN...")]
 Out = Annotated[Path, typer.Option(help="The file to write: its name ends in .svg, .png or .pdf.")]
 
@@ -21,6 +17,10 @@ def plot(run: Runs, out: Out = Path("curves.svg")) -> None:
     Runs that differ in nothing but seed and name are one line, the mean, with a band from the worst seed to the best.
     It needs matplotlib: pip install 'agl-core[plot]'.
     """
+    from agl_core.analysis.curves.plots import draw, read_curves, seeds_of
+    from agl_core.analysis.runs import find_run
+    from agl_core.cli.shared.screen import Screen
+
     kinds = seeds_of([find_run(each) for each in run])
     draw({name: [read_curves(folder) for folder in folders] for name, folders in kinds.items()}, out)
     Screen().print(f"{out}: " + "; ".join(f"{name} ({len(folders)} seeds)" for name, folders in kinds.items()))

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from agl_core.analysis.text.words import number, one_line, said_by, status_text
-from agl_core.analysis.trials.trial import Change, RewardChange, RolloutChange, Trial, Value, try_rewards
 from agl_core.cli.shared.options import AsJson, Set
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
-from agl_core.config import check
-from agl_core.config.load import load_for_scoring
 from agl_core.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from agl_core.analysis.trials.trial import Change, RewardChange, RolloutChange, Trial, Value
+    from agl_core.cli.shared.screen import Screen
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="The configuration to try: that of the run, with other rewards or credit.")
@@ -69,6 +66,11 @@ def try_(
 
     For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
     """
+    from agl_core.analysis.trials.trial import try_rewards
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.config import check
+    from agl_core.config.load import load_for_scoring
+
     if rollout and step is not None:
         raise ConfigError("Name either rollouts (--rollout) or a step (--step), not both.")
     loaded = load_for_scoring(config, set_)
@@ -106,6 +108,10 @@ def _print_trial(console: Screen, trial: Trial, in_full: bool) -> None:
 
 def _print_rollout(console: Screen, change: RolloutChange, in_full: bool) -> None:
     """A table of the values before and after; one line for an unchanged rollout, unless `in_full`."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     if not (change.changed or in_full):
         console.print(f"rollout {change.rollout}  unchanged, reward {_arrow(change.terminal)}")
         return

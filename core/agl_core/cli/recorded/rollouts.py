@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from agl_core.analysis.filters import Query, list_rollouts
-from agl_core.analysis.rollouts import RolloutList, healths_of
-from agl_core.analysis.runs import find_run, open_store
-from agl_core.analysis.text.plain import plain
 from agl_core.analysis.text.words import number, one_line
 from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
-from agl_core.learning import Health
-from agl_core.types import Ending, Mode, Rollout, ToolStatus, Verdict
+from agl_core.types import Ending, Mode, ToolStatus, Verdict
+
+if TYPE_CHECKING:
+    from agl_core.analysis.rollouts import RolloutList
+    from agl_core.learning import Health
+    from agl_core.types import Rollout
 
 RunArgument = Annotated[Path | None, typer.Argument(help="The run's folder; by default the newest below ./runs.")]
 Step = Annotated[int | None, typer.Option(help="Only of this step.")]
@@ -60,6 +58,14 @@ def rollouts(
     as_json: AsJson = False,
 ) -> None:
     """List the rollouts of a run, the newest last."""
+    from rich.table import Table
+
+    from agl_core.analysis.filters import Query, list_rollouts
+    from agl_core.analysis.rollouts import healths_of
+    from agl_core.analysis.runs import find_run, open_store
+    from agl_core.analysis.text.plain import plain
+    from agl_core.cli.shared.screen import Screen
+
     query = Query(
         step=step,
         mode=mode,

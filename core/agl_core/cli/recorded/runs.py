@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from agl_core.analysis.runs import find_run, list_runs
-from agl_core.analysis.runs import prune as prune_run
-from agl_core.analysis.runs import vacuum as vacuum_run
 from agl_core.analysis.text.words import score, size
 from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
 
 Folder = Annotated[Path, typer.Argument(help="Where the runs are.")]
@@ -31,6 +26,11 @@ runs = typer.Typer(help="List runs, and make them smaller.", no_args_is_help=Tru
 @runs.command("list")
 def list_(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
     """List the runs: their state, steps, size, and evaluation before and after training."""
+    from rich.table import Table
+
+    from agl_core.analysis.runs import list_runs
+    from agl_core.cli.shared.screen import Screen
+
     entries = list_runs(folder)
     if as_json:
         print_json(entries)
@@ -53,7 +53,10 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
     stay, and the run can be read and resumed as before. A run that is being trained or served is refused. To make
     the store's file smaller, run agl runs vacuum afterwards.
     """
-    done = [asyncio.run(prune_run(folder, steps, checkpoints)) for folder in map(find_run, run)]
+    from agl_core.analysis import runs
+    from agl_core.cli.shared.screen import Screen
+
+    done = [asyncio.run(runs.prune(folder, steps, checkpoints)) for folder in map(runs.find_run, run)]
     if as_json:
         print_json(done)
         return
@@ -71,7 +74,10 @@ def vacuum(run: Runs, as_json: AsJson = False) -> None:
 
     A store of an older agl is brought up to date. A run that is being trained or served is refused.
     """
-    done = [asyncio.run(vacuum_run(folder)) for folder in map(find_run, run)]
+    from agl_core.analysis import runs
+    from agl_core.cli.shared.screen import Screen
+
+    done = [asyncio.run(runs.vacuum(folder)) for folder in map(runs.find_run, run)]
     if as_json:
         print_json(done)
         return

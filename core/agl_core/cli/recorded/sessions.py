@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from agl_core.analysis.runs import find_run, open_store
-from agl_core.analysis.sessions import SessionEntry, delete_sessions, entry_of, key_of, list_sessions
 from agl_core.analysis.text.words import number, one_line
 from agl_core.cli.shared.options import AsJson
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
-from agl_core.wire.keys import OPERATOR_KEY, take_keys
 
 Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Sessions, by their ids.")]
@@ -32,6 +27,11 @@ sessions = typer.Typer(help="List, show and delete sessions of real use.", no_ar
 @sessions.command("list")
 def list_(run: Run, application: OfApplication = None, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the sessions of a run, the newest last."""
+    from rich.table import Table
+
+    from agl_core.analysis.runs import find_run, open_store
+    from agl_core.analysis.sessions import SessionEntry, list_sessions
+    from agl_core.cli.shared.screen import Screen
 
     async def read() -> list[SessionEntry]:
         async with open_store(find_run(run)) as store:
@@ -60,6 +60,9 @@ def list_(run: Run, application: OfApplication = None, limit: Limit = 20, as_jso
 @sessions.command()
 def show(run: Run, id: Id, as_json: AsJson = False) -> None:
     """Show what is known of a session and the feedback on it; agl show ID has its calls."""
+    from agl_core.analysis.runs import find_run, open_store
+    from agl_core.analysis.sessions import SessionEntry, entry_of
+    from agl_core.cli.shared.screen import Screen
 
     async def read() -> SessionEntry:
         async with open_store(find_run(run)) as store:
@@ -86,6 +89,11 @@ def show(run: Run, id: Id, as_json: AsJson = False) -> None:
 @sessions.command()
 def delete(run: Run, ids: Ids, as_json: AsJson = False) -> None:
     """Remove everything that was recorded of sessions, for good. Feedback on them is refused from then on."""
+    from agl_core.analysis.runs import find_run
+    from agl_core.analysis.sessions import delete_sessions
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.wire.keys import OPERATOR_KEY, take_keys
+
     deleted = asyncio.run(delete_sessions(find_run(run), ids, take_keys().get(OPERATOR_KEY)))
     if as_json:
         print_json({"deleted": deleted})
@@ -98,6 +106,9 @@ def delete(run: Run, ids: Ids, as_json: AsJson = False) -> None:
 @sessions.command()
 def key(run: Run, application: Application, feedback: ForFeedback = False) -> None:
     """Print a key of an application: for its model calls and sessions, or for feedback on these."""
+    from agl_core.analysis.runs import find_run
+    from agl_core.analysis.sessions import key_of
+
     typer.echo(key_of(find_run(run), application, feedback=feedback))
 
 

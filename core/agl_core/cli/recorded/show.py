@@ -6,17 +6,18 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.rollouts import AttemptReport, RolloutReport, TerminalReward, Turn, read_rollout
-from agl_core.analysis.runs import find_run, open_store
 from agl_core.analysis.text.words import message_text, number, one_line, reporter, said_by, status_text
 from agl_core.cli.shared.options import AsJson, RunOption
-from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.text import print_json
 from agl_core.types import Reward, TrainingRecord
+
+if TYPE_CHECKING:
+    from agl_core.analysis.rollouts import AttemptReport, RolloutReport, TerminalReward, Turn
+    from agl_core.cli.shared.screen import Screen
 
 Id = Annotated[str, typer.Argument(help="The rollout's id, or its beginning.")]
 Width = Annotated[int, typer.Option(min=40, help="Characters of each text that are shown.")]
@@ -30,6 +31,9 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300, as_json: AsJson
     Each call has its rewards with the rule that gave them, its credit, its advantage, and its weight in the loss. Below
     the turns is the credit of the whole group, which the rollout was compared with.
     """
+    from agl_core.analysis.rollouts import read_rollout
+    from agl_core.analysis.runs import find_run, open_store
+    from agl_core.cli.shared.screen import Screen
 
     async def read() -> RolloutReport:
         async with open_store(find_run(run)) as store:

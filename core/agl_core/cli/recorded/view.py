@@ -10,10 +10,6 @@ from typing import Annotated
 
 import typer
 
-from agl_core.analysis.runs import RUNS, find_run
-from agl_core.cli.shared.screen import Screen
-from agl_core.config import CONFIG_FILE
-
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(help="Runs, or folders of runs; by default the folder ./runs.", metavar="[RUN]..."),
@@ -29,6 +25,8 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
     address, since what agents start runs here too. From another machine, forward the port: ssh -L PORT:127.0.0.1:PORT.
     Ctrl-C ends it.
     """
+    from agl_core.analysis.runs import RUNS, find_run
+    from agl_core.cli.shared.screen import Screen
     from agl_core.view.serving import address_of, answer, listen
 
     folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
@@ -43,4 +41,6 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
 
 
 def _has_runs(folder: Path) -> bool:
+    from agl_core.config import CONFIG_FILE
+
     return not (folder / CONFIG_FILE).is_file() and any(folder.glob(f"*/{CONFIG_FILE}"))

@@ -8,12 +8,13 @@ from typing import Any
 
 import typer
 
-from agl_core.analysis.text.plain import plain
 from agl_core.analysis.text.words import harmless
 
 
 def print_json(value: Any) -> None:
     """Print what analysis found as JSON. It is ASCII, so that a terminal obeys nothing of it."""
+    from agl_core.analysis.text.plain import plain
+
     typer.echo(json.dumps(plain(value), indent=2))
 
 
