@@ -50,7 +50,6 @@ def _choose(functions: Sequence[str]) -> str | None:
         return None
     import click
 
-    import click  # What typer brings.
 
     answer: str = typer.prompt("Which function is the agent?", type=click.Choice(list(functions)))
     return answer
