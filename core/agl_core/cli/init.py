@@ -50,6 +50,5 @@ def _choose(functions: Sequence[str]) -> str | None:
         return None
     import click
 
-
     answer: str = typer.prompt("Which function is the agent?", type=click.Choice(list(functions)))
     return answer
