@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agl_core import capture
 from agl_core.cli import app
 from agl_core.cli.shared.upstreams import examine
 from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
@@ -81,9 +81,7 @@ def test_what_only_limits_is_a_note(running: Bench) -> None:
 
 
 def test_what_is_broken_is_an_error_with_a_remedy(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        importlib.import_module("agl_core.cli.doctor"), "installed_adapters", list
-    )  # They would stay attached to this process.
+    monkeypatch.setattr(capture, "installed_adapters", list)  # They would stay attached to this process.
     running.answers(Raw(json.dumps(completion(prompt_token_ids=[1])).encode()))
     found = agl("doctor", "no-such.toml", "--upstream", running.upstream.url)
     assert found.returncode == 1
@@ -97,7 +95,7 @@ def test_what_is_broken_is_an_error_with_a_remedy(running: Bench, agl: Agl, monk
 
 
 def test_a_framework_without_an_adapter_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("agl_core.cli.doctor"), "installed_adapters", list)
+    monkeypatch.setattr(capture, "installed_adapters", list)
 
     found = CliRunner().invoke(app, ["doctor", "--json"])
 
