@@ -32,8 +32,8 @@ SENTENCES = (
     "Water freezes at zero degrees and boils at one hundred degrees Celsius.",
     "She opened the door, looked around the room, and sat down on the chair by the window.",
 )
-WORST_PERPLEXITY = 30.0
-"""Whole weights give 5 to 20; weights in the wrong order, or another tokenizer, thousands."""
+WORST_PERPLEXITY = 100.0
+"""Whole weights give 5 to 31; weights in the wrong order, or another tokenizer, thousands."""
 ASKED, EXPECTED = "What is the capital of France?", "Paris"
 
 

@@ -100,7 +100,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     (package / "__init__.py").touch()
     for name, code in EXAMPLES.items():
         (package / name).write_text(code)
-    _, project, _, _, _, frameworks = PAGE.configurations()
+    _, project, *_, frameworks = PAGE.configurations()
     entries = [f'{Path(name).stem} = "my_agl_plugins.{Path(name).stem}"' for name in EXAMPLES]
     assert entries[0] in project
     backend = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'

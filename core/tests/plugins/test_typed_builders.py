@@ -66,7 +66,6 @@ def wrong(
     trackers("a", number)  # no folder
     buffers("a", number)  # not a buffer
     rewards("a", lambda options: credit)  # a credit rule
-    credits("a", lambda options: credit)  # no kind
     algorithms("a", number)  # not an algorithm
     adapters("a", number)  # not an adapter
 
