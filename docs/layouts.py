@@ -63,7 +63,7 @@ def in_one(episode: Episode) -> Episode:
 
 
 def batch_of(episodes: Sequence[Episode]) -> Batch:
-    """All calls, whoever made them."""
+    """All calls of all agents."""
     groups: dict[str, list[Episode]] = {}
     for episode in episodes:
         groups.setdefault(episode.group, []).append(replace(episode, terminal=0.0))

@@ -29,7 +29,7 @@ def write(path: Path, content: bytes | str) -> None:
 
 
 def replace(path: Path, content: bytes | str) -> None:
-    """Write such a file whole: whoever reads it finds what was there before, or all of the new."""
+    """Write such a file whole: a reader finds what was there before, or all of the new."""
     part = path.with_name(f".{path.name}.part")
     write(part, content)
     os.replace(part, path)

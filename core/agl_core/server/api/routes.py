@@ -70,7 +70,7 @@ def _route(
             work = answer(request, await _read(request, operation))
             reply = await (unless_gone(request, work) if operation.waits else work)
             if reply is None:
-                raise stopping()  # Nobody waits for it.
+                raise stopping()  # No client waits for it.
         except AglError as error:
             return refused(error)
         except Exception:
