@@ -3,7 +3,7 @@
     python examples/online/play.py learning without         # what travellers want shifts; with and without learning
     python examples/online/play.py inverted                 # feedback is turned round: the gate stops what comes of it
     python examples/online/play.py unseen                   # … in what the gate cannot see: the canary stops it
-    python examples/online/play.py --draw curves.svg        # draw what was kept of the plays
+    agl plot runs/online-learning-* runs/online-without-*   # draw what users said
 
 What is kept of a play is in `results.json` beside this file, one entry for each play and seed.
 """
@@ -28,7 +28,6 @@ from typing import Any, TypeAlias
 
 from users import Crowd, Visit, honest
 
-from agl_core.analysis.curves.plots import panels
 from agl_core.deployment.ledger import Ledger
 
 HERE = Path(__file__).parent
@@ -83,7 +82,7 @@ _SESSIONS_ALONE = ("learn.offline_share=0",)
 
 PLAYS: Mapping[str, Play] = {
     "learning": Play(3600, 600),
-    "without": Play(2600, 600, (f"learn.sessions_per_step={_NEVER}",)),
+    "without": Play(1500, 600, (f"learn.sessions_per_step={_NEVER}",)),
     "inverted": Play(2000, _NEVER, _SESSIONS_ALONE, "rejected", inverted),
     "unseen": Play(
         3000,
@@ -99,11 +98,13 @@ PLAYS: Mapping[str, Play] = {
 def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) -> Result:
     """Play it, and return what is kept."""
     chosen = PLAYS[name]
-    run_name = f"online-{name}-seed-{seed}-{time.strftime('%H%M%S')}"
+    run_name = f"online-{name}-{seed}"
     settings = (*chosen.settings, f"seed={seed}", f"name={run_name}", *settings)
     visits: list[Visit] = []
     began = time.monotonic()
     run = Path("runs") / run_name
+    if run.exists():
+        sys.exit(f"{run} was played before. Remove it, or choose another --seed.")
     last = sessions or chosen.sessions
 
     def ended(visit: Visit) -> bool:
@@ -179,16 +180,6 @@ def _became(run: Path, state: str) -> bool:
     return any(each.state == state for each in Ledger.of_run(run).decisions())
 
 
-def success(right: Sequence[int]) -> list[tuple[int, float]]:
-    """The share of right answers in windows of sessions, by the last session of each.
-
-    >>> success([1] * 100 + [0] * 100)
-    [(100, 1), (200, 0)]
-    """
-    ends = range(WINDOW, len(right) + 1, WINDOW)
-    return [(end, mean(right[end - WINDOW : end])) for end in ends]
-
-
 def recovered(result: Result) -> int | None:
     """Sessions from the shift to the end of the first window with 0.9 of the success before it; None: there was none.
 
@@ -196,10 +187,9 @@ def recovered(result: Result) -> int | None:
     200
     """
     shift, right = result["shift"], result["right"]
-    before = mean(right[:shift])
-    ends = (end for end, share in success(right) if end > shift and share >= RECOVERED * before)
-    first = next(ends, None)
-    return None if first is None else first - shift
+    level = RECOVERED * mean(right[:shift])
+    ends = range(shift + WINDOW, len(right) + 1, WINDOW)
+    return next((end - shift for end in ends if mean(right[end - WINDOW : end]) >= level), None)
 
 
 def row(key: str, result: Result) -> str:
@@ -211,24 +201,6 @@ def row(key: str, result: Result) -> str:
     cells += [str(recovered(result) or "never") if after else "", str(len(right)), f"{result['seconds']} s"]
     cells += [", ".join(f"{count} {state}" for state, count in became.items())]
     return f"| {' | '.join([key, *cells])} |"
-
-
-def draw(results: Mapping[str, Result], out: Path) -> None:
-    """Success by session, with and without learning; a line for each seed, and a mark where a version was promoted."""
-    with panels(out, 1, 6) as [panel]:
-        for colour, name in (("C0", "learning"), ("grey", "without")):
-            found = [result for key, result in results.items() if key.partition("/")[0] == name]
-            for number, result in enumerate(found):
-                label = {"learning": "with learning", "without": "without"}[name] if number == 0 else None
-                panel.plot(*zip(*success(result["right"]), strict=True), color=colour, linewidth=1.2, label=label)
-                for each in result["decisions"]:
-                    if each["state"] == "stable" and each["version"]:
-                        panel.axvline(each["sessions"], color=colour, linewidth=0.5, linestyle=":")
-                panel.axvline(result["shift"], color="C3", linewidth=0.8, linestyle="--")
-        panel.set_xlabel("session")
-        panel.set_ylabel(f"right answers, of {WINDOW} sessions")
-        panel.set_ylim(0, 1)
-        panel.legend(fontsize=8, loc="lower right")
 
 
 def kept() -> dict[str, Result]:
@@ -243,17 +215,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sessions", type=int, help="other than the play's own number")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of agl learn")
-    parser.add_argument("--draw", type=Path, help="the file to draw")
     options = parser.parse_args()
     if unknown := set(options.plays) - set(PLAYS):
         parser.error(f"there is no play {', '.join(sorted(unknown))}: there are {', '.join(PLAYS)}")
     for name in options.plays:
         played = play(name, options.seed, options.sessions, options.set)
         RESULTS.write_text(json.dumps({**kept(), f"{name}/{options.seed}": played}, sort_keys=True) + "\n")
-    results = kept()
-    print(_HEAD, *(row(key, result) for key, result in results.items()), sep="\n")
-    if options.draw:
-        draw(results, options.draw)
+    print(_HEAD, *(row(key, result) for key, result in kept().items()), sep="\n")
 
 
 if __name__ == "__main__":

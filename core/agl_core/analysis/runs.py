@@ -117,7 +117,7 @@ async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> 
     recorded are left alone. StoreError if another process writes the store.
     """
     calls, up_to = 0, 0
-    if _has_store(folder):
+    if has_store(folder):
         async with open_store(folder, read_only=False) as store:
             last = max((rollout.step for rollout in await store.rollouts() if rollout.mode.trains), default=0)
             calls, up_to = await _shrinking(store, folder).prune(last - keep_steps), max(last - keep_steps, 0)
@@ -128,7 +128,7 @@ async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> 
 
 async def vacuum(folder: Path) -> Vacuumed:
     """Free the unused space of a run's store. StoreError if another process writes it, or it is not in the folder."""
-    if not _has_store(folder):
+    if not has_store(folder):
         raise StoreError(f"The store of {folder} is with the server that recorded the run. Vacuum it there.")
     before = _size(folder)
     async with open_store(folder, read_only=False) as store:
@@ -141,7 +141,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-def _has_store(folder: Path) -> bool:
+def has_store(folder: Path) -> bool:
     """Whether a run was recorded in its own folder, and not by a server elsewhere."""
     return any((folder / name).exists() for name in ("store.sqlite", SERVER_FILE))
 

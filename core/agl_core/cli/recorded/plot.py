@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +13,19 @@ Out = Annotated[Path, typer.Option(help="The file to write: its name ends in .sv
 
 
 def plot(run: Runs, out: Out = Path("curves.svg")) -> None:
-    """Draw the rewards of runs over their steps: in training, and on each held-out set.
+    """Draw the rewards of runs over their steps, in training and on each held-out set; and feedback on real use.
 
     Runs that differ in nothing but seed and name are one line, the mean, with a band from the worst seed to the best.
     It needs matplotlib: pip install 'agl-core[plot]'.
     """
-    from agl_core.analysis.curves.plots import draw, read_curves, seeds_of
+    from agl_core.analysis.curves.plots import Curves, draw, read_curves, seeds_of
     from agl_core.analysis.runs import find_run
     from agl_core.cli.shared.screen import Screen
+    from agl_core.deployment.history import read_use
+
+    def curves(folder: Path) -> Curves:
+        return read_curves(folder, asyncio.run(read_use(folder)))
 
     kinds = seeds_of([find_run(each) for each in run])
-    draw({name: [read_curves(folder) for folder in folders] for name, folders in kinds.items()}, out)
+    draw({name: list(map(curves, folders)) for name, folders in kinds.items()}, out)
     Screen().print(f"{out}: " + "; ".join(f"{name} ({len(folders)} seeds)" for name, folders in kinds.items()))
