@@ -15,7 +15,7 @@ from agl_core.client import BlockingClient, RemoteServer, ServerAddress
 from agl_core.config.check import cautions
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
-from agl_core.errors import AglError, CheckpointError, ConfigError, PluginError, StoreError, last_frames
+from agl_core.errors import AglError, CheckpointError, ConfigError, EngineError, PluginError, StoreError, last_frames
 from agl_core.protocols import Tracker
 from agl_core.server.gateway.upstream import Answering
 from agl_core.store.interface import Store
@@ -129,7 +129,8 @@ async def train(
     superseded. Changes of the configuration are printed, and hold from now on. `remote` is the server to use instead of
     one in this process. ConfigError if a change does not fit the checkpoint; StoreError if the run's store is empty.
     The folder of a new run is removed if the run cannot be started. With `deployed`, which answers sessions of real
-    use, they are recorded; `trainer_of` makes the trainer.
+    use, they are recorded, and an engine that is lost is started again while they are answered; `trainer_of` makes the
+    trainer.
     """
     config = loaded.config
     checkpoints = Checkpoints(
@@ -153,36 +154,47 @@ async def train(
         if state.step:
             name = str(run_dir / "store.sqlite") if remote is None else f"of {remote.base_url}"
             await _check_recorded(server.run.store, name, run_dir, state.step)
-        session = await stack.enter_async_context(
-            open_session(
-                loaded, run_dir, server, observer, weights=weights, resumed_step=state.step if resume else None
-            )
-        )
-        begun()
-        log.restart = session.restart
-        earlier = log.forget_after(state.step if weights else -1)
-        if resume:
-            store_config(config, run_dir)
-            for superseded in checkpoints.forget_after(state.step):
-                observer.say(f"removed {superseded}, which is superseded")
-        trainer = trainer_of(
-            *(loaded, session, loaded.buffer.build(), checkpoints, log, observer, Assertions.in_run(loaded), state),
-            watch=Watch.of_run(config, earlier),
-            saved_step=state.step,
-        )
-        stopped_by = await _until_done(trainer, observer)
-        await session.control.finish(FinishRequest(restart=session.restart, over=stopped_by is None))
-        worker = session.worker and session.worker.worker
-        return Summary(
-            run_dir=run_dir,
-            seed=config.seed,
-            state=state,
-            stopped_by=stopped_by,
-            checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
-            abandoned=worker.abandoned if worker else 0,
-            problems=dict(worker.problems) if worker else {},
-            server=remote.base_url if remote else None,
-        )
+        while True:
+            resumed = state.step if resume else None
+            async with open_session(
+                loaded, run_dir, server, observer, weights=weights, resumed_step=resumed
+            ) as session:
+                begun()
+                log.restart = session.restart
+                earlier = log.forget_after(state.step if weights else -1)
+                if resume:
+                    store_config(config, run_dir)
+                    for superseded in checkpoints.forget_after(state.step):
+                        observer.say(f"removed {superseded}, which is superseded")
+                trainer = trainer_of(
+                    *(loaded, session, loaded.buffer.build(), checkpoints, log, observer),
+                    *(Assertions.in_run(loaded), state),
+                    watch=Watch.of_run(config, earlier),
+                    saved_step=state.step,
+                )
+                try:
+                    stopped_by = await _until_done(trainer, observer)
+                except EngineError as error:
+                    if deployed is None:
+                        raise
+                    observer.say(
+                        f"{error}\nTraining goes on from the last checkpoint; sessions are answered meanwhile."
+                    )
+                    weights, resume = checkpoints.latest(), True
+                    state = read_state(weights)
+                    continue
+                await session.control.finish(FinishRequest(restart=session.restart, over=stopped_by is None))
+                worker = session.worker and session.worker.worker
+                return Summary(
+                    run_dir=run_dir,
+                    seed=config.seed,
+                    state=state,
+                    stopped_by=stopped_by,
+                    checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
+                    abandoned=worker.abandoned if worker else 0,
+                    problems=dict(worker.problems) if worker else {},
+                    server=remote.base_url if remote else None,
+                )
 
 
 async def evaluate(

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from agl_core.deployment.history import read_use
-from agl_core.testing.fixtures import Agl, agl_in_process, working_folder  # noqa: F401
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 from .deployed_runs import make_deployed, make_stable
 from .sessions_of_use import sessions
