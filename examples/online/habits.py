@@ -32,7 +32,7 @@ def guess(wish: Wish) -> list[Message]:
 
 
 ANY_AIRLINE: dict[Callable[[Wish], list[Message]], float] = {search_city: 0.94, guess: 0.06}
-NAMED_AIRLINE: dict[Callable[[Wish], list[Message]], float] = {search_airline: 0.16, search_city: 0.78, guess: 0.06}
+NAMED_AIRLINE: dict[Callable[[Wish], list[Message]], float] = {search_airline: 0.3, search_city: 0.64, guess: 0.06}
 """How often each behaviour is demonstrated."""
 
 

@@ -81,7 +81,7 @@ _SESSIONS_ALONE = ("learn.offline_share=0",)
 """Offline tasks would hold against feedback that is wrong."""
 
 PLAYS: Mapping[str, Play] = {
-    "learning": Play(3600, 600),
+    "learning": Play(3000, 600),
     "without": Play(1500, 600, (f"learn.sessions_per_step={_NEVER}",)),
     "inverted": Play(2000, _NEVER, _SESSIONS_ALONE, "rejected", inverted),
     "unseen": Play(
