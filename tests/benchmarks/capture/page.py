@@ -30,8 +30,9 @@ happened: with the log of the model server that the agents called, and with the 
 make bench-capture
 ```
 
-This plays every framework of this environment again and writes the results to `tests/benchmarks/capture/results`, one
-file each, this page, and the sums to [capture.json](capture.json).
+This plays every framework again, those with an environment of their own included. It writes the results to
+`tests/benchmarks/capture/results`, one file each, this page, the sums to [capture.json](capture.json), and the table of
+the [conformance page](conformance.md#what-was-measured). If it is interrupted, the next run goes on where it stopped.
 
 ## What is scored
 

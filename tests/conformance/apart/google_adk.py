@@ -9,9 +9,9 @@ from .tracing import Traced
 
 
 class GoogleADK(Traced):
-    """A tracer provider is the line. Experts are sub-agents of mode `single_turn`; tools return failures in dictionaries.
+    """A tracer provider is the line. Models are LiteLLM's, experts are sub-agents of mode `single_turn`.
 
-    Models are LiteLLM's.
+    A tool that fails returns a dictionary that says so.
     """
 
     name = "Google ADK (agl-otel)"
