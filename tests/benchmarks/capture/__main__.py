@@ -8,7 +8,8 @@ of its own is played there, with its driver (`make bench-capture` plays them all
 
     python -m tests.benchmarks.capture --driver their_module:TheirDriver
 
-`--since FILE` leaves out those whose results are newer than this file, so that an interrupted run goes on. `--page` writes only the page, from the files that are there; `--check` fails if it is not up to date.
+`--since FILE` leaves out those whose results are newer than this file, so that an interrupted run goes on. `--page`
+writes only the page, from the files that are there; `--check` fails if it is not up to date.
 """
 
 from __future__ import annotations
