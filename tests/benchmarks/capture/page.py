@@ -67,6 +67,13 @@ Besides the conditions of the conformance suite, some scenarios are played like 
 |---|---|
 """
 
+_COST = """## What it costs
+
+Names and tool results come from the agent's own process, tokens from the gateway. What both add to a call is measured
+with OpenAI's client and with a LangChain agent, beside the same agents without agl: [how fast the server
+is](server-performance.md).
+"""
+
 _RECORDERS = """## Recorders compared
 
 Every recorder plays the same cells: chat completions, in the first form of each driver, under all conditions in which
@@ -107,6 +114,8 @@ def render(results: Sequence[Result]) -> str:
         "| framework | cells | missing | said | wrong | false joins |",
         "|---|---|---|---|---|---|",
         *_blind(results),
+        "",
+        _COST.rstrip(),
         "",
         _RECORDERS.rstrip(),
         "",
