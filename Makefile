@@ -17,11 +17,12 @@ EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
 	pytest pytest-asyncio pytest-timeout
-# Their pins do not go together: each has an environment of its own. It is NAME=PACKAGES where no adapter is needed (NAME
-# is that of its test), and NAME=FOLDER for an adapter, whose extra `test` has the packages (NAME is that of its driver in
-# tests/conformance/apart). NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. To test one of them:
+# Their pins do not go together: each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is
+# enough, and NAME=FOLDER for an adapter, whose extra `test` has the packages. NAME is that of a driver in
+# tests/conformance/apart, or of a test in core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. To test one of them:
 # make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
+	a2a=a2a-sdk[http-server] \
 	llama_index=adapters/llama-index haystack=adapters/haystack \
 	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \
 	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai \
@@ -94,13 +95,10 @@ types: install ## Check types
 	@$(BIN)/mypy
 
 test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest releases (ten minutes, 6 GB)
-	@failed=; for each in $(FRAMEWORKS_NEED); do name=$${each%%=*}; needs=$${each#*=}; \
-		case $$needs in \
-			adapters/*) folder=$${needs%%,*}; packages=$${needs#$$folder}; packages="-e $$folder[test] $${packages//,/ }"; \
-				tests="$$folder/tests tests/conformance/test_conformance_cells.py"; \
-				tests="$$tests --driver tests.conformance.apart.$$name:DRIVER";; \
-			*) packages="$${needs//,/ } -e adapters/otel"; tests="tests/frameworks/live_frameworks.py -k $$name";; \
-		esac; \
+	@failed=; for each in $(FRAMEWORKS_NEED); do $(packages_of_each); \
+		if test -e tests/conformance/apart/$$name.py; \
+			then tests="$$tests tests/conformance/test_conformance_cells.py --driver tests.conformance.apart.$$name:DRIVER"; \
+			else tests=core/tests/client/live_$$name.py; fi; \
 		{ $(call newest_in,$(FRAMEWORKS)/$$name,core[testing] $$packages) && \
 			$(FRAMEWORKS)/$$name/bin/python -m pytest -p no:cacheprovider \
 			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$each"; \
@@ -110,9 +108,15 @@ newest: ## Test all adapters with the newest releases of their frameworks, and s
 	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
 		$(FRAMEWORKS)/together/bin/python -m pytest -p no:cacheprovider --continue-on-collection-errors -m "not storm and not timing" \
 		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py; } || failed="$(TOGETHER)"; \
-	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(foreach each,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(each)),,$(each)))" \
+	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(NEWEST_NEED)" \
 		|| failed="$$failed those above"; $(call say_failed)
 
+NEWEST_NEED = $(foreach each,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(each)),,$(each)))
+# Of one of FRAMEWORKS_NEED: its name, what to install, and the tests of its adapter.
+packages_of_each = name=$${each%%=*}; needs=$${each\#*=}; case $$needs in \
+	adapters/*) folder=$${needs%%,*}; packages=$${needs\#$$folder}; \
+		packages="-e $$folder[test] $${packages//,/ }"; tests="$$folder/tests";; \
+	*) packages="$${needs//,/ } -e adapters/otel"; tests=;; esac
 # The newest releases that go together, without our pins.
 newest_in = { test -x $(1)/bin/python || $(PYTHON) -m venv $(1); } && $(1)/bin/python -m pip install -q \
 	--disable-pip-version-check --upgrade --upgrade-strategy eager -e $(2) pytest pytest-asyncio pytest-timeout
@@ -135,8 +139,15 @@ gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); wr
 	@PYTHONPATH="$(subst $(empty) ,:,$(foreach each,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(each))):$$PYTHONPATH" \
 		$(PYTHON) -m tests.gpu
 
-bench-capture: install ## Score what agl and other recorders see of agents; writes docs/capture.md (twenty minutes)
-	@$(BIN)/python -m tests.benchmarks.capture
+# What was played since it was begun is not played again.
+bench-capture: install ## Score what agl and other recorders see of agents, in every framework; writes docs/capture.md (hours; it can be interrupted)
+	@begun=$(FRAMEWORKS)/.capture-begun; mkdir -p $(FRAMEWORKS); test -e $$begun || touch $$begun; failed=; \
+	$(BIN)/python -m tests.benchmarks.capture --since $$begun || failed=$(VENV); \
+	for each in $(NEWEST_NEED); do $(packages_of_each); \
+		test ! -e tests/conformance/apart/$$name.py || { $(call newest_in,$(FRAMEWORKS)/$$name,core[testing] $$packages) && \
+			$(FRAMEWORKS)/$$name/bin/python -m tests.benchmarks.capture --since $$begun \
+			--driver tests.conformance.apart.$$name:DRIVER; } || failed="$$failed $$each"; \
+	done; $(BIN)/python -m tests.conformance.make_page; $(call say_failed); rm $$begun
 
 bench-view: install ## Measure the pages of a run of 100,000 rollouts; writes the tables of docs/view.md (ten minutes)
 	@$(BIN)/python tests/benchmarks/view_speed.py --write

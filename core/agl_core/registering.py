@@ -31,7 +31,7 @@ class Capability(StrEnum):
     """What a component needs of the rest of the run, or provides to it; checked before anything starts."""
 
     TOKEN_IDS = "token ids"
-    """Engines provide these six."""
+    """Engines provide these seven."""
     CRITIC = "critic"
     REFERENCE = "reference model"
     OWN_ALGORITHMS = "own algorithms"
@@ -41,6 +41,8 @@ class Capability(StrEnum):
     RECORDED_TEXTS = "recorded texts"
     """An engine that tokenises recorded replies, and trains on them without knowing the log-probabilities that they
     were sampled with (`agl_core.protocols.TokenizingEngine`)."""
+    IMAGES = "images"
+    """An engine whose models take images in messages, and that trains on replies to them."""
     GROUPS = "groups"
     """Several rollouts of each task, to compare. The run's settings provide these two."""
     REPLAY = "replay"

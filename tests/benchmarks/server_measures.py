@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,11 @@ async def running(folder: Path) -> AsyncIterator[Server]:
     run = folder / str(time.monotonic_ns())
     run.mkdir()
     with contextlib.ExitStack() as stack:
-        upstream = stack.enter_context(_process("server_upstream.py", *other))
+        upstream = stack.enter_context(process("server_upstream.py", *other))
         assert upstream.stdout is not None
         upstream_port = int(upstream.stdout.readline())
         server = stack.enter_context(
-            _process("server_process.py", str(run / "store.sqlite"), f"http://127.0.0.1:{upstream_port}/v1", *core)
+            process("server_process.py", str(run / "store.sqlite"), f"http://127.0.0.1:{upstream_port}/v1", *core)
         )
         assert server.stdout is not None
         ready = json.loads(server.stdout.readline())
@@ -81,14 +81,17 @@ async def running(folder: Path) -> AsyncIterator[Server]:
 
 
 @contextlib.contextmanager
-def _process(name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def process(
+    name: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A script of this folder, which is spoken to in lines; it is ended at the end."""
     command = [sys.executable, str(HERE / name), *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        yield process
+        yield started
     finally:
-        process.terminate()
-        process.communicate()
+        started.terminate()
+        started.communicate()
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,7 @@ async def calls(server: Server, concurrency: int, seconds: float) -> Calls:
 
     direct = await Client(server.upstream, "").at_once(concurrency, seconds / 3, ask_upstream)
     n_attempts = concurrency + int(seconds * ATTEMPTS)
-    await server.do(do="keep", queued=n_attempts)
-    leases = await _lease(server, n_attempts)
+    leases = await leased(server, n_attempts)
     waiting = itertools.cycle([calls_of(lease, range(TURNS)) for lease in leases])
     asked: dict[str, deque[bytes]] = {}
 
@@ -139,7 +141,9 @@ async def calls(server: Server, concurrency: int, seconds: float) -> Calls:
     return Calls(concurrency, direct, through, cpu)
 
 
-async def _lease(server: Server, n_attempts: int) -> list[dict[str, Any]]:
+async def leased(server: Server, n_attempts: int) -> list[dict[str, Any]]:
+    """So many attempts."""
+    await server.do(do="keep", queued=n_attempts)
     connection = await Connection.to(server.port)
     worker = Worker("calls", server.key, Load())
     leases: list[dict[str, Any]] = []

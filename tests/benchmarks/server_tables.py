@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from client_measures import clients
+from client_process import KINDS
 from server_measures import Calls, Rollouts, Server, calls, rollouts, running, workers
 
 CONCURRENCY = (1, 32, 256)
@@ -15,6 +17,8 @@ STORED = (1_000, 10_000, 100_000)
 WORKERS = 300
 ROUNDS = 5
 """How often calls are measured."""
+CLIENT_ROUNDS = 40
+"""How often agents' processes take turns."""
 
 
 class Tables:
@@ -26,7 +30,13 @@ class Tables:
     @property
     def parts(self) -> Mapping[str, Callable[[], Awaitable[str]]]:
         """What makes each table, by its name."""
-        return {"calls": self._calls, "stored": self._stored, "rollouts": self._rollouts, "workers": self._workers}
+        return {
+            "calls": self._calls,
+            "clients": self._clients,
+            "stored": self._stored,
+            "rollouts": self._rollouts,
+            "workers": self._workers,
+        }
 
     async def _calls(self) -> str:
         async with running(self._folder) as server:
@@ -43,6 +53,14 @@ class Tables:
                 for each in [rounds[len(rounds) // 2]]
             ),
         )
+
+    async def _clients(self) -> str:
+        rows: list[str] = []
+        for kind in KINDS:
+            async with running(self._folder) as server:
+                found = await clients(server, kind, round(CLIENT_ROUNDS * self._scale))
+            rows.append(f"{kind} | {found.without:.2f} ms | {found.whole} | {found.process}")
+        return self._table("A call of | without agl | added, median | of these, CPU of the agent's process", rows)
 
     async def _stored(self) -> str:
         rows: list[str] = []

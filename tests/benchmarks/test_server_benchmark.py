@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "server-performance.md"
-FIRST_COLUMNS = ["Calls of agents at once", "Rollouts in the store", "Shape", "Light workers"]
+FIRST_COLUMNS = ["Calls of agents at once", "A call of", "Rollouts in the store", "Shape", "Light workers"]
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -33,7 +33,7 @@ def test_every_request_of_the_benchmark_is_answered() -> None:
             assert len(row) == len(head)
             numbers = {cell: float(cell.split()[0].replace(",", "")) for cell in row[1:-1]}
             # Times are differences, which may be nothing or less where the machine has other things to do.
-            assert all(number > 0 or cell.endswith(" ms") for cell, number in numbers.items()), (head, row)
+            assert all(number > 0 or " ms" in cell for cell, number in numbers.items()), (head, row)
 
 
 def test_the_page_has_these_tables() -> None:

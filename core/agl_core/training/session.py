@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames
 from agl_core.learning import ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, StagedEngine, TaskSource
+from agl_core.registering import Capability
 from agl_core.training.checkpoints import verify
 from agl_core.training.collect import Collector, scoring_rules
 from agl_core.training.evaluate import Evaluator
@@ -26,7 +27,7 @@ from agl_core.training.recorded import RecordedQueue
 from agl_core.training.report import Observer
 from agl_core.training.serving import RunControl, TrainingServer, check_reachable, recorded_name, registration
 from agl_core.training.stall import StallWatch
-from agl_core.types import AlarmName
+from agl_core.types import AlarmName, Json
 from agl_core.wire.trainers import BeginRequest, FinishRequest, VersionsRequest
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
@@ -82,6 +83,8 @@ async def open_session(
     rules = scoring_rules(loaded)
     source = tasks["train"]
     check_agent(config, source)
+    for caution in images(loaded, tasks):
+        observer.say(caution)
     worker_key = server.worker_key if config.workers.embedded and config.agent is not None else None
     runner = None if worker_key is None else await choose_own_runner(loaded, server.base_url)
     run = await recorded_name(control.store, run_dir)
@@ -171,6 +174,31 @@ def first_made(name: str, source: TaskSource) -> TaskSource:
             f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n{last_frames(error)}"
         ) from error
     return source
+
+
+def images(loaded: LoadedConfig, tasks: Mapping[str, TaskSource]) -> Iterator[str]:
+    """What an engine that takes no images says of sets of tasks that begin with one."""
+    if Capability.IMAGES in loaded.engine.component.provides:
+        return
+    for name, source in tasks.items():
+        if _has_image(source.task(0).input):
+            yield (
+                f"caution: the first task of [tasks.{name}] has an image, and {loaded.engine.label} takes none: a call "
+                f"with an image is refused, and not trained on. Choose an engine that provides images, or tasks "
+                f"without them."
+            )
+
+
+def _has_image(value: Json) -> bool:
+    """Whether a value has an image in one of the forms in which messages have them."""
+    if isinstance(value, str):
+        return value.startswith("data:image/")
+    if isinstance(value, Mapping):
+        is_part = value.get("type") in ("image_url", "input_image") or (
+            value.get("type") == "image" and "source" in value
+        )
+        return is_part or any(map(_has_image, value.values()))
+    return isinstance(value, list) and any(map(_has_image, value))
 
 
 def check_agent(config: RunConfig, source: TaskSource) -> None:

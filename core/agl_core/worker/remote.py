@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
@@ -26,6 +27,8 @@ _POLL = 0.5
 """Seconds between two questions after an A2A task that is still worked on."""
 _MAX_SHOWN = 300
 _UNDER_WAY = ("submitted", "working")
+_NO_METHOD = -32601
+"""JSON-RPC's code for a method that the service does not know."""
 
 
 class RemoteAgent:
@@ -33,19 +36,23 @@ class RemoteAgent:
 
         solve = RemoteAgent("https://agents.example.com/solve")
 
-    With `protocol="a2a"` the service is an A2A agent (JSON-RPC, `message/send`). `headers` go to the service with each
-    task, for instance its own key. AgentError, which ends the attempt as crashed, if the service cannot be reached,
-    returns an error status, or what cannot be read.
+    With `protocol="a2a"` the service is an A2A agent (JSON-RPC) of version 1.0, with "a2a-0.3" of that version.
+    `headers` go to the service with each task, for instance its own key. AgentError, which ends the attempt as crashed,
+    if the service cannot be reached, returns an error status, or what cannot be read.
     """
 
     def __init__(
-        self, url: str, *, protocol: Literal["http", "a2a"] = "http", headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        *,
+        protocol: Literal["http", "a2a", "a2a-0.3"] = "http",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise AgentError(f"RemoteAgent: '{url}' is no address. Begin it with http:// or https://.")
         ask = _PROTOCOLS.get(protocol)
         if ask is None:
-            raise AgentError(f"RemoteAgent: there is no protocol '{protocol}'. Use 'http' or 'a2a'.")
+            raise AgentError(f"RemoteAgent: there is no protocol '{protocol}'. Use one of: {', '.join(_PROTOCOLS)}.")
         self._url, self._headers, self._ask = url, dict(headers or {}), ask
 
     async def __call__(self, task: Json, context: AgentContext) -> Json:
@@ -65,8 +72,8 @@ class _Service:
     def __init__(self, client: httpx.AsyncClient, url: str) -> None:
         self._client, self._url = client, url
 
-    async def post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        content, headers = orjson.dumps(body), {"content-type": "application/json"}
+    async def post(self, body: Mapping[str, Any], **headers: str) -> dict[str, Any]:
+        content, headers = orjson.dumps(body), {"content-type": "application/json", **headers}
         received = bytearray()
         try:
             async with self._client.stream("POST", self._url, content=content, headers=headers) as response:
@@ -111,49 +118,82 @@ async def _ask_http(service: _Service, task: Json, attempt: Mapping[str, Any]) -
     return answer["result"], answer.get("reward")
 
 
-async def _ask_a2a(service: _Service, task: Json, attempt: Mapping[str, Any]) -> tuple[Json, Json]:
-    text = task if isinstance(task, str) else orjson.dumps(task).decode()
-    message = {
-        "kind": "message",
-        "role": "user",
-        "messageId": uuid.uuid4().hex,
-        "parts": [{"kind": "text", "text": text}],
-        "metadata": {"agl": attempt},
-    }
-    found = await _called(service, "message/send", {"message": message, "configuration": {"blocking": True}})
-    while found.get("kind") == "task" and found["status"]["state"] in _UNDER_WAY:
-        await asyncio.sleep(_POLL)
-        found = await _called(service, "tasks/get", {"id": found["id"]})
-    answers = [found]
-    if found.get("kind") == "task":
-        said = found["status"].get("message") or {}
-        if found["status"]["state"] != "completed":
-            raise service.failed(f"ended its task as {found['status']['state']}: {_text_of([said])}")
-        answers = found.get("artifacts") or [said]
-    rewards = ((found.get("metadata") or answers[-1].get("metadata") or {}).get("agl") or {}).get("reward")
-    return _text_of(answers), rewards
+@dataclass(frozen=True)
+class _A2A:
+    """A version of A2A, by the words that differ in what is sent; a task and a message are known by their fields."""
+
+    version: str
+    send: str
+    get: str
+    role: str
+    configuration: Mapping[str, Json]
+    has_kinds: bool
+    """Whether messages and their parts say what they are."""
+    other: str
+    """The protocol of the other version."""
+
+    async def ask(self, service: _Service, task: Json, attempt: Mapping[str, Any]) -> tuple[Json, Json]:
+        text = task if isinstance(task, str) else orjson.dumps(task).decode()
+        message = {
+            **self._kind("message"),
+            "role": self.role,
+            "messageId": uuid.uuid4().hex,
+            "parts": [{**self._kind("text"), "text": text}],
+            "metadata": {"agl": attempt},
+        }
+        found = await self._call(service, self.send, {"message": message, "configuration": self.configuration})
+        while _state_of(found) in _UNDER_WAY:
+            await asyncio.sleep(_POLL)
+            found = await self._call(service, self.get, {"id": found["id"]})
+        answers, state = [found], _state_of(found)
+        if state is not None:
+            said = found["status"].get("message") or {}
+            if state != "completed":
+                raise service.failed(f"ended its task as {state}: {_text_of([said])}")
+            answers = found.get("artifacts") or [said]
+        rewards = ((found.get("metadata") or answers[-1].get("metadata") or {}).get("agl") or {}).get("reward")
+        return _text_of(answers), rewards
+
+    def _kind(self, kind: str) -> Mapping[str, str]:
+        return {"kind": kind} if self.has_kinds else {}
+
+    async def _call(self, service: _Service, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The task or the message that the service answers with."""
+        body = {"jsonrpc": "2.0", "id": uuid.uuid4().hex, "method": method, "params": params}
+        answer = await service.post(body, **{"a2a-version": self.version})
+        if (error := answer.get("error")) is not None:
+            is_unknown = isinstance(error, dict) and error.get("code") == _NO_METHOD
+            hint = f'. It may speak another version of A2A: try protocol="{self.other}"' if is_unknown else ""
+            raise service.failed(f"refused {method}: {_shown(orjson.dumps(error))}{hint}")
+        result = answer.get("result")
+        # Version 1.0 wraps what version 0.3 answers with.
+        found = (result.get("task") or result.get("message") or result) if isinstance(result, dict) else result
+        if not isinstance(found, dict) or not (_state_of(found) or "parts" in found):
+            raise service.failed(
+                f"answered {method} with what is no A2A message or task: {_shown(orjson.dumps(answer))}"
+            )
+        return found
 
 
-async def _called(service: _Service, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    answer = await service.post({"jsonrpc": "2.0", "id": uuid.uuid4().hex, "method": method, "params": params})
-    if "error" in answer:
-        raise service.failed(f"refused {method}: {_shown(orjson.dumps(answer['error']))}")
-    found = answer.get("result")
-    if not isinstance(found, dict) or (found.get("kind") == "task" and "state" not in (found.get("status") or {})):
-        raise service.failed(f"answered {method} with what is no A2A message or task: {_shown(orjson.dumps(answer))}")
-    return found
+def _state_of(found: Mapping[str, Any]) -> str | None:
+    """The state of a task, in the words of version 0.3; None for a message."""
+    state = (found.get("status") or {}).get("state")
+    return None if state is None else str(state).removeprefix("TASK_STATE_").lower().replace("_", "-")
 
 
 def _text_of(answers: list[dict[str, Any]]) -> str:
     parts = [part for answer in answers for part in answer.get("parts") or ()]
-    return "".join(str(part["text"]) for part in parts if part.get("kind") == "text")
+    return "".join(str(part["text"]) for part in parts if "text" in part)
 
 
 def _shown(data: bytes | bytearray) -> str:
     return bytes(data[:_MAX_SHOWN]).decode("utf-8", "replace")
 
 
+_A2A_1_0 = _A2A("1.0", "SendMessage", "GetTask", "ROLE_USER", {"returnImmediately": False}, False, "a2a-0.3")
+_A2A_0_3 = _A2A("0.3", "message/send", "tasks/get", "user", {"blocking": True}, True, "a2a")
 _PROTOCOLS: Mapping[str, Callable[[_Service, Json, Mapping[str, Any]], Awaitable[tuple[Json, Json]]]] = {
     "http": _ask_http,
-    "a2a": _ask_a2a,
+    "a2a": _A2A_1_0.ask,
+    "a2a-0.3": _A2A_0_3.ask,
 }

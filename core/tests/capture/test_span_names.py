@@ -82,6 +82,14 @@ def test_arguments_of_that_name_stay() -> None:
         assert tool("add", {**TOOL, "input.value": value}).arguments == value
 
 
+@pytest.mark.parametrize(("message", "status"), [("no such city", "error"), ("Timed out after 5 seconds.", "timeout")])
+def test_a_failure_of_pydantic_ai_is_known_by_its_message(message: str, status: str) -> None:
+    raised = {"exception.type": "pydantic_ai.exceptions.ToolRetryError", "exception.message": message}
+    attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.call.result": message}
+    seen = tool("execute_tool slow", attributes, failed=True, events={"exception": raised})
+    assert (str(seen.status), seen.error) == (status, f"ToolRetryError: {message}")
+
+
 def test_what_google_adk_leaves_out_is_no_empty_result() -> None:
     """With content in spans, and without."""
     base = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.call.id": "<not specified>"}

@@ -7,7 +7,8 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,61 +142,91 @@ async def test_a_service_that_takes_too_long_is_left(workplace: Any) -> None:
 
 
 def text(*words: str, **fields: Any) -> dict[str, Any]:
-    return {"parts": [{"kind": "text", "text": each} for each in words], **fields}
+    return {"parts": [{"text": each} for each in words], **fields}
 
 
 def task(state: str, **fields: Any) -> dict[str, Any]:
-    return {"kind": "task", "id": "t1", "contextId": "c1", "status": {"state": state}, **fields}
+    return {"id": "t1", "contextId": "c1", "status": {"state": state}, **fields}
 
 
-A2A = {
-    "a message": text("fo", "ur", kind="message", role="agent", messageId="m1", metadata={"agl": {"reward": 1}}),
-    "a task": task("completed", artifacts=[text("four", artifactId="a1")], metadata={"agl": {"reward": 1}}),
-    "a task that takes its time": task("working"),
-}
+@dataclass(frozen=True)
+class Version:
+    """How a service of one version of A2A answers."""
+
+    protocol: Any
+    send: str
+    get: str
+    state: Callable[[str], str]
+    wrapped: bool
+
+    def task(self, state: str, **fields: Any) -> dict[str, Any]:
+        found = task(self.state(state), **fields)
+        return {"task": found} if self.wrapped else {"kind": "task", **found}
+
+    def message(self, *words: str, **fields: Any) -> dict[str, Any]:
+        found = text(*words, messageId="m1", **fields)
+        return {"message": found} if self.wrapped else {"kind": "message", **found}
 
 
-async def test_an_a2a_agent_answers_with_a_message_or_a_task(workplace: Any) -> None:
+VERSIONS = (
+    Version("a2a", "SendMessage", "GetTask", lambda state: f"TASK_STATE_{state.upper().replace('-', '_')}", True),
+    Version("a2a-0.3", "message/send", "tasks/get", str, False),
+)
+BOTH = pytest.mark.parametrize("version", VERSIONS, ids=lambda each: each.protocol)
+PAID = {"agl": {"reward": 1}}
+
+
+@BOTH
+async def test_an_a2a_agent_answers_with_a_message_or_a_task(workplace: Any, version: Version) -> None:
+    done = version.task("completed", artifacts=[text("four", artifactId="a1")], metadata=PAID)
+    answers = {
+        "a message": version.message("fo", "ur", metadata=PAID),
+        "a task": done,
+        "a task that takes its time": version.task("working"),
+    }
+
     async def solve(request: Request) -> Response:
         body = await request.json()
-        if body["method"] == "tasks/get":
+        if body["method"] == version.get:
             assert body["params"] == {"id": "t1"}
-            return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": A2A["a task"]})
-        assert body["method"] == "message/send"
+            return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": done})
+        assert body["method"] == version.send
         (part,) = body["params"]["message"]["parts"]
         given = json.loads(part["text"])
         await asked(body["params"]["message"]["metadata"]["agl"], "hello")
-        return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": A2A[given["kind"]]})
+        return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": answers[given["kind"]]})
 
     async with serving(solve) as url:
-        ended = await run(workplace, RemoteAgent(url, protocol="a2a"), [{"kind": each} for each in A2A])
+        agent = RemoteAgent(url, protocol=version.protocol)
+        ended = await run(workplace, agent, [{"kind": each} for each in answers])
     for rollout, attempt in ended.values():
         assert (rollout.ending, attempt.result) == (Ending.FINISHED, "four")
         (event,) = await workplace.stack.store.rewards([attempt.key])
         assert (event.name, event.value) == ("reward", 1)
 
 
-A2A_FAILURES = {
-    "ended its task as failed: no city": {
-        "result": {**task("failed"), "status": {"state": "failed", "message": text("no city")}}
-    },
-    "ended its task as input-required": {"result": task("input-required")},
-    'refused message/send: {"code":-32601': {"error": {"code": -32601, "message": "no such method"}},
-    "what is no A2A message or task": {"result": 3},
-    "answered message/send with what is no A2A": {"result": {"kind": "task", "id": "t1"}},
-}
-
-
 @ONCE
-async def test_what_an_a2a_agent_does_wrong_ends_its_attempt(workplace: Any) -> None:
+@BOTH
+async def test_what_an_a2a_agent_does_wrong_ends_its_attempt(workplace: Any, version: Version) -> None:
+    other = "a2a" if version.protocol == "a2a-0.3" else "a2a-0.3"
+    failed = task(version.state("failed"), status={"state": version.state("failed"), "message": text("no city")})
+    failures = {
+        "ended its task as failed: no city": {"result": {"task": failed} if version.wrapped else failed},
+        "ended its task as input-required": {"result": version.task("input-required")},
+        f'another version of A2A: try protocol="{other}"': {"error": {"code": -32601, "message": "no such method"}},
+        f'refused {version.send}: {{"code":-32603': {"error": {"code": -32603, "message": "out of order"}},
+        "what is no A2A message or task": {"result": 3},
+        f"answered {version.send} with what is no A2A": {"result": {"kind": "task", "id": "t1"}},
+    }
+
     async def solve(request: Request) -> Response:
         body = await request.json()
-        answer = A2A_FAILURES[body["params"]["message"]["parts"][0]["text"]]
+        answer = failures[body["params"]["message"]["parts"][0]["text"]]
         return JSONResponse({"jsonrpc": "2.0", "id": body["id"], **answer})
 
     async with serving(solve) as url:
-        ended = await run(workplace, RemoteAgent(url, protocol="a2a"), list(A2A_FAILURES))
-    for words, (rollout, attempt) in zip(A2A_FAILURES, ended.values(), strict=True):
+        ended = await run(workplace, RemoteAgent(url, protocol=version.protocol), list(failures))
+    for words, (rollout, attempt) in zip(failures, ended.values(), strict=True):
         assert rollout.ending is Ending.CRASHED
         assert words in attempt.error
 

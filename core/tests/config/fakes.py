@@ -94,11 +94,8 @@ def register_algorithms(register: RegisterAlgorithm) -> None:
 def register_engines(register: RegisterEngine) -> None:
     register("pretending", built, options=EngineOptions, provides={Capability.REFERENCE, Capability.TOKEN_IDS})
     register("poor", built)
-    register(
-        "rich",
-        built,
-        provides={Capability.REFERENCE, Capability.TOKEN_IDS, Capability.CRITIC, Capability.OWN_ALGORITHMS},
-    )
+    provides = {Capability.REFERENCE, Capability.TOKEN_IDS, Capability.CRITIC, Capability.OWN_ALGORITHMS}
+    register("rich", built, provides={*provides, Capability.IMAGES})
 
 
 @agl_core.hookimpl

@@ -4,11 +4,12 @@
 
 plays every framework of this environment, each form of attaching in a process of its own, and writes one file each to
 tests/benchmarks/capture/results; then docs/capture.md and docs/capture.json. A framework that lives in an environment
-of its own is played there, with its driver:
+of its own is played there, with its driver (`make bench-capture` plays them all):
 
     python -m tests.benchmarks.capture --driver their_module:TheirDriver
 
-`--page` writes only the page, from the files that are there; `--check` fails if it is not up to date.
+`--since FILE` leaves out those whose results are newer than this file, so that an interrupted run goes on. `--page`
+writes only the page, from the files that are there; `--check` fails if it is not up to date.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agl_core.testing.clients import fast_clients
 from . import page
 from .playing import play_all, tasks_of_agl, tasks_of_others
 from .recorders import RECORDERS
-from .results import Result, merged, read, result_of, write
+from .results import Result, merged, path_of, read, result_of, write
 
 HERE = "tests.benchmarks.capture"
 OURS = (
@@ -45,6 +46,7 @@ OURS = (
 NOT_COMPARED = ("ByHeaders",)
 """It sends the headers of agl: without them it is the driver before it."""
 AGL = "agl"
+PART = "part.json"
 
 
 def driver_of(name: str) -> Driver:
@@ -62,30 +64,34 @@ def driver_of(name: str) -> Driver:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", action="append", metavar="MODULE:CLASS", help="play this one; repeatable")
+    parser.add_argument("--since", type=Path, metavar="FILE", help="not what was played after this file was written")
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--part", nargs=2, metavar=("FORM", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
         form, folder = options.part
-        write(asyncio.run(_played(options.driver[0], form)), "part", Path(folder))
+        write(asyncio.run(_played(options.driver[0], form)), Path(folder) / PART)
         return 0
     if not (options.page or options.check):
         for name in options.driver or OURS:
-            _play_in_parts(name)
+            _play_in_parts(name, options.since)
     return page.check() if options.check else page.write()
 
 
-def _play_in_parts(name: str) -> None:
+def _play_in_parts(name: str, since: Path | None) -> None:
     """Each form of attaching gets a process: what it leaves in there, the next one must not find."""
     driver, found = driver_of(name), []
+    path = path_of(driver)
+    if since is not None and path.exists() and path.stat().st_mtime > since.stat().st_mtime:
+        return
     with tempfile.TemporaryDirectory() as folder:
         for form in driver.forms:
             sys.stderr.write(f"{driver.name}: {form}\n")
             command = [sys.executable, "-m", HERE, "--driver", name, "--part", form, folder]
             subprocess.run(command, check=True)
-            found.append(read(Path(folder) / "part.json"))
-    write(merged(found), type(driver).__name__.lower())
+            found.append(read(Path(folder) / PART))
+    write(merged(found), path)
 
 
 async def _played(name: str, form: str) -> Result:

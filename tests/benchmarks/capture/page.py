@@ -30,8 +30,9 @@ happened: with the log of the model server that the agents called, and with the 
 make bench-capture
 ```
 
-This plays every framework of this environment again and writes the results to `tests/benchmarks/capture/results`, one
-file each, this page, and the sums to [capture.json](capture.json).
+This plays every framework again, those with an environment of their own included. It writes the results to
+`tests/benchmarks/capture/results`, one file each, this page, the sums to [capture.json](capture.json), and the table of
+the [conformance page](conformance.md#what-was-measured). If it is interrupted, the next run goes on where it stopped.
 
 ## What is scored
 
@@ -64,6 +65,13 @@ Besides the conditions of the conformance suite, some scenarios are played like 
 
 | condition | what happens |
 |---|---|
+"""
+
+_COST = """## What it costs
+
+Names and tool results come from the agent's own process, tokens from the gateway. What both add to a call is measured
+with OpenAI's client and with a LangChain agent, beside the same agents without agl: [how fast the server
+is](server-performance.md).
 """
 
 _RECORDERS = """## Recorders compared
@@ -106,6 +114,8 @@ def render(results: Sequence[Result]) -> str:
         "| framework | cells | missing | said | wrong | false joins |",
         "|---|---|---|---|---|---|",
         *_blind(results),
+        "",
+        _COST.rstrip(),
         "",
         _RECORDERS.rstrip(),
         "",

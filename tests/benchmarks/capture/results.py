@@ -77,13 +77,16 @@ def merged(results: Sequence[Result]) -> Result:
     return dataclasses.replace(results[0], rows=list(rows.values()))
 
 
-def write(result: Result, name: str, folder: Path = FOLDER) -> Path:
+def path_of(driver: Driver) -> Path:
+    """A framework's file."""
+    return FOLDER / f"{type(driver).__name__.lower()}.json"
+
+
+def write(result: Result, path: Path) -> None:
     """Write a framework's file; one row is one line."""
     rows = ",\n".join(json.dumps(dataclasses.asdict(row), ensure_ascii=False) for row in result.rows)
     head = f'"framework": {json.dumps(result.framework)},\n"versions": {json.dumps(result.versions)}'
-    path = folder / f"{name}.json"
     path.write_text(f'{{\n{head},\n"rows": [\n{rows}\n]\n}}\n')
-    return path
 
 
 def read(path: Path) -> Result:

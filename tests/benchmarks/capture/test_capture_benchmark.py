@@ -171,7 +171,8 @@ def test_a_planted_fault_lowers_its_score(seen: Any, plant: Any, expected: dict[
 async def test_results_of_a_framework_are_written_read_and_merged(tmp_path: Path) -> None:
     one = await played(tmp_path, RECORDERS["agl"], HANDOFF)
     parts = [result_of(hand_driver(), "agl", [one]), result_of(hand_driver(), "agl", [one])]
-    result = read(write(merged(parts), "hand", tmp_path))
+    write(merged(parts), tmp_path / "hand.json")
+    result = read(tmp_path / "hand.json")
     assert result.framework == hand_driver().name
     assert set(result.versions) == {"openai", "anthropic"}
     assert [row.score.cells for row in result.rows] == [2]

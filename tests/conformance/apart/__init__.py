@@ -13,13 +13,25 @@ from agl_core.testing.privacy import NO_TELEMETRY
 
 from .crewai import CrewAI
 from .dspy import DSPy
+from .google_adk import GoogleADK
 from .haystack import Haystack
 from .llama_index import LlamaIndex
+from .pydantic_ai import PydanticAI
 from .smolagents import Smolagents
+from .strands import Strands
 
 __all__ = ["APART"]
 
-APART: tuple[Driver, ...] = (LlamaIndex(), Haystack(), CrewAI(), Smolagents(), DSPy())
+APART: tuple[Driver, ...] = (
+    LlamaIndex(),
+    Haystack(),
+    CrewAI(),
+    Smolagents(),
+    DSPy(),
+    PydanticAI(),
+    Strands(),
+    GoogleADK(),
+)
 
 # Before the module beside a driver imports its framework.
 os.environ.update(NO_TELEMETRY)

@@ -40,6 +40,8 @@ _RESULT = (
 )
 _LEFT_OUT = "<not specified>"
 """What Google ADK writes where it knows nothing."""
+_UNSPECIFIC = ("_OTHER", "pydantic_ai.exceptions.ToolRetryError")
+"""Types of errors of any kind: OpenTelemetry's own, and that of every tool that fails in pydantic-ai 2.68."""
 _METHOD = re.compile(
     r"\.(?: _?a?execute(?:_core|_task)? | a?run(?:_async|_sync|_stream)? | a?kickoff(?:_async)? | a?forward | __call__"
     r" | a?call | a?invoke | a?stream )\Z",
@@ -241,7 +243,9 @@ def _result(span: Span) -> tuple[Json, Decided]:
 
 def _status(span: Span, error_type: str | None) -> Decided:
     """The status of a tool that failed: by the error's type if the span has it, else by how the message begins."""
-    return failure_status((span.description if error_type in (None, "_OTHER") else error_type) or "")
+    if error_type and error_type not in _UNSPECIFIC:
+        return failure_status(error_type)
+    return failure_status(span.description or _text(_event(span, "exception"), "exception.message") or "")
 
 
 def _error(span: Span, error_type: str | None, result: Json) -> str:

@@ -1,0 +1,62 @@
+"""Strands' agents, which consult each other in tools."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from strands import Agent, tool
+from strands.hooks import BeforeModelCallEvent
+from strands.models.openai import OpenAIModel
+
+from agl_core.testing.adapters import scenario as scenarios
+from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
+from agl_core.testing.adapters.tools import TOOLS
+
+
+def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
+    """Agents are made for each question."""
+    if scenario.react or any(each.handoffs for each in scenario.everyone()):
+        raise InexpressibleError
+
+    async def run(question: Question) -> None:
+        made = [_agent(each, scenario, setting) for each in scenario.agents for _ in range(scenario.samples)]
+        await asyncio.gather(*(each.invoke_async(question.text) for each in made))
+
+    return run
+
+
+def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> Agent:
+    def forget(event: BeforeModelCallEvent) -> None:
+        if agent.keeps:
+            del event.agent.messages[1 : -agent.keeps]
+
+    return Agent(
+        name=agent.name,
+        model=_model(agent, scenario, setting),
+        system_prompt=agent.prompt,
+        tools=[
+            *(tool(TOOLS[name]) for name in agent.tools),
+            *(_consulting(each, scenario, setting) for each in agent.experts),
+        ],
+        hooks=[forget],
+        callback_handler=None,
+    )
+
+
+def _model(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> OpenAIModel:
+    params: dict[str, Any] = {"n": scenario.choices} if scenario.choices > 1 else {}
+    if agent.answers:
+        schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
+        params["response_format"] = {"type": "json_schema", "json_schema": schema}
+    client = {"base_url": setting.base_url, "api_key": setting.api_key, "max_retries": setting.retries}
+    return OpenAIModel(client_args=client, model_id="default", params=params, stream=setting.streaming)
+
+
+def _consulting(expert: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> Callable[..., Any]:
+    agent = _agent(expert, scenario, setting)
+
+    @tool(name=expert.name, description=f"Ask the {expert.name}.")
+    async def consult(task: str) -> str:
+        return str(await agent.invoke_async(task))
+
+    return consult
