@@ -94,7 +94,7 @@ class Driver:
         transfer_queue.init(composed.transfer_queue)
         trainer_class = SeparateTrainer if options.serving_gpus else SharedTrainer
         self._trainer: AglTrainer = trainer_class(config=composed)
-        self._trainer.start(chosen, TransitionManager(), context.seed, stage)
+        self._trainer.start(chosen, TransitionManager(), context.seed, options.sequence_parallel, stage)
         self.urls = tuple(f"http://{address}/v1" for address in self._trainer.servers.get_addresses())
         self.context_length = self._trainer.context_length
         self.watch = Watch()

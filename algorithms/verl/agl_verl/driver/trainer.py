@@ -78,10 +78,11 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         chosen: ChosenAlgorithm | NativeOptions,
         manager: TransitionManager,
         seed: int,
+        sequence_parallel: int,
         stage: Callable[[str], None],
     ) -> None:
         """Bring up workers and servers; agl's losses go to the workers. `stage` gets what is done from now on."""
-        self._stage = stage
+        self._stage, self._sequence_parallel = stage, sequence_parallel
         self.version = self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
         self.agent_loop_manager = manager
@@ -99,7 +100,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     def update(self, batch: Batch) -> UpdateResult:
         """Train on a batch and serve the new version; it grows by one also when nothing could be trained on."""
-        trainable = min(self.context_length, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+        fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
+        trainable = min(self.context_length, fits)
         usable = screen(batch, context_length=trainable, vocabulary=len(self.tokenizer))
         samples = samples_of(usable.batch)
         prepared = self._prepare(usable, samples)
