@@ -51,6 +51,24 @@ class VerlOptions(BaseModel):
         ge=1,
         description="Tokens of one training pass on one GPU; no transition may be longer. Fewer take less memory.",
     )
+    tokens_per_scoring_pass: int | None = Field(
+        None,
+        ge=1,
+        description="The same of a pass without gradients, for the log-probabilities of policy and reference, which "
+        "takes less memory; absent: as many.",
+    )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs that training spreads each transition's tokens over, which may then have as many times "
+        "`tokens_per_micro_batch`.",
+    )
+    model_engine: Literal["fsdp", "megatron", "veomni"] = Field(
+        "fsdp",
+        description="What of veRL's shards and computes training; it has to be installed on every node. Its own "
+        "settings, as tensor and pipeline parallel sizes, are `overrides`.",
+    )
     offload: bool = Field(
         False, description="Keep weights and optimizer state in the nodes' memory while they are not in use."
     )
@@ -75,6 +93,24 @@ class VerlOptions(BaseModel):
         description="Hydra overrides of veRL's own configuration, as on veRL's command line: KEY=VALUE, or +KEY=VALUE "
         "for a key that it does not have. What agl decides itself is refused.",
     )
+
+    @model_validator(mode="after")
+    def _sequences_fill_the_gpus(self) -> Self:
+        if self.nodes * self.gpus_per_node % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is {self.sequence_parallel}, which does not divide the "
+                f"{self.nodes * self.gpus_per_node} GPUs that train (nodes x gpus_per_node)."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scoring_takes_what_training_takes(self) -> Self:
+        if self.tokens_per_scoring_pass is not None and self.tokens_per_scoring_pass < self.tokens_per_micro_batch:
+            raise ValueError(
+                f"tokens_per_scoring_pass is {self.tokens_per_scoring_pass}, less than tokens_per_micro_batch "
+                f"({self.tokens_per_micro_batch}): a transition that can be trained on could not be scored."
+            )
+        return self
 
     @model_validator(mode="after")
     def _replicas_fill_the_gpus(self) -> Self:

@@ -22,7 +22,7 @@ from agl_core.errors import AglError, EngineError
 from agl_core.memory import descendants_bytes, peak_rss_bytes
 from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.wire.updates import UpdateRequest
-from agl_verl.cluster import internals, versions
+from agl_verl.cluster import internals, preflight, versions
 from agl_verl.cluster.environment import variables
 from agl_verl.config.chosen import built, choose
 from agl_verl.config.composing import compose
@@ -62,9 +62,11 @@ class Driver:
         self._write_adapter = _adapter_writer(self._spec)
         cpu = is_wanted(options.device, options.address)
         versions.check(cpu=cpu)
-        _check_gpus(options, cpu)
         chosen = choose(context)
-        composed = compose(options, context, algorithm=built(chosen), cpu=cpu)
+        algorithm = built(chosen)
+        composed = compose(options, context, algorithm=algorithm, cpu=cpu)
+        if not cpu:
+            preflight.check(options, critic=algorithm.needs_critic, exchange=preflight.exchange_of(composed))
         native = chosen if isinstance(chosen, NativeOptions) else None
         environment = variables(
             cpu=cpu,
@@ -94,7 +96,7 @@ class Driver:
         transfer_queue.init(composed.transfer_queue)
         trainer_class = SeparateTrainer if options.serving_gpus else SharedTrainer
         self._trainer: AglTrainer = trainer_class(config=composed)
-        self._trainer.start(chosen, TransitionManager(), context.seed, stage)
+        self._trainer.start(chosen, TransitionManager(), context.seed, options.sequence_parallel, stage)
         self.urls = tuple(f"http://{address}/v1" for address in self._trainer.servers.get_addresses())
         self.context_length = self._trainer.context_length
         self.watch = Watch()
@@ -109,7 +111,7 @@ class Driver:
                 f"make an update with '{request.algorithm}' or other options."
             )
         with self._usable():
-            result = self._trainer.update(request.batch)
+            result = self._trainer.update(request.batch, progress)
         progress(1.0)
         return result
 
@@ -167,18 +169,6 @@ def _adapter_writer(spec: PolicySpec) -> Callable[[Path, Path], None] | None:
     from agl_verl.driver.adapter import write_adapter
 
     return partial(write_adapter, lora=LoraSection.model_validate(dict(spec.lora)), base=spec.name or spec.model)
-
-
-def _check_gpus(options: VerlOptions, cpu: bool) -> None:
-    if cpu or options.address is not None:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise EngineError(
-            "engine.verl.device is 'cuda', and torch finds no CUDA GPU here. Use device = 'cpu' for a tiny model, "
-            "join a cluster that has GPUs with engine.verl.address, or install a torch build for your GPU."
-        )
 
 
 def _shut_ray_down() -> None:

@@ -35,7 +35,7 @@ CASES = {
     "GRPO, one ratio per transition (GSPO)": Case(
         "grpo", {"beta": 0, "ratio": "sequence", "sequence_clip": 0.01, "sequence_clip_high": 0.02, "epochs": 2}
     ),
-    "GRPO, two passes in three minibatches": Case("grpo", {"beta": 0, "epochs": 2, "minibatches": 3}),
+    "GRPO, two passes in three minibatches": Case("grpo", {"beta": 0.001, "epochs": 2, "minibatches": 3}),
     "PPO with its critic": Case("ppo", {"critic_learning_rate": 1e-3, "epochs": 2, "critic_epochs": 2, "lam": 0.9}),
     "PPO across calls, in three minibatches": Case(
         "ppo",
@@ -79,7 +79,7 @@ def distance(model: Path, case: Case, device: str = "cpu") -> Distance:
     found = []
     for number, step in enumerate(STEPS):
         batch = verl_bench.recorded_batch(VOCABULARY, case.kind, seed=number, step=step)
-        found.append(_compared(by_torch.update(batch), by_verl.update(batch, VOCABULARY)))
+        found.append(compared(by_torch.update(batch), by_verl.update(batch, VOCABULARY)))
     return Distance(
         advantages=max(each.advantages for each in found),
         weights=max(each.weights for each in found),
@@ -90,7 +90,8 @@ def distance(model: Path, case: Case, device: str = "cpu") -> Distance:
     )
 
 
-def _compared(ours: verl_bench.Made, verls: verl_bench.Made) -> Distance:
+def compared(ours: verl_bench.Made, verls: verl_bench.Made) -> Distance:
+    """One update of both."""
     losses = [(ours.loss, verls.loss)]
     changes = [(ours.change, verls.change)]
     if ours.value_loss is not None and verls.value_loss is not None:

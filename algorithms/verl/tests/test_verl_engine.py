@@ -127,6 +127,16 @@ def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: 
         read(tmp_path, workers=2, critic=True)
 
 
+def test_what_megatron_reads_again_stays_where_it_wrote_it(tmp_path: Path) -> None:
+    written = shards(tmp_path) / "actor" / "model" / "huggingface"
+    written.mkdir(parents=True)
+    (written / "model.safetensors").write_text("weights")
+    for _ in range(2):
+        finish(tmp_path, Described(version=7, workers=2, critic=False))
+        assert (tmp_path / "model" / "model.safetensors").read_text() == "weights"
+        assert (written / "model.safetensors").read_text() == "weights"
+
+
 def test_a_checkpoint_of_another_engine_is_refused_with_the_way_to_use_its_weights(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.json").write_text(json.dumps({"format": 1, "model": "qwen2"}))
     with pytest.raises(CheckpointError, match=r"policies\.default\.model\.path") as raised:

@@ -13,6 +13,12 @@ MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """veRL's own: what it imports when it is imported, with commas between."""
 KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own: the key of its model calls."""
+_QUIET = {
+    "RAY_COLOR_PREFIX": "0",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore::UserWarning:verl.workers.engine",  # One for each model engine that is not installed.
+}
+"""So that `engine.log` has what happened, without colours, bars and what every process says of itself."""
 
 
 def variables(
@@ -30,6 +36,8 @@ def variables(
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TRANSFER_QUEUE_ENABLE": "1",
+        **_QUIET,
+        "TQ_NUM_THREADS": str(min(8, os.cpu_count() or 1)),  # With more than there are it warns at every access.
     }
     wanted = dict.fromkeys([*filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")), *modules])
     if wanted:

@@ -21,6 +21,7 @@ from agl_core.errors import ConfigError, EngineError, nearest
 from agl_core.protocols import EngineContext
 from agl_verl.config.chosen import BuiltAlgorithm
 from agl_verl.config.mapping import mapped, refuse_decided
+from agl_verl.config.model_engines import engine_of
 from agl_verl.options import VerlOptions
 
 
@@ -32,9 +33,12 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlg
     overrides = options.overrides
     for override in overrides:
         refuse_decided(override)
-    own = [f"{_new(key)}{key}={_hydra(value)}" for key, value in mapped(options, context, algorithm, cpu)]
+    own = [
+        f"{_new(key)}{key}={value if key == 'model_engine' else _hydra(value)}"  # One that names a file has no quotes.
+        for key, value in mapped(options, context, algorithm, cpu)
+    ]
     with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
-        plain = hydra_compose("ppo_trainer")
+        plain = _defaults(engine_of(options).group)
         try:
             composed = hydra_compose("ppo_trainer", overrides=[*own, *overrides])
         except (HydraException, OmegaConfBaseException) as error:
@@ -51,9 +55,14 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: BuiltAlg
 def differences(config: DictConfig) -> DictConfig:
     """What a run's configuration has that veRL's defaults do not, resolved."""
     with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
-        plain = hydra_compose("ppo_trainer")
+        plain = _defaults(config.model_engine)
     values, defaults = (cast("dict[Any, Any]", OmegaConf.to_container(each, resolve=True)) for each in (config, plain))
     return OmegaConf.create(_other(values, defaults))
+
+
+def _defaults(group: str) -> DictConfig:
+    """veRL's, with one of its engines."""
+    return hydra_compose("ppo_trainer", overrides=[f"model_engine={group}"])
 
 
 def _other(values: Mapping[Any, Any], defaults: Mapping[Any, Any]) -> dict[Any, Any]:

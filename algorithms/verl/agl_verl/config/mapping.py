@@ -10,7 +10,9 @@ from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import LoraSection, OptimizerSection
 from agl_core.errors import ConfigError
 from agl_core.protocols import EngineContext
+from agl_verl.config import model_engines
 from agl_verl.config.chosen import BuiltAlgorithm
+from agl_verl.config.model_engines import ModelEngine, Training, engine_of, packs
 from agl_verl.config.native import NativeOptions
 from agl_verl.cpu.mending import WEIGHTS as CPU_WEIGHTS
 from agl_verl.cpu.mending import WEIGHTS_MODULE as CPU_WEIGHTS_MODULE
@@ -26,6 +28,7 @@ SHARED, SEPARATE = "agl", "agl_separate"
 DECIDED = {
     "data": "[tasks] and [train]",
     "actor_rollout_ref.hybrid_engine": "[engine.verl] serving_gpus",
+    "model_engine": "[engine.verl] model_engine",
     "reward": "[rewards]",
     "reward_model": "[rewards]",
     "custom_reward_function": "[rewards]",
@@ -85,7 +88,6 @@ LONGEST = 2**20
 VALUE_LAYER = "score"
 """The last layer of a critic. It starts at zero (`agl_verl.workers.value_head`): frozen, it would remain there."""
 _A = "actor_rollout_ref"
-_DTYPES = {"float32": ("fp32", "float32"), "bfloat16": ("bf16", "bfloat16")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +153,31 @@ def mapped(
 ) -> Iterator[tuple[str, Any]]:
     """agl's settings as veRL's keys and values. The algorithm is asked for what it needs, not its options."""
     [(policy, spec)] = context.policies.items()
-    training, serving = _DTYPES["float32" if cpu and spec.dtype == "auto" else _trained_dtype(spec.dtype)]
+    dtype = ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype
     attention = "sdpa" if cpu and options.attention == "auto" else options.attention
-    packed = attention in ("auto", "flash_attention_2")  # The others of veRL's take rectangles.
-    for engine in (f"{_A}.actor.fsdp_config", f"{_A}.ref.fsdp_config", "critic.fsdp"):
-        yield from _sharded(engine, training, options, compiled=not cpu).items()
+    packed = packs(options, cpu=cpu)
+    training = Training(options, dtype, context.seed, context.deterministic, cpu)
+    model_engines.check(training, spec, algorithm)
+    engine = engine_of(options)
+    scored = options.tokens_per_scoring_pass or options.tokens_per_micro_batch
+    yield "model_engine", engine.group
+    yield from engine.workers(training)
     yield from {
         f"{_A}.model.path": spec.model,
         f"{_A}.model.trust_remote_code": spec.trust_remote_code,
         f"{_A}.model.use_remove_padding": packed,
         f"{_A}.model.enable_gradient_checkpointing": options.gradient_checkpointing,
-        f"{_A}.actor.strategy": "fsdp2",
         f"{_A}.actor.use_torch_compile": not cpu,
-        f"{_A}.actor.fsdp_config.seed": context.seed,
         f"{_A}.actor.use_dynamic_bsz": True,
         f"{_A}.actor.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
+        f"{_A}.rollout.log_prob_max_token_len_per_gpu": scored,
+        f"{_A}.ref.log_prob_max_token_len_per_gpu": scored,
         f"{_A}.actor.ppo_mini_batch_size": 1,
         f"{_A}.actor.calculate_entropy": True,
         f"{_A}.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
         f"{_A}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
         f"{_A}.rollout.name": "vllm",
-        f"{_A}.rollout.dtype": serving,
+        f"{_A}.rollout.dtype": dtype,
         f"{_A}.rollout.load_format": "auto",
         f"{_A}.rollout.tensor_model_parallel_size": options.tensor_parallel,
         f"{_A}.rollout.gpu_memory_utilization": options.serving_memory,
@@ -188,7 +194,6 @@ def mapped(
         "critic.model.trust_remote_code": spec.trust_remote_code,
         "critic.model.use_remove_padding": packed,
         "critic.model.enable_gradient_checkpointing": options.gradient_checkpointing,
-        "critic.strategy": "fsdp2",
         "critic.ppo_mini_batch_size": 1,
         "critic.ppo_max_token_len_per_gpu": options.tokens_per_micro_batch,
         "critic.ppo_infer_max_token_len_per_gpu": options.tokens_per_micro_batch,  # What veRL goes by, training too.
@@ -206,10 +211,10 @@ def mapped(
     optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
     steps = algorithm.epochs * algorithm.minibatches
     rate = optimizer.learning_rate or usual_learning_rate(None, adapter=spec.lora is not None)
-    yield from _optimizer(f"{_A}.actor.optim", optimizer, rate, steps)
+    yield from _optimizer(f"{_A}.actor.optim", engine, optimizer, rate, steps)
     if algorithm.needs_critic:
         critic = cast("CriticAlgorithm | NativeOptions", algorithm)
-        yield from _optimizer("critic.optim", optimizer, critic.critic_learning_rate, steps)
+        yield from _optimizer("critic.optim", engine, optimizer, critic.critic_learning_rate, steps)
     yield from _algorithm(algorithm)
     if context.deterministic:
         yield from _deterministic(cpu)
@@ -231,28 +236,18 @@ def mapped(
         }.items()
 
 
-def _sharded(engine: str, dtype: str, options: VerlOptions, *, compiled: bool) -> dict[str, Any]:
-    """The same for policy, reference and critic: two that differ compute other numbers from equal weights."""
-    return {
-        f"{engine}.strategy": "fsdp2",
-        f"{engine}.model_dtype": "fp32",
-        f"{engine}.mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        f"{engine}.param_offload": options.offload,
-        f"{engine}.optimizer_offload": options.offload,
-        f"{engine}.use_torch_compile": compiled,
-    }
-
-
-def _optimizer(place: str, settings: OptimizerSection, rate: float, steps: int) -> Iterator[tuple[str, Any]]:
+def _optimizer(
+    place: str, engine: ModelEngine, settings: OptimizerSection, rate: float, steps: int
+) -> Iterator[tuple[str, Any]]:
     yield from {
         f"{place}.lr": rate,
-        f"{place}.lr_scheduler_type": settings.schedule,
         f"{place}.lr_warmup_steps": -(-settings.warmup_steps // steps),
         f"{place}.weight_decay": settings.weight_decay,
         f"{place}.betas": [settings.beta1, settings.beta2],
-        f"{place}.override_optimizer_config": {"eps": settings.epsilon},
         f"{place}.clip_grad": settings.max_grad_norm,
     }.items()
+    for name, value in engine.optimizer(settings).items():
+        yield f"{place}.{name}", value
 
 
 def _algorithm(algorithm: BuiltAlgorithm) -> Iterator[tuple[str, Any]]:
@@ -284,8 +279,6 @@ def _deterministic(cpu: bool) -> Iterator[tuple[str, Any]]:
             "GPU or the torch engine."
         )
     yield f"{_A}.rollout.full_determinism", True
-    for engine in (f"{_A}.actor.fsdp_config", f"{_A}.ref.fsdp_config", "critic.fsdp"):
-        yield f"{engine}.full_determinism", True
 
 
 def _lora(lora: LoraSection) -> Iterator[tuple[str, Any]]:
@@ -316,10 +309,6 @@ def _separate(options: VerlOptions, cpu: bool) -> Iterator[tuple[str, Any]]:
     }.items()
     if cpu:
         yield f"{_A}.rollout.checkpoint_engine.custom_backend_module", CPU_WEIGHTS_MODULE
-
-
-def _trained_dtype(dtype: str) -> str:
-    return "bfloat16" if dtype == "auto" else dtype
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -3,7 +3,8 @@
 FOLDER/
   model/               Hugging Face format (safetensors) with the tokenizer, as the torch engine writes it; of a LoRA
                        policy its adapter (peft)
-  verl/actor, critic   veRL's shards: weights, optimizer, schedule, random state of every worker
+  verl/actor, critic   veRL's shards: weights, optimizer, schedule, random state of every worker; Megatron's weights
+                       are in Hugging Face format there too
   checkpoint.json      the format, the version, and how many workers wrote the shards
 """
 
@@ -41,8 +42,12 @@ def finish(folder: Path, described: Described, write_adapter: Callable[[Path, Pa
 
     `write_adapter` makes the folder of a LoRA adapter from what veRL exported (`agl_verl.driver.adapter`).
     """
-    exported, model = shards(folder) / "actor" / "huggingface", folder / "model"
+    actor, model = shards(folder) / "actor", folder / "model"
+    exported, read_again = actor / "huggingface", actor / "model" / "huggingface"
     try:
+        if read_again.is_dir():
+            shutil.rmtree(exported, ignore_errors=True)
+            shutil.copytree(read_again, exported)
         if not any(exported.glob("*.safetensors")):
             raise CheckpointError(f"veRL wrote no weights to {exported}. Is its folder on a disk that all nodes share?")
         shutil.rmtree(model, ignore_errors=True)

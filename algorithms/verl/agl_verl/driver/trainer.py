@@ -35,13 +35,14 @@ from agl_algorithms.interface import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
 from agl_core.learning.trainable import Usable, screen
-from agl_core.protocols import UpdateResult
+from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.config.native import NativeOptions
 from agl_verl.driver import rows
 from agl_verl.driver.manager import TransitionManager
 from agl_verl.driver.metrics import named
+from agl_verl.driver.progress import UpdateProgress
 from agl_verl.workers.losses import STEP_WEIGHT, actor_loss, critic_loss
 from agl_verl.workers.schedule import TRAINING_STEP
 
@@ -78,12 +79,14 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         chosen: ChosenAlgorithm | NativeOptions,
         manager: TransitionManager,
         seed: int,
+        sequence_parallel: int,
         stage: Callable[[str], None],
     ) -> None:
         """Bring up workers and servers; agl's losses go to the workers. `stage` gets what is done from now on."""
-        self._stage = stage
+        self._stage, self._sequence_parallel = stage, sequence_parallel
         self.version = self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
+        self._progress = UpdateProgress()
         self.agent_loop_manager = manager
         self._chosen, self._seed = chosen, seed
         self._algorithm = chosen.build() if isinstance(chosen, ChosenAlgorithm) else None
@@ -97,9 +100,11 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         served = ray.get(self.servers.server_handles[0].get_rollout_config.remote())
         self.context_length = int(served.max_model_len)
 
-    def update(self, batch: Batch) -> UpdateResult:
+    def update(self, batch: Batch, progress: Progress) -> UpdateResult:
         """Train on a batch and serve the new version; it grows by one also when nothing could be trained on."""
-        trainable = min(self.context_length, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+        self._report = lambda: progress(self._progress.share(self.timing_raw))
+        fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
+        trainable = min(self.context_length, fits)
         usable = screen(batch, context_length=trainable, vocabulary=len(self.tokenizer))
         samples = samples_of(usable.batch)
         prepared = self._prepare(usable, samples)
@@ -115,7 +120,9 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             self._update.groups = self.agent_loop_manager.await_groups(rows.rows_of(usable.batch, sent, step))
             self.prepare_step()
             done = self._step_once(metrics, self.timing_raw, len(self._update.groups))
+            self._report()
             self.on_step_end()
+            self._progress.ended(self.timing_raw)
             if self._algorithm is None:
                 self._update.prepared = self._read_back(done)
             old_R = rows.gather(usable.batch, self._read(done, "old_log_probs"), done.keys)
@@ -183,6 +190,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self._report()
         if self._algorithm is None:
             return super()._compute_advantage(batch, metrics)
         update = self._update
@@ -211,6 +219,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self._report()
         weights_R = None if self._update.prepared is None else self._update.prepared.weights_R
         output = self.actor_rollout_wg.update_actor(self._for_training(batch, "epochs", weights_R))
         metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))

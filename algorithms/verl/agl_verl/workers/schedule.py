@@ -9,14 +9,14 @@ TRAINING_STEP = "training_step"
 
 
 def follow_training_steps() -> None:
-    """Make every worker's cosine schedule go by `TRAINING_STEP`, in this process."""
+    """Make every worker's cosine schedule go by `TRAINING_STEP`, in this process; Megatron's is of another kind."""
     import verl.utils.tensordict_utils as tu
     from verl.workers.engine.base import BaseEngine
 
     train = BaseEngine.train_batch
 
     def train_in_step(self: Any, data: Any, loss_function: Any) -> Any:
-        if self.optimizer_config.lr_scheduler_type != "constant":
+        if getattr(self.optimizer_config, "lr_scheduler_type", "constant") != "constant":
             catch_up(self.lr_scheduler, tu.get(data, TRAINING_STEP, 0))
         return train(self, data, loss_function)
 
