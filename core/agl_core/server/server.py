@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from agl_core.server.errors import ApiError
 from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
-from agl_core.server.gateway.routes import ModelCalls, find_place
+from agl_core.server.gateway.routes import ModelCalls, models_route, unserved
 from agl_core.server.gateway.upstream import Answering, Relay
 from agl_core.server.http.listening import Listening, url_of
 from agl_core.server.http.protocol import Refusals
@@ -163,7 +162,7 @@ class LightningServer:
         self._watching = [asyncio.create_task(self.queue.watch())]
         if self.sessions is not None:
             self._watching.append(asyncio.create_task(self.sessions.watch()))
-        calls = ModelCalls(self._app(), self._gateway, DIALECTS, self._passthrough)
+        calls = ModelCalls(self._app(), self._gateway, self._passthrough)
         try:
             await listening.start(calls, self._refusals, self._largest)
         except ServerError:
@@ -242,17 +241,9 @@ class LightningServer:
 
     def _app(self) -> Starlette:
         gateway = self._gateway
-        started = int(time.time())
 
-        async def models(request: Request) -> Response:
-            try:
-                names = gateway.models(await gateway.attribution.of(request))
-            except ApiError as error:
-                response = DIALECTS["/v1/chat/completions"].refuse(error)
-                response.headers.update(error.headers)
-                return response
-            listed = [{"id": name, "object": "model", "created": started, "owned_by": "agl"} for name in names]
-            return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
+        async def models(request: Request) -> Mapping[str, Mapping[str, str]]:
+            return {name: {} for name in gateway.models(await gateway.attribution.of(request))}
 
         async def openapi(request: Request) -> Response:
             return Response(orjson.dumps(self.openapi), media_type="application/json")
@@ -261,23 +252,15 @@ class LightningServer:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
             if path.startswith("/agl/"):
                 return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
-            if (place := find_place(path)) and place.route in DIALECTS:  # With POST it would have been a model call.
-                status = 405
-            ours = next((each for route, each in DIALECTS.items() if route in path), DIALECTS["/v1/chat/completions"])
-            return ours.refuse(
-                ApiError(
-                    status,
-                    f"agl does not serve {request.method} {path}. There are POST {', '.join(DIALECTS)} and "
-                    f"/v1/traces, and GET /v1/models, also below {_PREFIX}; {', '.join(sorted(PASSED_ON))} and GET "
-                    "/v1/models/ID are passed on. Does the base URL end in /v1, as OpenAI's "
-                    "clients want it, or without it, as Anthropic's does?",
-                    code="unknown_route",
-                )
+            others = (
+                f" and /v1/traces, and GET /v1/models, also below {_PREFIX}; {', '.join(sorted(PASSED_ON))} and GET "
+                "/v1/models/ID are passed on"
             )
+            return unserved(request, error, "agl", others)
 
         return Starlette(
             routes=[
-                *(Route(f"{prefix}/v1/models", models, methods=["GET"]) for prefix in (_PREFIX, "")),
+                *(models_route(f"{prefix}/v1/models", models) for prefix in (_PREFIX, "")),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
                 *worker_routes(self.keys, self.queue, self._health),
                 *trainer_routes(self.keys, self.run),
