@@ -76,7 +76,7 @@ def run(
 ) -> None:
     """Run a command, and record what its agent does as one rollout: agl run -- python my_agent.py
 
-    The environment leads its LLM clients to agl, and the installed adapters attach themselves in all its Python
+    Environment variables point its LLM clients at agl, and the installed adapters attach themselves in all its Python
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
     from agl_core.training.run import removed_unless_begun

@@ -24,7 +24,7 @@ from agl_core.registering import Capability
 
 @contextmanager
 def log_folder() -> Iterator[Path]:
-    """A folder for an engine's log, removed at the end. After an error a log stays, for the error may name it."""
+    """A folder for an engine's log, removed at the end. After an error a log stays: the error may name it."""
     folder = Path(tempfile.mkdtemp(prefix="agl-policy-"))
     try:
         yield folder

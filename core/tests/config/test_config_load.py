@@ -243,7 +243,7 @@ def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override:
         ("policies.default.credit", {"name": "whol"}, "[policies.default.credit] name: there is no credit 'whol'."),
         ("policies.default.agents", "writer", "[policies.default] agents: must be a list, not 'writer'."),
         ("policies.second", {"agents": ["wr*"], "model": {"path": "weights"}},
-         "policies: 'wr*' in the agents of 'second' has no effect, for the agents of 'default', which comes first"),
+         "policies: 'wr*' in the agents of 'second' has no effect: the agents of 'default', which comes first"),
         ("policies.second", {"agents": ["writer"], "model": {"path": "weights"}},
          "policies: 'writer' in the agents of 'second' has no effect"),
         ("policies", {}, "policies: needs a policy, for instance [policies.default]."),

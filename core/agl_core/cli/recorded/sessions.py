@@ -55,7 +55,7 @@ def list_(run: Run, application: OfApplication = None, limit: Limit = 20, as_jso
 
 @sessions.command()
 def show(run: Run, id: Id, as_json: AsJson = False) -> None:
-    """Show what is known of a session and the feedback on it; agl show ID has its calls."""
+    """Show a session and the feedback on it; agl show ID shows its calls."""
     from agl_core.analysis.runs import read_run
     from agl_core.analysis.sessions import find_session
     from agl_core.cli.shared.screen import Screen

@@ -1,4 +1,4 @@
-"""The routes of model calls, found without a router, for they are nearly all that a server is asked; and what
+"""The routes of model calls, found without a router because they are nearly all that a server is asked; and what
 clients of model APIs get at other paths."""
 
 from __future__ import annotations
