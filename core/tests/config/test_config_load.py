@@ -381,7 +381,7 @@ def test_a_policy_has_a_name_that_a_folder_can_have(minimal: dict[str, Any], loa
 
     with pytest.raises(ConfigError, match="cannot be a policy's name") as raised:
         loaded(minimal)
-    assert "use letters, digits, '.', '_' and '-'" in str(raised.value)
+    assert "Use letters, digits, '.', '_' and '-'" in str(raised.value)
 
 
 def test_a_reward_table_is_not_called_as_the_source_of_what_agents_report(
