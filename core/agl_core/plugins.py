@@ -126,7 +126,7 @@ class Plugins:
         """What is installed, and the user's own plugin files.
 
         An installed plugin that fails is among the `broken` ones, for most runs need it not; a file that fails is a
-        PluginError, for it was asked for.
+        PluginError, because it was asked for.
         """
         plugins = cls()
         for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):

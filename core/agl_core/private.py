@@ -1,6 +1,6 @@
 """Files that their owner alone may read: a run holds expected answers and keys.
 
-The umask stays as it is, for it is also that of the agents, whose files are theirs.
+The umask stays as it is, because it is also that of the agents, whose files are theirs.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ rounds, so that other programs disturb the ratio little.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from update_layouts import MODELS, make_model
+from update_layouts import asked, best_of, make_model
 
 from agl_torch.sampling.sampler import Sampler
 from agl_torch.sampling.types import Request
@@ -65,25 +64,17 @@ def measure(sample: Callable[[], int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--large", action="store_true", help="also a model of 135M parameters (minutes)")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    rounds, models = asked(__doc__, rounds=5)
     print("| model | CPU s, `generate` | CPU s, sampler | times as fast |")
     print("|---|---|---|---|")
-    for name, shape in MODELS.items():
-        if name == "135M" and not options.large:
-            continue
+    for name, shape in models:
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, shape["vocab_size"], PROMPT).astype(np.int32) for _ in range(PROMPTS)]
         plain, model = make_model(**shape).eval(), make_model(**shape).eval()
         plain.set_attn_implementation("sdpa")
         sampler = Sampler(Loaded(model, torch.device("cpu")))
         ways = {"generate": partial(by_generate, plain, prompts), "sampler": partial(by_sampler, sampler, prompts)}
-        best = {way: measure(sample) for way, sample in ways.items()}
-        for _ in range(1, options.rounds):
-            best = {way: min(best[way], measure(sample)) for way, sample in ways.items()}
+        best = best_of(rounds, {way: partial(measure, sample) for way, sample in ways.items()})
         ratio = best["generate"] / best["sampler"]
         print(f"| {name} | {best['generate']:.2f} | {best['sampler']:.2f} | {ratio:.2f} |", flush=True)
 

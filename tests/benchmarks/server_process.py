@@ -28,6 +28,7 @@ from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
 from agl_core.server.http.event_loop import run
 from agl_core.store.sqlite import SqliteStore
+from agl_core.wire.trainers import RunSettings
 
 AT_ONCE = 200
 """Rollouts written in one transaction where a store is filled."""
@@ -56,11 +57,8 @@ async def serve(path: Path, upstream: str) -> None:
         server = LightningServer(
             store,
             Upstream((upstream,), {"default": "served"}, "upstream-key"),
-            sampling=SamplingSection(),
-            seed=0,
-            timeout=600,
-            attempts=1,
-            hook=Plugins().hook,
+            RunSettings(sampling=SamplingSection(), seed=0, timeout=600, attempts=1),
+            Plugins().hook,
         )
         await stack.enter_async_context(server)
         trainer = Trainer(server.queue)

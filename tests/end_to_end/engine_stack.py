@@ -24,6 +24,7 @@ from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
 from agl_core.wire.headers import rollout_path
+from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import LeaseRequest
 from agl_torch.engine import TorchEngine
 from agl_torch.options import TorchOptions
@@ -113,17 +114,10 @@ async def _serving(
     engine = TorchEngine(TorchOptions(threads=1, cache_mib=32), context)
     try:
         upstream = await engine.start()
+        settings = RunSettings(sampling=SamplingSection(max_tokens=MAX_TOKENS), seed=0, timeout=300, attempts=1)
         async with (
             SqliteStore(folder / "store.sqlite") as store,
-            LightningServer(
-                store,
-                upstream,
-                sampling=SamplingSection(max_tokens=MAX_TOKENS),
-                seed=0,
-                timeout=300,
-                attempts=1,
-                hook=Plugins().hook,
-            ) as server,
+            LightningServer(store, upstream, settings, Plugins().hook) as server,
         ):
             yield EngineStack(server, store, tokenizer, loop)
     finally:

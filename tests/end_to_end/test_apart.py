@@ -44,6 +44,7 @@ def recorded(store: Path) -> tuple[list[Run], list[TrainingRecord], Counter[str]
     return asyncio.run(read())
 
 
+@pytest.mark.storm
 def test_server_trainer_and_two_workers_apart(agl: Any) -> None:
     config, *settings = slow_run(agl, **{"server.lease": 20.0})
     serving = agl.start("serve", config, *settings)

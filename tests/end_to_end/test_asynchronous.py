@@ -132,6 +132,7 @@ def recorded(
     return found
 
 
+@pytest.mark.storm
 def test_late_rollouts_carry_over_and_span_versions_and_those_too_old_are_dropped(agl: Any, tmp_path: Path) -> None:
     output = agl.run("train", configuration(tmp_path))
     run = tmp_path / "runs" / "late"

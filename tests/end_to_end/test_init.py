@@ -68,6 +68,7 @@ def policy(pytestconfig: pytest.Config) -> str:
     return str(pytestconfig.rootpath / "examples" / "calc" / "policy")
 
 
+@pytest.mark.storm
 def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> None:
     made = in_a_process(folder, "init", "my_agent.py", "--model", policy)
     assert made.returncode == 0, made.stderr

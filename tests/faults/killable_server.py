@@ -18,6 +18,7 @@ from agl_core.server import LightningServer
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Mode, Rollout, Task
+from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import LeaseRequest
 
 ROLLOUTS = 16
@@ -26,9 +27,8 @@ ROLLOUTS = 16
 async def serve(store_path: Path) -> None:
     async with SqliteStore(store_path) as store, ScriptedUpstream() as scripted:
         upstream = Upstream((scripted.url,), {"default": "default"}, "key")
-        async with LightningServer(
-            store, upstream, sampling=SamplingSection(), seed=0, timeout=60, attempts=1, hook=Plugins().hook
-        ) as server:
+        settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=60, attempts=1)
+        async with LightningServer(store, upstream, settings, Plugins().hook) as server:
             name = f"{os.getpid()}"
             await server.queue.enqueue(
                 [Rollout(f"{name}-{i}", "run", 0, name, Task("t", "?"), Mode.TRAIN, 1, i) for i in range(ROLLOUTS)]

@@ -18,6 +18,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
 from agl_core.wire.headers import HEADER_RETRY
+from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import Lease, LeaseRequest
 
 ROLLOUT = Rollout("r", "run", 0, "g", Task("t", "?"), Mode.TRAIN, 1, 0)
@@ -59,19 +60,10 @@ async def ask_each_from_a_new_server(folder: Path, requests: Sequence[dict[str, 
     keys, lease, replies = Keys(), None, []
     async with ScriptedUpstream() as scripted:
         upstream = Upstream((scripted.url,), {"default": "default"}, "key")
+        settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=60, attempts=3)
         for headers in requests:
             async with SqliteStore(folder / "store.sqlite") as store:
-                server = LightningServer(
-                    store,
-                    upstream,
-                    sampling=SamplingSection(),
-                    seed=0,
-                    timeout=60,
-                    attempts=3,
-                    hook=Plugins().hook,
-                    keys=keys,
-                    run="run",
-                )
+                server = LightningServer(store, upstream, settings, Plugins().hook, keys=keys, run="run")
                 await server.start()
                 lease = lease or await leased(server)
                 replies.append(await ask(server, lease, headers))

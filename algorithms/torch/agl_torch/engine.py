@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.engines.host import ProcessEngine
-from agl_core.protocols import Needs, Workload
 from agl_core.types import Batch
+from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_torch.options import TorchOptions
 

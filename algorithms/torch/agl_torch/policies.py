@@ -16,8 +16,9 @@ from agl_core.config.policies import OptimizerSection
 from agl_core.engines.algorithms import find_algorithm
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
-from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
+from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.types import Batch
+from agl_core.types.estimates import Needs, Workload
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.models.estimate import PROCESS, memory_bytes, seconds
 from agl_torch.models.loading import Bases, LoadedModel, load_model

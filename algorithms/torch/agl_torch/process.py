@@ -18,8 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from agl_core.engines.child import Host
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import EngineContext, Needs, Progress, UpdateResult, Workload
+from agl_core.protocols import EngineContext, Progress, UpdateResult
 from agl_core.types import Batch
+from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest
 from agl_torch.chat.recorded import tokenized

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
 from agl_core.config import CONFIG_FILE
@@ -18,6 +19,8 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import Checkpoints
 from agl_core.training.report import SUMMARY_FILE
 from agl_core.wire.keys import SERVER_FILE
+
+_Found = TypeVar("_Found")
 
 RUNS = Path("runs")
 """Where commands look for runs."""
@@ -94,6 +97,16 @@ def find_run(folder: Path | None) -> Path:
 def open_store(folder: Path, *, read_only: bool = True) -> Store:
     """The store of a run or of a capture, to be opened with `async with`."""
     return find_store(folder)(read_only)
+
+
+def read_run(run: Path | None, read: Callable[[Store], Awaitable[_Found]]) -> _Found:
+    """What a function reads in the store of a run, which is named as for `find_run`."""
+
+    async def reading() -> _Found:
+        async with open_store(find_run(run)) as store:
+            return await read(store)
+
+    return asyncio.run(reading())
 
 
 def find_store(folder: Path) -> Callable[[bool], Store]:

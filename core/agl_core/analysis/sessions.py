@@ -37,11 +37,15 @@ async def list_sessions(store: Store, limit: int, application: str | None = None
     """The latest sessions of an application, or of all, oldest first."""
     found = await store.rollouts(mode=Mode.USE, newest=None if application else limit)
     wanted = [each for each in found if application in (None, each.task.metadata.get("application"))][-limit:]
-    return [await entry_of(store, each) for each in wanted]
+    return [await _entry_of(store, each) for each in wanted]
 
 
-async def entry_of(store: Store, rollout: Rollout) -> SessionEntry:
-    """What the store has of one session."""
+async def find_session(store: Store, id: str) -> SessionEntry:
+    """The session of this id, or whose id begins like this."""
+    return await _entry_of(store, await store.rollout(id))
+
+
+async def _entry_of(store: Store, rollout: Rollout) -> SessionEntry:
     key = AttemptKey(rollout.id, 0)
     attempts = await store.attempts(rollout.id)
     said = await store.feedback([key]) if isinstance(store, SessionStore) else []

@@ -25,7 +25,8 @@ from agl_core.errors import AglError
 if TYPE_CHECKING:
     from agl_core.cli.shared.upstreams import Probe
     from agl_core.config.load import LoadedConfig
-    from agl_core.protocols import Adapter, Needs, Workload
+    from agl_core.protocols import Adapter
+    from agl_core.types.estimates import Needs, Workload
 
 ConfigArgument = Annotated[
     Path | None,
@@ -81,9 +82,9 @@ def doctor(
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this environment, and if named a configuration with its engine, a model server, or a run.
+    """Check this environment and, if you name one, a configuration with its engine, a model server, or a run.
 
-    Of a run it says which alarms were raised, and if it runs now, who waits for whom (docs/health.md).
+    For a run it shows which alarms were raised and, while it runs, what waits for what (docs/health.md).
 
     Each problem comes with what to do. The exit status is 1 if something that is needed is broken.
     """

@@ -30,14 +30,16 @@ Target = Annotated[
         "(its initial weights).",
     ),
 ]
-Step = Annotated[int | None, typer.Option(min=0, help="Of a run's folder: the checkpoint's step; by default the last.")]
+Step = Annotated[
+    int | None, typer.Option(min=0, help="The step of the checkpoint, if RUN is a folder; by default the last one.")
+]
 Repeat = Annotated[
     int, typer.Option(min=1, help="Rollouts of each task where replies are sampled; from 2 on, pass@k and pass^k.")
 ]
 Against = Annotated[
     str | None, typer.Option(metavar="RUN|NAME@STEP|CONFIG", help="Evaluate this too, and compare task by task.")
 ]
-Success = Annotated[float, typer.Option(help="The reward from which on a rollout counts as solved.")]
+Success = Annotated[float, typer.Option(help="The least reward with which a rollout counts as solved.")]
 
 _SHOWN = 10
 """Tasks that are listed by name."""

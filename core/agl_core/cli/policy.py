@@ -32,7 +32,7 @@ policy = typer.Typer(help="List, export, merge and serve what runs have trained.
 
 @policy.command("list")
 def list_(folder: Runs = Path("runs"), as_json: AsJson = False) -> None:
-    """List the versions that can be had, each with its run and the evaluation behind it."""
+    """List the versions that runs have saved, each with its run and the evaluation behind it."""
     from rich.table import Table
 
     from agl_core.cli.shared.screen import Screen
@@ -59,7 +59,7 @@ def list_(folder: Runs = Path("runs"), as_json: AsJson = False) -> None:
 def export(name: Name, out: Out, set_: Set = [], as_json: AsJson = False) -> None:  # noqa: B006
     """Write a version as a Hugging Face folder, with tokenizer, chat template and model card.
 
-    It has all weights, or the adapter alone if the run trained one: agl policy merge makes all weights of that.
+    It has all weights, or the adapter alone if the run trained one; agl policy merge then writes all weights.
     """
     from agl_core.policies.export import export as write
     from agl_core.policies.naming import parse

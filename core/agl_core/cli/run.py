@@ -59,7 +59,7 @@ class _Setting:
     upstream: Upstream | None = None
     engine: Engine | None = None
     """Started with the run if there is no upstream."""
-    agents: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    agents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gateway: GatewaySection | None = None
     passthrough_key: str | None = None
     plugins: Sequence[Path] = ()
@@ -76,7 +76,7 @@ def run(
 ) -> None:
     """Run a command, and record what its agent does as one rollout: agl run -- python my_agent.py
 
-    The environment leads its LLM clients to agl, and the installed adapters attach themselves in all its Python
+    Environment variables point its LLM clients at agl, and the installed adapters attach themselves in all its Python
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
     from agl_core.training.run import removed_unless_begun
@@ -157,8 +157,10 @@ def _configured(config: Path, name: str | None) -> _Setting:
 
 
 async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
-    from agl_core.server import LightningServer
+    from agl_core.config.models import GatewaySection
+    from agl_core.server import Keys, LightningServer
     from agl_core.types import AttemptKey, Mode, Rollout, Run, Task
+    from agl_core.wire.trainers import RunSettings
     from agl_core.wire.workers import LeaseRequest
 
     run_id = setting.folder.name
@@ -169,18 +171,10 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
             assert setting.engine is not None
             stack.push_async_callback(setting.engine.stop)
             upstream = await setting.engine.start()
-        server = LightningServer(
-            store,
-            upstream,
-            sampling=None,
-            seed=0,
-            timeout=_LONGEST,
-            attempts=1,
-            hook=setting.hook,
-            agents=setting.agents,
-            gateway=setting.gateway,
-            passthrough_key=setting.passthrough_key,
-        )
+        settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=dict(setting.agents))
+        keys = Keys(passthrough=setting.passthrough_key)
+        gateway = setting.gateway or GatewaySection()
+        server = LightningServer(store, upstream, settings, setting.hook, gateway=gateway, keys=keys)
         await stack.enter_async_context(server)
         rollout = Rollout(
             id=f"{run_id}-{uuid.uuid4().hex[:8]}",

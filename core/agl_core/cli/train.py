@@ -34,7 +34,10 @@ DryRun = Annotated[
     ),
 ]
 Whole = Annotated[
-    bool, typer.Option("--whole", help="With --dry-run: also what is left at the defaults of what the engine starts.")
+    bool,
+    typer.Option(
+        "--whole", help="With --dry-run: show the whole configuration of what the engine starts, defaults included."
+    ),
 ]
 
 
@@ -55,8 +58,8 @@ def train(
     the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The run's folder holds the store,
     metrics.jsonl, checkpoints and summary.json.
 
-    --resume goes on with a run. From an earlier checkpoint, say --resume RUN/checkpoints/step-000003, it supersedes
-    what came later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
+    --resume goes on with a run. From an earlier checkpoint (--resume RUN/checkpoints/step-000003) it replaces what came
+    later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
 
     With --server, the server with its store runs elsewhere (`agl serve CONFIG`), and so do the workers (`agl worker
     CONFIG --server URL`). The engine, the checkpoints and the metrics are here. If the server is on another machine,

@@ -13,7 +13,9 @@ from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
 
 Run = Annotated[Path, typer.Argument(help="The run: a folder, or a name below ./runs.")]
-Name = Annotated[str, typer.Argument(metavar="NAME[@STEP]", help="As calc@40; calc alone: what the text above says.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME[@STEP]", help="As calc@40; calc alone means the version named above.")
+]
 Policy = Annotated[str, typer.Argument(metavar="NAME", help="As calc.")]
 Reason = Annotated[str | None, typer.Option(help="Why, for the ledger.")]
 Untested = Annotated[bool, typer.Option("--untested", help="Also a version that the gate did not pass.")]
@@ -51,7 +53,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
 @versions.command()
 def promote(name: Name, untested: Untested = False, reason: Reason = None) -> None:
-    """Make a version the stable one; without @STEP the canary, or else what passed the gate last.
+    """Make a version the stable one. Without @STEP it is the canary, or else the last one that passed the gate.
 
     New sessions get it; those that are open keep theirs.
     """
@@ -62,9 +64,9 @@ def promote(name: Name, untested: Untested = False, reason: Reason = None) -> No
 
 @versions.command()
 def rollback(name: Name, reason: Reason = None) -> None:
-    """Withdraw a version at once, also from open sessions; without @STEP the canary, or else the stable version.
+    """Withdraw a version at once, from open sessions too. Without @STEP it is the canary, or else the stable version.
 
-    After the stable version, the one before it is stable again.
+    If it was the stable version, the one before it is stable again.
     """
     from agl_core.deployment.operating import roll_back
 
@@ -73,7 +75,7 @@ def rollback(name: Name, reason: Reason = None) -> None:
 
 @versions.command()
 def pin(name: Name, untested: Untested = False, reason: Reason = None) -> None:
-    """Have one version answer all sessions until it is unpinned; without @STEP the stable version.
+    """Have one version answer all sessions until it is unpinned. Without @STEP it is the stable version.
 
     Meanwhile there is no canary, and nothing is promoted.
     """
@@ -84,7 +86,7 @@ def pin(name: Name, untested: Untested = False, reason: Reason = None) -> None:
 
 @versions.command()
 def unpin(name: Policy, reason: Reason = None) -> None:
-    """End a pin: the version is what it was before."""
+    """End a pin: the version goes back to the state that it had before."""
     from agl_core.deployment.operating import unpin as decide
 
     _say(f"the pin ended; {decide(name, reason=reason)} is the stable version")

@@ -124,7 +124,7 @@ def _learning(loaded: ScoredConfig) -> Iterator[str]:
     if config.learn is None:
         return
     if len(config.policies) > 1:
-        yield f"[learn] serves and judges the versions of one policy, and there are {len(config.policies)}. Keep one."
+        yield f"[learn] serves and tests the versions of one policy, and there are {len(config.policies)}. Keep one."
     if config.asynchronous.max_staleness:
         yield (
             "[async] has no place beside [learn]: a step waits for sessions, whose age [learn] max_staleness bounds. "

@@ -383,14 +383,14 @@ class RunConfig(Section):
         for name, policy in value.items():
             if not FOLDER_NAME.fullmatch(name):
                 raise ValueError(
-                    f"{name!r} cannot be a policy's name, for its checkpoint is in a folder of this name: use letters, "
+                    f"{name!r} cannot be a policy's name: its checkpoint is in a folder of this name. Use letters, "
                     f"digits, '.', '_' and '-', and begin with a letter or a digit"
                 )
             for agent in policy.agents:
                 for earlier, patterns in taken.items():
                     if agent in patterns or (not set(agent) & set("*?[") and is_among(agent, patterns)):
                         raise ValueError(
-                            f"{agent!r} in the agents of '{name}' has no effect, for the agents of '{earlier}', which "
+                            f"{agent!r} in the agents of '{name}' has no effect: the agents of '{earlier}', which "
                             f"comes first, cover it. Put [policies.{name}] first, or take it out of one of them"
                         )
             taken[name] = policy.agents

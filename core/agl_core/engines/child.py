@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from agl_core.engines import wire
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, Needs, PolicySpec, Progress, UpdateResult, Workload
+from agl_core.protocols import EngineContext, PolicySpec, Progress, UpdateResult
 from agl_core.types import Batch
+from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest, encode_result
 

@@ -24,17 +24,9 @@ from agl_core import private
 from agl_core.engines import wire
 from agl_core.engines.hub import check_models
 from agl_core.errors import EngineError
-from agl_core.protocols import (
-    EngineContext,
-    Needs,
-    PolicySpec,
-    Progress,
-    StageReport,
-    UpdateResult,
-    Upstream,
-    Workload,
-)
+from agl_core.protocols import EngineContext, PolicySpec, Progress, StageReport, UpdateResult, Upstream
 from agl_core.types import Batch
+from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 from agl_core.wire.updates import UpdateRequest, decode_result
 

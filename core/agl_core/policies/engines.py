@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,14 @@ from agl_core.registering import Capability
 
 @contextmanager
 def log_folder() -> Iterator[Path]:
-    """A folder for an engine's log, removed at the end; after an error it stays, for the error may name the log."""
+    """A folder for an engine's log, removed at the end. After an error a log stays: the error may name it."""
     folder = Path(tempfile.mkdtemp(prefix="agl-policy-"))
-    yield folder
+    try:
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # It is not empty.
+            folder.rmdir()
+        raise
     shutil.rmtree(folder, ignore_errors=True)
 
 

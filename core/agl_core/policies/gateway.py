@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.datastructures import URL
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from agl_core.errors import ServerError
@@ -23,10 +18,9 @@ from agl_core.protocols import Upstream
 from agl_core.server.api.routes import unless_gone
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.dialects.replies import ReplyMemory
-from agl_core.server.dialects.routes import DIALECTS
-from agl_core.server.errors import ApiError
+from agl_core.server.errors import ApiError, as_answer
 from agl_core.server.gateway.reply import Reply, read_reply
-from agl_core.server.gateway.routes import ModelCalls
+from agl_core.server.gateway.routes import ModelCalls, models_route, unserved
 from agl_core.server.gateway.sampling import forwarded
 from agl_core.server.gateway.upstream import UpstreamClient
 from agl_core.server.http.listening import Listening
@@ -34,8 +28,6 @@ from agl_core.server.http.protocol import Refusals
 from agl_core.server.keys import carries, is_loopback
 from agl_core.wire.headers import HEADER_ANSWERED
 from agl_core.wire.keys import problem_of_key
-
-logger = logging.getLogger(__name__)
 
 POLICY_KEY = "AGL_POLICY_KEY"
 """The environment variable with the key that clients of served policies need."""
@@ -55,7 +47,6 @@ class PolicyServer:
         self._upstream = replace(upstream, returns_ids=False)
         self._client = UpstreamClient(upstream, _LONGEST)
         self._memory = ReplyMemory()
-        self._started = int(time.time())
         self._listening = listening
 
     @property
@@ -63,7 +54,7 @@ class PolicyServer:
         return self._listening.base_url
 
     async def start(self) -> None:
-        await self._listening.start(ModelCalls(self._app(), self, DIALECTS), Refusals())
+        await self._listening.start(ModelCalls(self._app(), self), Refusals())
 
     async def stop(self) -> None:
         """Finish the calls in flight, which get a few seconds, and close the port."""
@@ -83,14 +74,8 @@ class PolicyServer:
             response = dialect.render(asked, reply)
             response.headers[HEADER_ANSWERED] = str(served.version)
             return response
-        except ApiError as refused:
-            error = refused
-        except Exception:
-            logger.exception("A call failed in %s %r", request.method, request.url.path)
-            error = ApiError(500, "agl failed; its log says why.", type="server_error", code="gateway_failed")
-        response = dialect.refuse(error)
-        response.headers.update(error.headers)
-        return response
+        except Exception as error:
+            return dialect.refuse(as_answer(error, request.url.path))
 
     async def _reply(self, dialect: Dialect, asked: ModelRequest, model: str, max_tokens: int) -> Reply:
         limit = max_tokens if asked.requested.max_tokens is None else asked.requested.max_tokens
@@ -122,40 +107,14 @@ class PolicyServer:
             )
 
     def _app(self) -> ASGIApp:
-        async def models(request: Request) -> Response:
-            try:
-                self._check(request)
-            except ApiError as error:
-                return DIALECTS["/v1/chat/completions"].refuse(error)
-            listed: list[dict[str, Any]] = [
-                {
-                    "id": name,
-                    "object": "model",
-                    "created": self._started,
-                    "owned_by": "agl",
-                    "root": str(served.version),
-                }
-                for name, served in self._shelf.names.items()
-            ]
-            return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
+        async def models(request: Request) -> Mapping[str, Mapping[str, str]]:
+            self._check(request)
+            return {name: {"root": str(served.version)} for name, served in self._shelf.names.items()}
 
         async def unknown(request: Request, error: Exception) -> Response:
-            path = request.url.path
-            status = 405 if path in DIALECTS else error.status_code if isinstance(error, HTTPException) else 404
-            ours = next((each for route, each in DIALECTS.items() if route in path), DIALECTS["/v1/chat/completions"])
-            return ours.refuse(
-                ApiError(
-                    status,
-                    f"Served policies have no {request.method} {path}. There are POST {', '.join(DIALECTS)}, and GET "
-                    "/v1/models. Does the base URL end in /v1, as OpenAI's clients want it, or without it, as "
-                    "Anthropic's does?",
-                    code="unknown_route",
-                )
-            )
+            return unserved(request, error, "agl policy serve", ", and GET /v1/models")
 
-        return Starlette(
-            routes=[Route("/v1/models", models, methods=["GET"])], exception_handlers={404: unknown, 405: unknown}
-        )
+        return Starlette(routes=[models_route("/v1/models", models)], exception_handlers={404: unknown, 405: unknown})
 
 
 def check_key(host: str, key: str | None) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from agl_core.errors import ServerError
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(ServerError):
@@ -74,6 +78,14 @@ def store_failed() -> ApiError:
         code=STORE_FAILED,
         retry_after=5,
     )
+
+
+def as_answer(error: Exception, path: str) -> ApiError:
+    """The answer to a model call that ended in an error; one that is not an answer yet is logged."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("agl failed in %r", path, exc_info=error)
+    return ApiError(500, "agl failed; the server's log says why.", type="server_error", code="gateway_failed")
 
 
 def superseded(restart: int, current: int) -> ApiError:

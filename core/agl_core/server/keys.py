@@ -60,6 +60,8 @@ class Keys:
     chosen: frozenset[str] = frozenset()
     applications: Mapping[str, int] = field(default_factory=dict)
     """By application, the number of its keys."""
+    passthrough: str | None = field(default=None, repr=False)
+    """What the server sends with requests that it passes through."""
 
     @classmethod
     def of_run(cls, file: Path) -> Keys:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -18,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agl_core.config.models import GatewaySection, SamplingSection
+from agl_core.config.models import GatewaySection, ServerSection
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.run_hooks import RunHooks
@@ -32,7 +30,7 @@ from agl_core.server.errors import ApiError
 from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
-from agl_core.server.gateway.routes import ModelCalls, find_place
+from agl_core.server.gateway.routes import ModelCalls, models_route, unserved
 from agl_core.server.gateway.upstream import Answering, Relay
 from agl_core.server.http.listening import Listening, url_of
 from agl_core.server.http.protocol import Refusals
@@ -49,25 +47,23 @@ if TYPE_CHECKING:
     from agl_core.server.otlp.over_grpc import GrpcTraces
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
+_DEFAULTS, _ACCEPTED = ServerSection(), GatewaySection()
 
 
 class LightningServer:
     """Serves agents and workers from the event loop that starts it.
 
     Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
-    `worker_key`. Trainers use `run`, from elsewhere with the operator's key. `timeout` is how many seconds an attempt
-    may take, and so a call at most; `attempts` how often a rollout is tried; `heartbeat` and `lease` how workers keep
-    what they hold (`Leases`); `hook` is `Plugins.hook`; `agents` says which agents a policy answers. Port 0 takes a
-    free one; without `otlp_port` spans come over HTTP only. ServerError if others can reach `host` and the user did
-    not choose `keys`. Without `sampling`, replies are sampled as the agents ask. Without `upstream`, rollouts wait for
-    a trainer; `run` names a run to take up, and `begun` is called when a trainer has begun one. `gateway` says
-    what agents may send, and where to requests go that are no model calls, with `passthrough_key`. If it is `online`,
-    it also records the sessions of the applications that `keys` know; the store has to be a `SessionStore`.
+    `worker_key`. Trainers use `run`, from elsewhere with the operator's key. `settings` say how rollouts are sampled
+    and tried, `listen` where the server listens and when a worker counts as lost, and `gateway` what agents may send;
+    `hook` is `Plugins.hook`. ServerError if others can reach the host and the user did not choose `keys`. Without
+    `upstream`, rollouts wait for a trainer; `run` names a run to take up, and `begun` is called when a trainer has
+    begun one. If it is `online`, it also records the sessions of the applications that `keys` know; the store has to
+    be a `SessionStore`.
 
     >>> async def example(store, upstream, plugins, rollout):
-    ...     async with LightningServer(
-    ...         store, upstream, sampling=SamplingSection(), seed=0, timeout=120, attempts=2, hook=plugins.hook
-    ...     ) as server:
+    ...     settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=120, attempts=2)
+    ...     async with LightningServer(store, upstream, settings, plugins.hook) as server:
     ...         await server.queue.enqueue([rollout])
     ...         [rollout] = await server.queue.done([rollout.id])
     """
@@ -76,43 +72,32 @@ class LightningServer:
         self,
         store: Store,
         upstream: Upstream | None,
-        *,
-        sampling: SamplingSection | None,
-        seed: int,
-        timeout: float,
-        attempts: int,
+        settings: RunSettings,
         hook: RunHooks,
-        agents: Mapping[str, Sequence[str]] = MappingProxyType({}),
-        host: str = "127.0.0.1",
-        port: int = 0,
-        otlp_port: int | None = None,
-        heartbeat: float = 5.0,
-        lease: float = 20.0,
+        *,
+        listen: ServerSection = _DEFAULTS,
+        gateway: GatewaySection = _ACCEPTED,
         keys: Keys | None = None,
         run: str | None = None,
         begun: Callable[[], None] = lambda: None,
-        gateway: GatewaySection | None = None,
-        passthrough_key: str | None = None,
         online: Online | None = None,
     ) -> None:
-        gateway = gateway or GatewaySection()
         keys = keys or Keys()
-        keys.check_host(host)
+        keys.check_host(listen.host)
         self.queue = RolloutQueue(
-            store, timeout=timeout, attempts=attempts, hook=hook, keys=keys, heartbeat=heartbeat, lease=lease
+            store,
+            timeout=settings.timeout,
+            attempts=settings.attempts,
+            hook=hook,
+            keys=keys,
+            heartbeat=listen.heartbeat,
+            lease=listen.lease,
         )
         self.worker_key = keys.worker
-        self.keys, self._host, self._port, self._otlp_port = keys, host, port, otlp_port
+        self.keys, self._host, self._port, self._otlp_port = keys, listen.host, listen.port, listen.otlp_port
         self._relay = Relay(self.queue.lend)
         self._relay.withdraw()
-        self._upstream = upstream
-        self._settings = RunSettings(
-            sampling=sampling,
-            seed=seed,
-            timeout=timeout,
-            attempts=attempts,
-            agents={policy: tuple(names) for policy, names in agents.items()},
-        )
+        self._upstream, self._settings = upstream, settings
         self.run = CurrentRun(run, store, self.queue, self._relay, begun)
         self._online = online
         self.sessions: Sessions | None = None
@@ -127,7 +112,7 @@ class LightningServer:
             self._session_routes = online_routes(keys, self.sessions, store)
         attribution = Attribution(keys, self.queue, self.sessions)
         self._gateway = Gateway(attribution, store, self._relay, answering)
-        self._passthrough = Passthrough(self._gateway, gateway.passthrough, passthrough_key)
+        self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         self._largest = gateway.max_body_mib << 20
         self._intake = SpanIntake(store)
         self._traces = TraceService(self.queue, self._intake, keys=keys, sessions=self.sessions)
@@ -177,7 +162,7 @@ class LightningServer:
         self._watching = [asyncio.create_task(self.queue.watch())]
         if self.sessions is not None:
             self._watching.append(asyncio.create_task(self.sessions.watch()))
-        calls = ModelCalls(self._app(), self._gateway, DIALECTS, self._passthrough)
+        calls = ModelCalls(self._app(), self._gateway, self._passthrough)
         try:
             await listening.start(calls, self._refusals, self._largest)
         except ServerError:
@@ -256,17 +241,9 @@ class LightningServer:
 
     def _app(self) -> Starlette:
         gateway = self._gateway
-        started = int(time.time())
 
-        async def models(request: Request) -> Response:
-            try:
-                names = gateway.models(await gateway.attribution.of(request))
-            except ApiError as error:
-                response = DIALECTS["/v1/chat/completions"].refuse(error)
-                response.headers.update(error.headers)
-                return response
-            listed = [{"id": name, "object": "model", "created": started, "owned_by": "agl"} for name in names]
-            return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
+        async def models(request: Request) -> Mapping[str, Mapping[str, str]]:
+            return {name: {} for name in gateway.models(await gateway.attribution.of(request))}
 
         async def openapi(request: Request) -> Response:
             return Response(orjson.dumps(self.openapi), media_type="application/json")
@@ -275,23 +252,15 @@ class LightningServer:
             path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
             if path.startswith("/agl/"):
                 return refused(ApiError(status, f"There is no {request.method} {path}; see /openapi.json."))
-            if (place := find_place(path)) and place.route in DIALECTS:  # With POST it would have been a model call.
-                status = 405
-            ours = next((each for route, each in DIALECTS.items() if route in path), DIALECTS["/v1/chat/completions"])
-            return ours.refuse(
-                ApiError(
-                    status,
-                    f"agl does not serve {request.method} {path}. There are POST {', '.join(DIALECTS)} and "
-                    f"/v1/traces, and GET /v1/models, also below {_PREFIX}; {', '.join(sorted(PASSED_ON))} and GET "
-                    "/v1/models/ID are passed on. Does the base URL end in /v1, as OpenAI's "
-                    "clients want it, or without it, as Anthropic's does?",
-                    code="unknown_route",
-                )
+            others = (
+                f" and /v1/traces, and GET /v1/models, also below {_PREFIX}; {', '.join(sorted(PASSED_ON))} and GET "
+                "/v1/models/ID are passed on"
             )
+            return unserved(request, error, "agl", others)
 
         return Starlette(
             routes=[
-                *(Route(f"{prefix}/v1/models", models, methods=["GET"]) for prefix in (_PREFIX, "")),
+                *(models_route(f"{prefix}/v1/models", models) for prefix in (_PREFIX, "")),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
                 *worker_routes(self.keys, self.queue, self._health),
                 *trainer_routes(self.keys, self.run),

@@ -19,9 +19,10 @@ from typing import Any
 
 import openai
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from pydantic import BaseModel
 
 from agl_core.capture import ActiveAttempt, Recording, attach, running
-from agl_core.config.models import SamplingSection
+from agl_core.config.models import SamplingSection, ServerSection
 from agl_core.learning import build_episode
 from agl_core.protocols import Adapter, Upstream
 from agl_core.server import LightningServer
@@ -30,6 +31,7 @@ from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout
 from agl_core.wire.headers import rollout_path
+from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import HeldAttempt, LeaseRequest, ToolResultReport
 from agl_core.worker.environment import PLACEHOLDER_KEY, Ended
 from agl_core.worker.report import closing
@@ -143,26 +145,28 @@ async def running_stack(
     upstream_fields: Callable[[ScriptedUpstream], dict[str, Any]] | None = None,
     **options: Any,
 ) -> AsyncIterator[Stack]:
-    """`options` override those of LightningServer, `upstream_fields` those of Upstream; the store is in memory.
+    """`options` override fields of RunSettings and ServerSection, and the other parameters of LightningServer.
 
-    With `upstream=None` the server has none.
+    `upstream_fields` override those of Upstream; with `upstream=None` the server has none. The store is in memory.
     """
     async with ScriptedUpstream() as scripted:
         served = Upstream(urls=(scripted.url,), models={"default": "served"}, api_key="upstream-key")
         served = replace(served, **(upstream_fields(scripted) if upstream_fields else {}))
-        settings: dict[str, Any] = {
-            "sampling": SamplingSection(temperature=0.7, eval_temperature=0.5, max_tokens=512),
-            "seed": 1,
-            "timeout": 30,
-            "attempts": 2,
-            "hook": Hooks(),
-            **options,
-        }
+        sampling = SamplingSection(temperature=0.7, eval_temperature=0.5, max_tokens=512)
+        tried = {"sampling": sampling, "seed": 1, "timeout": 30, "attempts": 2}
+        settings = RunSettings.model_validate(tried | _taken(options, RunSettings))
+        listen = ServerSection.model_validate(_taken(options, ServerSection))
+        upstream, hook = options.pop("upstream", served), options.pop("hook", Hooks())
         store = MemoryStore() if store is None else store
-        async with LightningServer(store, settings.pop("upstream", served), **settings) as server:
+        async with LightningServer(store, upstream, settings, hook, listen=listen, **options) as server:
             made = Stack(server, store, scripted)
             yield made
             await made.close_clients()
+
+
+def _taken(options: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """The options that are fields of the model; the others are left."""
+    return {name: options.pop(name) for name in model.model_fields.keys() & options.keys()}
 
 
 @contextlib.asynccontextmanager

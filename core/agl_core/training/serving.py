@@ -112,16 +112,15 @@ async def _server(
     loaded: ServerConfig, run_dir: Path, answering: Upstream | Answering | None, *, standalone: bool
 ) -> AsyncIterator[LightningServer]:
     file = run_dir / SERVER_FILE
-    keys = Keys.of_run(file)
+    keys = replace(Keys.of_run(file), passthrough=passthrough_key(loaded.config.gateway))
     keys.check_host(loaded.config.server.host, (WORKER_KEY, OPERATOR_KEY) if standalone else (WORKER_KEY,))
-    other_key = passthrough_key(loaded.config.gateway)
     async with loaded.store.build(run_dir) as store:
         begun = await _has_begun(store, file)
         run, online = await recorded_name(store, run_dir) if standalone else None, None
         if answering is not None:
             keys, run, online = await _online(loaded, store, keys, run_dir, answering)
             begun |= standalone
-        server = await _started(loaded, store, keys, file, passthrough_key=other_key, run=run, online=online)
+        server = await _started(loaded, store, keys, file, run=run, online=online)
         ends_run = False
         try:
             keys.write(file, server.base_url, begun=begun)
@@ -183,9 +182,9 @@ async def _listening(
     server = LightningServer(
         store,
         None,
-        **dict(run_settings(loaded.config)),
-        **{**loaded.config.server.model_dump(exclude={"view_port"}), "port": port},
-        hook=loaded.plugins.hook,
+        run_settings(loaded.config),
+        loaded.plugins.hook,
+        listen=loaded.config.server.model_copy(update={"port": port}),
         keys=keys,
         gateway=loaded.config.gateway,
         begun=lambda: keys.write(file, server.base_url, begun=True),

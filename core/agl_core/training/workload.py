@@ -5,8 +5,9 @@ from __future__ import annotations
 import orjson
 
 from agl_core.config.load import LoadedConfig
-from agl_core.protocols import TaskSource, Workload
+from agl_core.protocols import TaskSource
 from agl_core.training.session import check_agent, first_made
+from agl_core.types.estimates import Workload
 
 CHARACTERS_PER_TOKEN = 3
 TEMPLATE_TOKENS = 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,8 +12,6 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Recording, current_identity, running
@@ -342,68 +339,3 @@ def test_generators_are_refused_with_the_way_out() -> None:
     for marker in (agl_core.agent("streamer"), agl_core.tool):
         with pytest.raises(AgentError, match=r"cannot mark stream, which is a generator: use `with agl_core"):
             marker(stream)
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=30) | st.binary(max_size=30),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@given(st.dictionaries(st.text(min_size=1, max_size=8).filter(str.isidentifier), values, max_size=4))
-def test_any_state_travels_as_a_header(told: dict[str, Any]) -> None:
-    from agl_core.capture import jsonable, unpack_variables
-    from agl_core.capture.state import packed_variables
-
-    with running(active(AttemptKey("r", 0), "http://127.0.0.1:9")):
-        agl_core.state(**told)
-        packed = packed_variables()
-    assert (packed is None) == (not told)
-    assert (unpack_variables(packed) or {}) == {name: jsonable(value) for name, value in told.items()}
-
-
-async def test_state_is_that_of_the_call_and_bounded() -> None:
-    noise = "".join(chr(c) for c in random.Random(1).choices(range(0x4E00, 0x9FFF), k=40_000))
-    async with running_stack() as stack:
-        key = await stack.lease()
-
-        async def agent(client: openai.AsyncOpenAI, name: str) -> None:
-            agl_core.state(who=name, draft=["a"])
-            await ask(client, name)
-            agl_core.state(draft=None)
-            await ask(client, name)
-
-        with running(active(key, stack.server.base_url, stack.key(key))):
-            async with stack.client(key) as client:
-                await ask(client, "before")
-                await asyncio.gather(agent(client, "x"), agent(client, "y"))
-                agl_core.state(who="nobody", noise=noise, after="kept", **dict.fromkeys("abc", noise))
-                await ask(client, "noise")
-        calls = await stack.calls(key)
-    states = {name: [c.state for c in calls if c.request["messages"][-1]["content"] == name] for name in "xy"}
-    assert calls[0].state is None
-    for name, found in states.items():
-        assert found == [{"who": name, "draft": ["a"]}, {"who": name, "draft": None}]
-    [cut] = [c.state for c in calls if c.request["messages"][-1]["content"] == "noise"]
-    assert len(json.dumps(cut, ensure_ascii=False).encode()) <= 16_384
-    assert re.fullmatch(r".{100,}… \(\d+ more characters\)", cut["noise"])
-    assert cut["noise"][:100] == noise[:100]
-    assert (cut["who"], cut["after"]) == ("nobody", "kept")
-
-
-@pytest.mark.parametrize("header", ["", "%%%", "AAAA", "eJyLBgABFwC5", "x" * 100])
-def test_a_state_header_that_is_none_is_passed_over(header: str) -> None:
-    from agl_core.capture import unpack_variables
-
-    assert unpack_variables(header) is None
-
-
-def test_a_state_header_that_swells_is_cut_off() -> None:
-    import base64
-    import zlib
-
-    from agl_core.capture import unpack_variables
-
-    bomb = base64.urlsafe_b64encode(zlib.compress(b'{"a": "' + b"x" * (1 << 26) + b'"}')).decode()
-    assert unpack_variables(bomb) is None

@@ -22,7 +22,8 @@ PLUGIN = """
     import os
 
     import agl_core
-    from agl_core.protocols import Needs, Upstream
+    from agl_core.protocols import Upstream
+    from agl_core.types.estimates import Needs
     from agl_core.types import Identity
 
     class Elsewhere:

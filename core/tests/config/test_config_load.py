@@ -243,7 +243,7 @@ def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override:
         ("policies.default.credit", {"name": "whol"}, "[policies.default.credit] name: there is no credit 'whol'."),
         ("policies.default.agents", "writer", "[policies.default] agents: must be a list, not 'writer'."),
         ("policies.second", {"agents": ["wr*"], "model": {"path": "weights"}},
-         "policies: 'wr*' in the agents of 'second' has no effect, for the agents of 'default', which comes first"),
+         "policies: 'wr*' in the agents of 'second' has no effect: the agents of 'default', which comes first"),
         ("policies.second", {"agents": ["writer"], "model": {"path": "weights"}},
          "policies: 'writer' in the agents of 'second' has no effect"),
         ("policies", {}, "policies: needs a policy, for instance [policies.default]."),
@@ -381,7 +381,7 @@ def test_a_policy_has_a_name_that_a_folder_can_have(minimal: dict[str, Any], loa
 
     with pytest.raises(ConfigError, match="cannot be a policy's name") as raised:
         loaded(minimal)
-    assert "use letters, digits, '.', '_' and '-'" in str(raised.value)
+    assert "Use letters, digits, '.', '_' and '-'" in str(raised.value)
 
 
 def test_a_reward_table_is_not_called_as_the_source_of_what_agents_report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,15 @@ def test_what_training_removes_meanwhile_is_said(tmp_path: Path, base: Path, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_merging_needs_an_adapter_and_an_engine(tmp_path: Path, base: Path) -> None:
+def test_merging_needs_an_adapter_and_an_engine(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with pytest.raises(ConfigError, match=r"nothing to merge.*agl policy export calc@10"):
         merge(version(tmp_path, base, adapter=False), tmp_path / "out")
     make_run(tmp_path / "tuned", {10: 0.25}, adapter=True, base=base)
     tuned = parse(f"{tmp_path / 'tuned'}@10").resolve()
     with pytest.raises(ConfigError, match="No engine 'other' is installed here that serves and merges"):
         merge(tuned, tmp_path / "out", engine="other")
+    assert not list(temporary.iterdir()), "without a log there is nothing to keep"
     assert not (tmp_path / "out").exists()

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from agl_core.client import RemoteServer
-from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.server import LightningServer
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import Attempt, AttemptKey, Call, Rollout
+from agl_core.wire.trainers import RunSettings
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ async def store(near: SqliteStore, request: pytest.FixtureRequest) -> AsyncItera
     if request.param == "near":
         yield near
         return
-    settings: dict[str, Any] = {"seed": 0, "timeout": 30, "attempts": 1, "hook": Plugins().hook}
+    settings = RunSettings(sampling=None, seed=0, timeout=30, attempts=1)
     async with (
-        LightningServer(near, None, sampling=SamplingSection(), **settings) as server,
+        LightningServer(near, None, settings, Plugins().hook) as server,
         RemoteServer(server.base_url, server.keys.operator) as remote,
     ):
         yield remote.run.store

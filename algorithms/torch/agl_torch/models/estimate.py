@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from agl_algorithms.interface import Algorithm
-from agl_core.protocols import Workload
+from agl_core.types.estimates import Workload
 from agl_torch.models.loading import LoadedModel
 from agl_torch.models.memory import activation_bytes
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from agl_core.protocols import EngineContext, EstimatingEngine, Needs, PolicySpec, Workload
+from agl_core.protocols import EngineContext, EstimatingEngine, PolicySpec
+from agl_core.types.estimates import Needs, Workload
 from agl_torch.engine import TorchEngine
 from agl_torch.models import estimate
 from agl_torch.options import TorchOptions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ from agl_core.types import Ending, Mode, ToolStatus, Verdict
 if TYPE_CHECKING:
     from agl_core.analysis.rollouts import RolloutList
     from agl_core.learning import Health
+    from agl_core.store.interface import Store
     from agl_core.types import Rollout
 
 RunArgument = Annotated[Path | None, typer.Argument(help="The run's folder; by default the newest below ./runs.")]
@@ -62,7 +62,7 @@ def rollouts(
 
     from agl_core.analysis.filters import Query, list_rollouts
     from agl_core.analysis.rollouts import healths_of
-    from agl_core.analysis.runs import find_run, open_store
+    from agl_core.analysis.runs import read_run
     from agl_core.analysis.text.plain import plain
     from agl_core.cli.shared.screen import Screen
 
@@ -81,12 +81,11 @@ def rollouts(
         verdict=verdict,
     )
 
-    async def read() -> tuple[RolloutList, dict[str, Health]]:
-        async with open_store(find_run(run)) as store:
-            listed = await list_rollouts(store, query, limit)
-            return listed, await healths_of(store, [entry.rollout for entry in listed.entries])
+    async def read(store: Store) -> tuple[RolloutList, dict[str, Health]]:
+        listed = await list_rollouts(store, query, limit)
+        return listed, await healths_of(store, [entry.rollout for entry in listed.entries])
 
-    found, healths = asyncio.run(read())
+    found, healths = read_run(run, read)
     if as_json:
         flat = (
             {

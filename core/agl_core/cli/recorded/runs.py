@@ -70,7 +70,7 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
 
 @runs.command()
 def vacuum(run: Runs, as_json: AsJson = False) -> None:
-    """Write a run's store again without its unused space. Meanwhile that takes as much free space again.
+    """Rewrite a run's store without its unused space. Meanwhile this needs as much free disk space again.
 
     A store of an older agl is brought up to date. A run that is being trained or served is refused.
     """

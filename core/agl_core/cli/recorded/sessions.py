@@ -29,15 +29,11 @@ def list_(run: Run, application: OfApplication = None, limit: Limit = 20, as_jso
     """List the sessions of a run, the newest last."""
     from rich.table import Table
 
-    from agl_core.analysis.runs import find_run, open_store
-    from agl_core.analysis.sessions import SessionEntry, list_sessions
+    from agl_core.analysis.runs import read_run
+    from agl_core.analysis.sessions import list_sessions
     from agl_core.cli.shared.screen import Screen
 
-    async def read() -> list[SessionEntry]:
-        async with open_store(find_run(run)) as store:
-            return await list_sessions(store, limit, application)
-
-    found = asyncio.run(read())
+    found = read_run(run, lambda store: list_sessions(store, limit, application))
     if as_json:
         print_json(found)
         return
@@ -59,16 +55,12 @@ def list_(run: Run, application: OfApplication = None, limit: Limit = 20, as_jso
 
 @sessions.command()
 def show(run: Run, id: Id, as_json: AsJson = False) -> None:
-    """Show what is known of a session and the feedback on it; agl show ID has its calls."""
-    from agl_core.analysis.runs import find_run, open_store
-    from agl_core.analysis.sessions import SessionEntry, entry_of
+    """Show a session and the feedback on it; agl show ID shows its calls."""
+    from agl_core.analysis.runs import read_run
+    from agl_core.analysis.sessions import find_session
     from agl_core.cli.shared.screen import Screen
 
-    async def read() -> SessionEntry:
-        async with open_store(find_run(run)) as store:
-            return await entry_of(store, await store.rollout(id))
-
-    found = asyncio.run(read())
+    found = read_run(run, lambda store: find_session(store, id))
     if as_json:
         print_json(found)
         return

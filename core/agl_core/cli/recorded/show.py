@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Mapping
@@ -32,14 +31,10 @@ def show(rollout: Id, run: RunOption = None, width: Width = 300, as_json: AsJson
     the turns is the credit of the whole group, which the rollout was compared with.
     """
     from agl_core.analysis.rollouts import read_rollout
-    from agl_core.analysis.runs import find_run, open_store
+    from agl_core.analysis.runs import read_run
     from agl_core.cli.shared.screen import Screen
 
-    async def read() -> RolloutReport:
-        async with open_store(find_run(run)) as store:
-            return await read_rollout(store, rollout)
-
-    report = asyncio.run(read())
+    report = read_run(run, lambda store: read_rollout(store, rollout))
     if as_json:
         print_json(report)
         return

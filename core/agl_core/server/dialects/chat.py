@@ -55,7 +55,7 @@ class ChatCompletions:
 def openai_error(error: ApiError) -> Response:
     """An error in the shape that all of OpenAI's APIs share."""
     body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return Response(orjson.dumps({"error": body}), status_code=error.status, media_type="application/json")
+    return Response(orjson.dumps({"error": body}), error.status, error.headers, "application/json")
 
 
 def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Json]]:

@@ -63,7 +63,7 @@ class Messages:
         if error.code is not None:
             shown_error["details"] = {"error_code": error.code}
         body = {"type": "error", "error": shown_error}
-        return Response(orjson.dumps(body), status_code=error.status, media_type="application/json")
+        return Response(orjson.dumps(body), error.status, error.headers, "application/json")
 
 
 def _refuse(body: Mapping[str, Any]) -> None:

@@ -125,7 +125,7 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
 
 
 def _tool(place: str, tool: Mapping[str, Any]) -> dict[str, Json]:
-    """A tool as chat completions describe it; a hosted one as it is, for the model server may have it."""
+    """A tool as chat completions describe it; a hosted one as it is: the model server may have it."""
     kind = fields.need_text(tool, "type", f"{place}.")
     if kind not in ("function", "custom"):
         return dict(tool)

@@ -25,7 +25,7 @@ from agl_core.config.policies import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
 from agl_core.server.dialects.replies import ReplyMemories
-from agl_core.server.errors import ApiError, attempt_closed, stopping, store_failed
+from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.reply import Reply, read_reply
 from agl_core.server.gateway.retries import Exchange
@@ -121,18 +121,11 @@ class Gateway:
             response.headers[HEADER_CALL] = reply.id
             response.headers.update(attempt.reply_headers)
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
-        except ApiError as refused:
-            error = refused
-        except Exception:
-            logger.exception("The gateway failed in %s %r", request.method, request.url.path)
-            error = ApiError(
-                500, "agl's gateway failed; the server's log says why.", type="server_error", code="gateway_failed"
-            )
-        if attempt is not None:
-            attempt.count_failure(error)
-        response = dialect.refuse(error)
-        response.headers.update(error.headers)
-        return response
+        except Exception as error:
+            failure = as_answer(error, request.url.path)
+            if attempt is not None:
+                attempt.count_failure(failure)
+            return dialect.refuse(failure)
 
     async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
         """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""

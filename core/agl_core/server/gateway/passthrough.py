@@ -81,9 +81,7 @@ class Passthrough:
         except ApiError as refused:
             if attempt is not None:
                 attempt.count_failure(refused)
-            response = openai_error(refused)
-            response.headers.update(refused.headers)
-            return response
+            return openai_error(refused)
 
     async def stop(self) -> None:
         if self._client is not None:

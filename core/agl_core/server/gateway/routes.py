@@ -1,16 +1,24 @@
-"""The routes of model calls, found without a router: they are nearly all that a server is asked."""
+"""The routes of model calls, found without a router because they are nearly all that a server is asked; and what
+clients of model APIs get at other paths."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, Protocol
 
+import orjson
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agl_core.server.dialects.chat import openai_error
 from agl_core.server.dialects.dialect import Dialect
+from agl_core.server.dialects.routes import DIALECTS
+from agl_core.server.errors import ApiError
 from agl_core.server.gateway.passthrough import Passthrough, is_passed_on
 
 _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?P<route>/v1/.+)")
@@ -37,18 +45,12 @@ class ModelCalls:
     `passthrough` answers what is passed on, if anything is, and `app` the rest.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        gateway: Answering,
-        dialects: Mapping[str, Dialect],
-        passthrough: Passthrough | None = None,
-    ) -> None:
-        self._app, self._gateway, self._dialects, self._passthrough = app, gateway, dialects, passthrough
+    def __init__(self, app: ASGIApp, gateway: Answering, passthrough: Passthrough | None = None) -> None:
+        self._app, self._gateway, self._passthrough = app, gateway, passthrough
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place, method = find_place(scope["path"]), scope["method"]
-        dialect = self._dialects.get(place.route) if place is not None and method == "POST" else None
+        dialect = DIALECTS.get(place.route) if place is not None and method == "POST" else None
         request = Request(scope, receive)
         if place is not None and dialect is not None:
             scope["path_params"] = place.parameters
@@ -69,3 +71,35 @@ def find_place(path: str) -> Place | None:
         return None
     attempt = {} if found["rollout"] is None else {"rollout": found["rollout"], "attempt": found["attempt"]}
     return Place(found["route"], attempt)
+
+
+def models_route(path: str, models: Callable[[Request], Awaitable[Mapping[str, Mapping[str, str]]]]) -> Route:
+    """The list of models that a request may name; `models` finds each one's fields beside OpenAI's."""
+    started = int(time.time())
+
+    async def listed(request: Request) -> Response:
+        try:
+            found = await models(request)
+        except ApiError as error:
+            return openai_error(error)
+        entries = [
+            {"id": name, "object": "model", "created": started, "owned_by": "agl", **more}
+            for name, more in found.items()
+        ]
+        return Response(orjson.dumps({"object": "list", "data": entries}), media_type="application/json")
+
+    return Route(path, listed, methods=["GET"])
+
+
+def unserved(request: Request, error: Exception, who: str, others: str) -> Response:
+    """The answer to a path that leads nowhere, in the API that it resembles; `others` are served beside model calls."""
+    path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
+    if (place := find_place(path)) and place.route in DIALECTS:  # With POST it would have been a model call.
+        status = 405
+    message = (
+        f"{who} does not serve {request.method} {path}. There are POST {', '.join(DIALECTS)}{others}. Does the base "
+        "URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
+    )
+    refused = ApiError(status, message, code="unknown_route")
+    resembled = next((dialect for route, dialect in DIALECTS.items() if route in path), None)
+    return openai_error(refused) if resembled is None else resembled.refuse(refused)

@@ -92,7 +92,7 @@ class Recorder:
         try:
             kept = [self.redaction.call(call) for call in calls]
         except Exception:
-            logger.exception("A call of session %s is not recorded, for it could not be redacted.", session.id)
+            logger.exception("A call of session %s is not recorded, because it could not be redacted.", session.id)
             return None
         self.counters.redacted += sum(now is not before for now, before in zip(kept, calls, strict=True))
         if session.closed:

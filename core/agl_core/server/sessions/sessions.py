@@ -13,17 +13,17 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import Request
 
 from agl_core.config.online import OnlineSection
-from agl_core.errors import StoreError, StoreRefusedError
+from agl_core.errors import StoreError
 from agl_core.protocols import Redactor, Upstream
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import Answering
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.lifecycle import AttemptState
+from agl_core.server.sessions.making import SessionMaker
 from agl_core.server.sessions.redaction import Redaction
 from agl_core.server.sessions.room import Room
 from agl_core.server.sessions.session import (
@@ -38,13 +38,11 @@ from agl_core.server.sessions.session import (
     checked_name,
 )
 from agl_core.store.interface import SessionStore
-from agl_core.types import Attempt, Ending, Mode, Rollout, RolloutState, Task
+from agl_core.types import Ending, Mode, Rollout, RolloutState
 from agl_core.wire.headers import HEADER_ROLLOUT, HEADER_SESSION, HEADER_SESSION_END, HEADER_SESSION_RECORD
 
 logger = logging.getLogger(__name__)
 
-USE_SPLIT = "use"
-"""The split of the tasks of sessions."""
 _REMEMBERED = 10_000
 """Ended sessions that memory keeps."""
 _DAY = 86_400.0
@@ -76,6 +74,7 @@ class Sessions:
         self._room = Room(online.folder, online.settings.max_store_gib, online.settings.min_free_gib)
         self._store, self._keys = store, keys
         self._recorder = Recorder(store, self.redaction, self.counters)
+        self._maker = SessionMaker(store, online.run, self._recorder, self.end)
         self._open: dict[str, ActiveSession] = {}
         """By id."""
         self._named: dict[str, ActiveSession] = {}
@@ -97,9 +96,9 @@ class Sessions:
         """Go on with the sessions that an earlier server left open."""
         self._recorder.is_full = not await self._room.is_there()
         for rollout in await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.RUNNING):
-            session = await self._recalled(rollout)
+            session = await self._maker.recalled(rollout)
             if session is not None:
-                self._open[rollout.id] = self._named[rollout.group] = session
+                self._open[rollout.id] = self._named[rollout.group] = self._known[rollout.id] = session
 
     async def of(self, request: Request) -> ActiveSession | None:
         """The session that a model call belongs to; it is begun if need be. None if the call is of no session.
@@ -131,7 +130,7 @@ class Sessions:
             if session is None:
                 may_be = recorded and (name is None or await self._may_be_recorded(place))
                 id = f"{RECORDED if may_be else UNRECORDED}-{place}-{secrets.token_hex(6)}"
-                session = self._made(id, application, name)
+                session = self._maker.new(id, application, name)
                 session.ends_with_reply = name is None
                 self._open[id] = self._known[id] = self._named[place] = session
                 self.counters.begun += 1
@@ -155,7 +154,7 @@ class Sessions:
         if known is not None and known.recorded:
             found: Rollout | None = known.rollout
         elif SESSION_ID.fullmatch(name):
-            found = await _exactly(self._store, name)
+            found = await self._maker.stored(name)
         else:
             found = next(iter(await self._store.rollouts(group=place, mode=Mode.USE, newest=1)), None)
         if found is None:
@@ -176,7 +175,7 @@ class Sessions:
         return found
 
     async def written(self, id: str) -> None:
-        """Wait for what is being written of a session, for a reply may go out before its call is written."""
+        """Wait for what is being written of a session: a reply may go out before its call is written."""
         session = self._known.get(id)
         if session is not None:
             await session.settled()
@@ -265,7 +264,7 @@ class Sessions:
         return self._keys.of_session(session.application, session.id)
 
     async def _of_id(self, id: str, application: str) -> ActiveSession:
-        """The session of an id to which somebody has the key."""
+        """The session of an id, for a request that has its key."""
         session = self._known.get(id)
         if session is None:
             async with self._beginning:
@@ -278,12 +277,12 @@ class Sessions:
         recorded = id.startswith(RECORDED)
         try:
             if recorded and not await self._store.erased([id]):
-                rollout = await _exactly(self._store, id)
-                session = None if rollout is None else await self._recalled(rollout)
-                return self._opened(session or self._made(id, application, None))
+                rollout = await self._maker.stored(id)
+                session = None if rollout is None else await self._maker.recalled(rollout)
+                return self._opened(session or self._maker.new(id, application, None))
         except StoreError as error:
             logger.error("Session %s cannot be read, and is not recorded: %s", id, error)
-        session = self._made(id, application, None)
+        session = self._maker.new(id, application, None)
         session.recorded = False
         return self._opened(session)
 
@@ -297,45 +296,8 @@ class Sessions:
         try:
             return not await self._store.erased([place])
         except StoreError as error:
-            logger.error("A session is not recorded, for the store cannot be read: %s", error)
+            logger.error("A session is not recorded, because the store cannot be read: %s", error)
             return False
-
-    def _made(self, id: str, application: str, name: str | None) -> ActiveSession:
-        now = time.time()
-        place = id.split("-")[1]
-        task = Task(place, None, USE_SPLIT, {"application": application, "session": name})
-        rollout = Rollout(id, self._run, 0, place, task, Mode.USE, 0, 0, RolloutState.RUNNING)
-        return self._active(rollout, Attempt(id, 0, application, started=now), recorded=id.startswith(RECORDED))
-
-    def _active(self, rollout: Rollout, record: Attempt, **known: Any) -> ActiveSession:
-        return ActiveSession(
-            rollout,
-            record,
-            deadline=float("inf"),
-            application=str(rollout.task.metadata.get("application")),
-            recorder=self._recorder,
-            end=self.end,
-            used=record.started,
-            **known,
-        )
-
-    async def _recalled(self, rollout: Rollout) -> ActiveSession | None:
-        attempts = await self._store.attempts(rollout.id)
-        if not attempts:
-            return None
-        calls = await self._store.calls([attempts[0].key])
-        session = self._active(rollout, attempts[0], begun=True)
-        session.used = max([attempts[0].started, *(call.ended for call in calls)])
-        session.retries.recall(calls)
-        session.started_calls = max((call.sequence + 1 for call in calls), default=0)
-        session.completed_calls = sum(not call.late for call in calls)
-        session.versions = {call.policy: call.version for call in calls if call.version is not None}
-        session.missed = (attempts[0].result or {}).get(UNRECORDED_CALLS, 0)
-        if rollout.state is RolloutState.DONE:
-            session.move(AttemptState.CLOSING)
-            session.move(AttemptState.COUNTED)
-        self._known[rollout.id] = session
-        return session
 
     async def _write_end(self, session: ActiveSession) -> bool:
         """Write how a session ended; False if that has to be tried again."""
@@ -399,7 +361,7 @@ class Sessions:
         await self.end(session, "deletion")
 
     async def _is_there(self, id: str) -> bool:
-        return id in self._known or await _exactly(self._store, id) is not None
+        return id in self._known or await self._maker.stored(id) is not None
 
     async def _remove_old(self) -> None:
         if self._settings.keep_days is None or time.monotonic() - self._removed < _BETWEEN_REMOVALS:
@@ -408,15 +370,6 @@ class Sessions:
         if old:
             await self.delete(old)
         self._removed = time.monotonic()
-
-
-async def _exactly(store: SessionStore, id: str) -> Rollout | None:
-    """The session of this id, as the store has it."""
-    try:
-        rollout = await store.rollout(id)
-    except StoreRefusedError:
-        return None
-    return rollout if rollout.id == id and rollout.mode is Mode.USE else None
 
 
 def _foreign(what: str) -> ApiError:

@@ -29,7 +29,8 @@ from agl_core.wire.workers import OF_WORKERS, LeaseRequest
 
 pytest_plugins = ["schemathesis.pytest.plugin"]
 
-DOCUMENT = LightningServer(MemoryStore(), None, sampling=None, seed=0, timeout=30, attempts=1, hook=Hooks()).openapi
+SETTINGS = RunSettings(sampling=None, seed=0, timeout=30, attempts=1)
+DOCUMENT = LightningServer(MemoryStore(), None, SETTINGS, Hooks()).openapi
 api = schemathesis.openapi.from_dict(DOCUMENT)
 
 OWN = AttemptKey("own", 0)

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from agl_core.config.models import GatewaySection, PassthroughSection
+from agl_core.server import Keys
 from agl_core.testing.http import served
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Ending
@@ -81,7 +82,7 @@ async def other() -> AsyncIterator[OtherServer]:
 @pytest.fixture
 async def stack(other: OtherServer) -> AsyncIterator[Stack]:
     gateway = GatewaySection(max_body_mib=2, passthrough=PassthroughSection(url=other.url))
-    async with running_stack(gateway=gateway, passthrough_key="key-of-the-other") as running:
+    async with running_stack(gateway=gateway, keys=Keys(passthrough="key-of-the-other")) as running:
         yield running
 
 
