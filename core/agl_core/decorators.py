@@ -18,7 +18,6 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -81,6 +80,17 @@ def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **settings: functools.partial(function, **settings)
 
 
+def _bringing(
+    function: Any, name: str | None, hook: str, made: Callable[[Any], Callable[..., Any]], **declared: Any
+) -> Any:
+    """What a decorator returns: the decorated function, or without one, as in `@decorator(name=…)`, the decorator."""
+
+    def decorate(thing: Any) -> Any:
+        return _brought(thing, hook, made(thing), name, **declared)
+
+    return decorate if function is None else decorate(function)
+
+
 @overload
 def reward_rule(function: Rewarding) -> Rewarding: ...
 @overload
@@ -91,11 +101,7 @@ def reward_rule(function: Any = None, *, name: str | None = None) -> Any:
     It returns the terminal reward; or a mapping, from names to components of it and from `transition.key` to rewards of
     single calls; or None where it has nothing to say about the episode.
     """
-
-    def decorate(function: Rewarding) -> Rewarding:
-        return _brought(function, "register_rewards", _filled(function), name)
-
-    return decorate if function is None else decorate(function)
+    return _bringing(function, name, "register_rewards", _filled)
 
 
 @overload
@@ -109,13 +115,10 @@ def group_reward_rule(function: Any = None, *, name: str | None = None) -> Any:
     the other rules had rewards for, not those that were dropped or have a fixed reward for their ending.
     """
 
-    def decorate(function: Comparing) -> Comparing:
-        def made(**settings: Any) -> GroupRewardRule:
-            return GroupRewardRule(functools.partial(function, **settings))
+    def made(function: Comparing) -> Callable[..., GroupRewardRule]:
+        return lambda **settings: GroupRewardRule(functools.partial(function, **settings))
 
-        return _brought(function, "register_rewards", made, name, needs={Capability.GROUPS})
-
-    return decorate if function is None else decorate(function)
+    return _bringing(function, name, "register_rewards", made, needs={Capability.GROUPS})
 
 
 def credit_rule(
@@ -132,11 +135,8 @@ def credit_rule(
     needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
     `Capability.TOOL_RESULTS`.
     """
-
-    def decorate(function: Crediting) -> Crediting:
-        declared = {"kind": kind, "needs": tuple(needs), "provides": tuple(provides)}
-        return _brought(function, "register_credit_rules", _filled(function), name, **declared)
-
+    declared = {"kind": kind, "needs": tuple(needs), "provides": tuple(provides)}
+    decorate: Callable[[Crediting], Crediting] = _bringing(None, name, "register_credit_rules", _filled, **declared)
     return decorate
 
 
@@ -170,13 +170,10 @@ def task_source(function: Any = None, *, name: str | None = None) -> Any:
     Settings of type `Path` are relative to the configuration file.
     """
 
-    def decorate(function: Listing) -> Listing:
-        def made(folder: Path, seed: int, **settings: Any) -> _ListedTasks:
-            return _ListedTasks.checked(function.__name__, function(**settings))
+    def made(function: Listing) -> Callable[..., _ListedTasks]:
+        return lambda folder, seed, **settings: _ListedTasks.checked(function.__name__, function(**settings))
 
-        return _brought(function, "register_task_sources", made, name)
-
-    return decorate if function is None else decorate(function)
+    return _bringing(function, name, "register_task_sources", made)
 
 
 @overload
@@ -186,13 +183,10 @@ def tracker(*, name: str) -> Callable[[Logging], Logging]: ...
 def tracker(function: Any = None, *, name: str | None = None) -> Any:
     """Make `function(step, metrics, *, settings…)` a tracker; it is called with the metrics of each step."""
 
-    def decorate(function: Logging) -> Logging:
-        def made(run_dir: Path, **settings: Any) -> _CalledTracker:
-            return _CalledTracker(functools.partial(function, **settings))
+    def made(function: Logging) -> Callable[..., _CalledTracker]:
+        return lambda run_dir, **settings: _CalledTracker(functools.partial(function, **settings))
 
-        return _brought(function, "register_trackers", made, name)
-
-    return decorate if function is None else decorate(function)
+    return _bringing(function, name, "register_trackers", made)
 
 
 @overload
@@ -204,11 +198,7 @@ def release_check(function: Any = None, *, name: str | None = None) -> Any:
 
     It says what speaks against the version (`agl_core.protocols.Release`), or None. What it raises does too.
     """
-
-    def decorate(function: Checking) -> Checking:
-        return _brought(function, "register_release_checks", _filled(function), name)
-
-    return decorate if function is None else decorate(function)
+    return _bringing(function, name, "register_release_checks", _filled)
 
 
 @overload
@@ -220,11 +210,7 @@ def redactor(function: Any = None, *, name: str | None = None) -> Any:
 
     A call on whose texts it raises is answered, and not recorded.
     """
-
-    def decorate(function: Redacting) -> Redacting:
-        return _brought(function, "register_redactors", _filled(function), name)
-
-    return decorate if function is None else decorate(function)
+    return _bringing(function, name, "register_redactors", _filled)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from agl_algorithms.reinforce import Reinforce
 
 from .conftest import Row, batches, build, critic_values, make_logprobs, make_samples, select
 
+Change: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+
 EVERY_KIND: list[Algorithm] = [
     Grpo(GrpoOptions()),
     Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
@@ -30,6 +33,40 @@ EVERY_KIND: list[Algorithm] = [
     Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_cap=1.1, aggregation="token-mean")),
     Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, beta=0.2)),
 ]
+BUILT: dict[str, Callable[..., Algorithm]] = {
+    "grpo": lambda **options: Grpo(GrpoOptions(**options)),
+    "reinforce": lambda **options: Reinforce(ReinforceOptions(**options)),
+    "ppo": lambda **options: Ppo(PpoOptions(**options)),
+}
+OF_ALL: list[Change] = [
+    ({}, {"clip": 0.1}),
+    ({}, {"clip_high": 0.4}),
+    ({}, {"aggregation": "token-mean"}),
+    ({}, {"aggregation": "sequence-mean"}),
+    ({}, {"importance_cap": 1.05}),
+    ({"importance_cap": 1.05}, {"importance_level": "sequence"}),
+]
+ACROSS_CALLS: list[Change] = [
+    ({}, {"beta": 0.1}),
+    ({}, {"across_calls": True}),
+    ({"across_calls": True}, {"gamma": 0.5}),
+    ({}, {"whitening": "transitions"}),
+    ({}, {"whitening": "off"}),
+]
+CHANGES: dict[str, list[Change]] = {
+    "grpo": [
+        ({}, {"beta": 0.0}),
+        ({}, {"std_normalization": False}),
+        ({}, {"epsilon": 0.5}),
+        ({}, {"ratio": "sequence"}),
+        ({"ratio": "sequence"}, {"sequence_clip": 0.2}),
+        ({"ratio": "sequence"}, {"sequence_clip_high": 0.2}),
+        ({}, {"drop_equal_groups": True}),
+    ],
+    "reinforce": ACROSS_CALLS,
+    "ppo": [*ACROSS_CALLS, ({}, {"gamma": 0.5}), ({}, {"lam": 0.5}), ({"across_calls": True}, {"lam": 0.5})],
+}
+"""Settings of each algorithm, and a change of them, beside those that all have."""
 each_kind = pytest.mark.parametrize(
     "algorithm", EVERY_KIND, ids=[f"{type(a).__name__}{i}" for i, a in enumerate(EVERY_KIND)]
 )
@@ -41,6 +78,28 @@ def advantages_of(algorithm: Algorithm, samples: Samples) -> Tensor:
 
 def whole_loss(algorithm: Algorithm, samples: Samples, logprobs: Logprobs) -> Tensor:
     return algorithm.loss(samples, logprobs, advantages_of(algorithm, samples), algorithm.weights(samples))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "change"),
+    [(name, *each) for name, own in CHANGES.items() for each in (*OF_ALL, *own)],
+    ids=str,
+)
+def test_every_loss_option_changes_the_gradient(
+    ragged: Samples, name: str, base: dict[str, Any], change: dict[str, Any]
+) -> None:
+    logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
+    before, after = (
+        torch.autograd.grad(whole_loss(BUILT[name](**options), ragged, logprobs), logprobs.current_R)[0]
+        for options in (base, base | change)
+    )
+    assert not torch.allclose(before, after, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_epochs_and_minibatches_reach_the_engine(name: str) -> None:
+    algorithm = BUILT[name](epochs=3, minibatches=5)
+    assert (algorithm.epochs, algorithm.minibatches, algorithm.needs_critic) == (3, 5, name == "ppo")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from agl_algorithms.interface import Logprobs, Samples
 from agl_algorithms.options import ReinforceOptions
 from agl_algorithms.reinforce import Reinforce
 
-from .conftest import Row, batches, build, make_logprobs, make_samples
+from .conftest import Row, batches, build, make_samples
 
 
 def advantages(samples: Samples, **options: Any) -> Tensor:
@@ -112,39 +112,6 @@ def test_equal_returns_have_exactly_zero_advantage_and_are_not_computed() -> Non
 def test_a_lone_transition_has_nothing_to_compare_with() -> None:
     assert advantages(make_samples([Row(0, 0, 1.0, (True,))])).tolist() == [0.0]
     assert advantages(make_samples([Row(0, 0, 1.0, (True, True))]), whitening="transitions").tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("base", "change"),
-    [
-        ({}, {"clip": 0.1}),
-        ({}, {"clip_high": 0.4}),
-        ({}, {"beta": 0.1}),
-        ({}, {"across_calls": True}),
-        ({"across_calls": True}, {"gamma": 0.5}),
-        ({}, {"whitening": "transitions"}),
-        ({}, {"whitening": "off"}),
-        ({}, {"aggregation": "token-mean"}),
-        ({}, {"aggregation": "sequence-mean"}),
-        ({}, {"importance_cap": 1.05}),
-        ({"importance_cap": 1.05}, {"importance_level": "sequence"}),
-    ],
-    ids=str,
-)
-def test_every_loss_option_changes_the_gradient(ragged: Samples, base: dict[str, Any], change: dict[str, Any]) -> None:
-    logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
-
-    def gradient(options: dict[str, Any]) -> Tensor:
-        reinforce = Reinforce(ReinforceOptions(**options))
-        loss, _ = reinforce.loss(ragged, logprobs, reinforce.advantages(ragged), reinforce.weights(ragged))
-        return torch.autograd.grad(loss, logprobs.current_R)[0]
-
-    assert not torch.allclose(gradient(base), gradient(base | change), rtol=1e-3, atol=1e-6)
-
-
-def test_epochs_and_minibatches_reach_the_engine() -> None:
-    reinforce = Reinforce(ReinforceOptions(epochs=3, minibatches=5))
-    assert (reinforce.epochs, reinforce.minibatches, reinforce.needs_critic) == (3, 5, False)
 
 
 def test_a_discount_without_effect_is_refused() -> None:

@@ -274,8 +274,8 @@ def _run(run: Path) -> Iterator[Finding]:
 
 
 def _waiting(folder: Path) -> Iterator[Finding]:
-    from agl_core.analysis.health import Waiting, read_waiting
-    from agl_core.analysis.runs import open_store
+    from agl_core.analysis.health import read_waiting
+    from agl_core.analysis.runs import read_run
     from agl_core.client import find_server
     from agl_core.wire.keys import OPERATOR_KEY, take_keys
 
@@ -284,12 +284,7 @@ def _waiting(folder: Path) -> Iterator[Finding]:
         remedy = "see the log of the process that runs it (agl train, agl serve)"
         yield Finding("waiting", "a process writes the run's store, but serves no run", remedy)
         return
-
-    async def read() -> Waiting:
-        async with open_store(folder) as store:
-            return await read_waiting(server, store)
-
-    found = asyncio.run(read())
+    found = read_run(folder, lambda store: read_waiting(server, store))
     activity = found.activity
     ended = "none has finished yet" if activity.finished is None else f"one finished {activity.finished:.0f} s ago"
     yield Finding("rollouts", f"{activity.running} run, {activity.queued} are queued, {ended}")

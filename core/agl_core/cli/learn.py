@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from agl_core.cli.shared.options import Set
-
-if TYPE_CHECKING:
-    from agl_core.training.report import Summary
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 
@@ -32,12 +30,10 @@ def learn(
 
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
-    from agl_core.cli.shared.screen import ConsoleObserver, Screen
-    from agl_core.cli.shared.viewing import shown
-    from agl_core.cli.train import print_summary
+    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.train import trained
     from agl_core.config import CONFIG_FILE, check, load
     from agl_core.deployment.learning import learn as run_learning
-    from agl_core.server.http.event_loop import run
     from agl_core.wire.keys import OPERATOR_KEY
 
     loaded = load(target / CONFIG_FILE if target.is_dir() else target, set_)
@@ -45,14 +41,5 @@ def learn(
     run_dir = target if target.is_dir() else loaded.config.runs / loaded.config.name
     console = Screen()
     console.print(f"run folder: {run_dir}")
-
-    async def learned() -> Summary:
-        async with shown(run_dir, loaded.config.server, os.environ.get(OPERATOR_KEY), console) as pages:
-            observer = ConsoleObserver(console, loaded.config.train.steps, pages.serves)
-            return await run_learning(loaded, run_dir, observer)
-
-    summary = run(learned())
-    summary.write()
-    print_summary(console, summary, f"agl learn {run_dir}")
-    if summary.stopped_by is not None:
-        raise typer.Exit(128 + summary.stopped_by)
+    learning = partial(run_learning, loaded, run_dir)
+    trained(loaded, run_dir, learning, os.environ.get(OPERATOR_KEY), console, f"agl learn {run_dir}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +15,7 @@ from agl_core.cli.shared.options import Seed, ServerUrl, Set
 from agl_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agl_core.cli.shared.screen import Screen
+    from agl_core.cli.shared.screen import ConsoleObserver, Screen
     from agl_core.client import ServerAddress
     from agl_core.config import LoadedConfig
     from agl_core.training.report import Summary
@@ -54,9 +56,8 @@ def train(
     """Train the agent that CONFIG names, and print the reward before and after.
 
     Everything runs on this machine: the engine in a process of its own, server and workers in this one. The address
-    that is printed at the start shows the run in a browser. Ctrl-C stops
-    the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The run's folder holds the store,
-    metrics.jsonl, checkpoints and summary.json.
+    that is printed at the start shows the run in a browser. Ctrl-C stops the run and saves a checkpoint (exit status
+    130; 143 after SIGTERM). The run's folder holds the store, metrics.jsonl, checkpoints and summary.json.
 
     --resume goes on with a run. From an earlier checkpoint (--resume RUN/checkpoints/step-000003) it replaces what came
     later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
@@ -65,10 +66,8 @@ def train(
     CONFIG --server URL`). The engine, the checkpoints and the metrics are here. If the server is on another machine,
     set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
     """
-    from agl_core.cli.shared.screen import ConsoleObserver, Screen
-    from agl_core.cli.shared.viewing import shown
+    from agl_core.cli.shared.screen import Screen
     from agl_core.config import CONFIG_FILE, check, load
-    from agl_core.server.http.event_loop import run
     from agl_core.training.run import run_dir_of
     from agl_core.training.run import train as run_training
     from agl_core.wire.keys import OPERATOR_KEY
@@ -93,18 +92,30 @@ def train(
     run_dir = run_dir_of(loaded, remote) if resume is None else file.parent
     console = Screen()
     console.print(f"run folder: {run_dir}")
-    operator_key = None if remote else os.environ.get(OPERATOR_KEY)
+    training = partial(run_training, loaded, run_dir, resume=resume is not None, checkpoint=checkpoint, remote=remote)
+    trained(loaded, run_dir, training, None if remote else os.environ.get(OPERATOR_KEY), console)
 
-    async def trained() -> Summary:
+
+def trained(
+    loaded: LoadedConfig,
+    run_dir: Path,
+    training: Callable[[ConsoleObserver], Awaitable[Summary]],
+    operator_key: str | None,
+    console: Screen,
+    go_on: str | None = None,
+) -> None:
+    """Train while the browser can show the run, and print what came of it; for `go_on` see `print_summary`."""
+    from agl_core.cli.shared.screen import ConsoleObserver
+    from agl_core.cli.shared.viewing import shown
+    from agl_core.server.http.event_loop import run
+
+    async def work() -> Summary:
         async with shown(run_dir, loaded.config.server, operator_key, console) as pages:
-            observer = ConsoleObserver(console, loaded.config.train.steps, pages.serves)
-            return await run_training(
-                loaded, run_dir, observer, resume=resume is not None, checkpoint=checkpoint, remote=remote
-            )
+            return await training(ConsoleObserver(console, loaded.config.train.steps, pages.serves))
 
-    summary = run(trained())
+    summary = run(work())
     summary.write()
-    print_summary(console, summary)
+    print_summary(console, summary, go_on)
     if summary.stopped_by is not None:
         raise typer.Exit(128 + summary.stopped_by)
 

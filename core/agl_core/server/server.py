@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from agl_core.server.otlp.over_grpc import GrpcTraces
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
-_DEFAULTS, _ACCEPTED = ServerSection(), GatewaySection()
+_LISTEN, _GATEWAY = ServerSection(), GatewaySection()
 
 
 class LightningServer:
@@ -75,8 +75,8 @@ class LightningServer:
         settings: RunSettings,
         hook: RunHooks,
         *,
-        listen: ServerSection = _DEFAULTS,
-        gateway: GatewaySection = _ACCEPTED,
+        listen: ServerSection = _LISTEN,
+        gateway: GatewaySection = _GATEWAY,
         keys: Keys | None = None,
         run: str | None = None,
         begun: Callable[[], None] = lambda: None,

@@ -90,55 +90,10 @@ class CsvFile:
         return _json(value)
 
 
-class ParquetFile:
-    """Apache Parquet: JSON values as JSON text, tokens and log-probabilities as lists of numbers."""
+class _ArrowFile:
+    """Rows as Arrow tables of some size, which a subclass's writer takes."""
 
-    def __init__(self, path: Path, columns: Columns) -> None:
-        import pyarrow.parquet
-
-        self._batches = _Batches(columns)
-        self._writer = pyarrow.parquet.ParquetWriter(path, self._batches.schema, compression="zstd")
-
-    def write(self, rows: Sequence[Row]) -> None:
-        for table in self._batches.add(rows):
-            self._writer.write_table(table)
-
-    def close(self) -> None:
-        for table in self._batches.rest():
-            self._writer.write_table(table)
-        self._writer.close()
-
-
-class DatasetFolder:
-    """A folder of Hugging Face `datasets`, for `load_from_disk` and `load_dataset`."""
-
-    def __init__(self, path: Path, columns: Columns) -> None:
-        import datasets  # noqa: F401  # That it is not installed is said before anything is written.
-        import pyarrow as pa
-
-        self._path, self._stream = path, path.with_name(f".{path.name}.arrow")
-        self._batches = _Batches(columns)
-        self._file = pa.OSFile(str(self._stream), "wb")
-        self._writer = pa.ipc.new_stream(self._file, self._batches.schema)
-
-    def write(self, rows: Sequence[Row]) -> None:
-        for table in self._batches.add(rows):
-            self._writer.write_table(table)
-
-    def close(self) -> None:
-        from datasets import Dataset, disable_progress_bars
-
-        for table in self._batches.rest():
-            self._writer.write_table(table)
-        self._writer.close()
-        self._file.close()
-        disable_progress_bars()
-        Dataset.from_file(str(self._stream)).save_to_disk(self._path)
-        self._stream.unlink()
-
-
-class _Batches:
-    """Rows as Arrow tables of some size."""
+    _writer: Any
 
     def __init__(self, columns: Columns) -> None:
         import pyarrow as pa
@@ -154,31 +109,65 @@ class _Batches:
             Column.TRUTHS: pa.list_(pa.bool_()),
         }
         self._columns = columns
-        self.schema = pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
+        self._schema = pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
         self._waiting: list[pa.RecordBatch] = []
         self._bytes = 0
 
-    def add(self, rows: Sequence[Row]) -> Iterator[pa.Table]:
-        """Keep rows; what is due to be written."""
+    def write(self, rows: Sequence[Row]) -> None:
         import pyarrow as pa
 
         if rows:
             arrays = [
-                pa.array([_in_arrow(kind, row.get(name)) for row in rows], self.schema.field(name).type)
+                pa.array([_in_arrow(kind, row.get(name)) for row in rows], self._schema.field(name).type)
                 for name, kind in self._columns.items()
             ]
-            self._waiting.append(pa.RecordBatch.from_arrays(arrays, schema=self.schema))
+            self._waiting.append(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
             self._bytes += self._waiting[-1].nbytes
         if self._bytes >= _BATCH_BYTES:
-            yield from self.rest()
+            self._write_waiting()
 
-    def rest(self) -> Iterator[pa.Table]:
-        """All that waits."""
+    def close(self) -> None:
+        self._write_waiting()
+        self._writer.close()
+
+    def _write_waiting(self) -> None:
         import pyarrow as pa
 
         if self._waiting:
             waiting, self._waiting, self._bytes = self._waiting, [], 0
-            yield pa.Table.from_batches(waiting, self.schema).combine_chunks()
+            self._writer.write_table(pa.Table.from_batches(waiting, self._schema).combine_chunks())
+
+
+class ParquetFile(_ArrowFile):
+    """Apache Parquet: JSON values as JSON text, tokens and log-probabilities as lists of numbers."""
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        import pyarrow.parquet
+
+        super().__init__(columns)
+        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema, compression="zstd")
+
+
+class DatasetFolder(_ArrowFile):
+    """A folder of Hugging Face `datasets`, for `load_from_disk` and `load_dataset`."""
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        import datasets  # noqa: F401  # That it is not installed is said before anything is written.
+        import pyarrow as pa
+
+        super().__init__(columns)
+        self._path, self._stream = path, path.with_name(f".{path.name}.arrow")
+        self._file = pa.OSFile(str(self._stream), "wb")
+        self._writer = pa.ipc.new_stream(self._file, self._schema)
+
+    def close(self) -> None:
+        from datasets import Dataset, disable_progress_bars
+
+        super().close()
+        self._file.close()
+        disable_progress_bars()
+        Dataset.from_file(str(self._stream)).save_to_disk(self._path)
+        self._stream.unlink()
 
 
 def _in_arrow(kind: Column, value: Any) -> Any:
