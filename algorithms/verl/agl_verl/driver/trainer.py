@@ -87,6 +87,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self.version = self.global_steps = 0
         self.timing_raw: dict[str, float] = {}
         self._progress = UpdateProgress()
+        self._report: Callable[[], None] = lambda: None
         self.agent_loop_manager = manager
         self._chosen, self._seed = chosen, seed
         self._algorithm = chosen.build() if isinstance(chosen, ChosenAlgorithm) else None
