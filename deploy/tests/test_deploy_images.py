@@ -35,6 +35,18 @@ def test_the_trainers_image_has_the_versions_that_are_known_to_work() -> None:
     assert named("RayJob", "agl-train")["spec"]["rayClusterSpec"]["rayVersion"] == TESTED["ray"]
 
 
+def test_the_trainers_image_pins_what_these_stand_on_and_bounds_the_compiler() -> None:
+    trainer = DOCKERFILE.partition("AS trainer")[2].replace("\\\n", " ")
+    installs = [line for line in trainer.splitlines() if re.search(r"vllm==|\./core", line)]
+    assert len(installs) == 2
+    assert all("pip install -c constraints.txt " in line for line in installs)
+    assert "COPY algorithms/verl/constraints.txt tested.txt" in trainer
+    assert re.search(r"^ARG MAX_JOBS=\d+$", trainer, re.MULTILINE)
+    assert 'MAX_JOBS="${MAX_JOBS}" pip install --no-build-isolation "flash-attn' in trainer
+    assert re.search(r"\bcupy-cuda13x==[\d.]+", trainer), "the CUDA image is of version 13"
+    assert "nvidia/cuda:13." in DOCKERFILE
+
+
 NOT_COPIED = re.compile(
     r"(^|/)(__pycache__|\.\w+_cache|[^/]+\.egg-info)/|^(core|rewards|(adapters|algorithms)/[^/]+)/tests/"
 )

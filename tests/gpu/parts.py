@@ -74,9 +74,13 @@ class Played:
     failed: bool = False
 
     @property
-    def markdown(self) -> str:
+    def body(self) -> str:
         made = [] if self.table is None else [self.table.markdown, *(f"**{each}**\n" for each in self.table.beyond)]
-        return "\n".join([f"### {self.part.title}\n", *made, f"{self.remark}\n"])
+        return "\n".join([*made, f"{self.remark}\n"])
+
+    @property
+    def markdown(self) -> str:
+        return f"### {self.part.title}\n\n{self.body}"
 
 
 PARTS = (
@@ -112,8 +116,17 @@ def missing(needs: Sequence[str]) -> str | None:
     return f"{', '.join(before)} and {last} are not installed" if before else f"{last} is not installed"
 
 
-def play(parts: Sequence[Part], device: str, seconds: float, say: Callable[[str], None]) -> list[Played]:
-    """Every part whose needs are met and that begins before the time is over. A part that fails stops no other."""
+def play(
+    parts: Sequence[Part],
+    device: str,
+    seconds: float,
+    say: Callable[[str], None],
+    keep: Callable[[Played], None] | None = None,
+) -> list[Played]:
+    """Every part whose needs are met and that begins before the time is over. A part that fails stops no other.
+
+    `keep` gets each when it ends: what comes after it may be killed.
+    """
     deadline = time.monotonic() + seconds
     found = []
     with tempfile.TemporaryDirectory(prefix="agl-gpu-") as temporary:
@@ -121,6 +134,8 @@ def play(parts: Sequence[Part], device: str, seconds: float, say: Callable[[str]
             say(f"{part.title} …")
             found.append(_play(part, Setup(device, Path(temporary) / part.module), deadline))
             say(found[-1].markdown)
+            if keep is not None:
+                keep(found[-1])
     return found
 
 
@@ -138,6 +153,7 @@ def _play(part: Part, setup: Setup, deadline: float) -> Played:
     try:
         table: Table = importlib.import_module(f".{part.module}", __package__).measure(setup, left)
     except TimeoutError:
+        traceback.print_exc()
         return Played(part, None, f"Not run to its end: the time was over after {left:.0f} s.", failed=True)
     except Exception as error:
         traceback.print_exc()

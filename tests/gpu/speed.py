@@ -20,13 +20,21 @@ STAND_INS = ((CALC, "float32"), (STAND_IN, "bfloat16"))
 
 
 def measure(setup: Setup, seconds: float) -> Table:
-    async def measured() -> Table:
-        async with asyncio.timeout(seconds):
-            models = STAND_INS if setup.stand_in else MODELS
-            rows = [await one(setup, *each, lora) for each in models for lora in (False, True)]
-        return Table(COLUMNS, rows)
+    rows: list[tuple[str, ...]] = []
 
-    return asyncio.run(measured())
+    async def measured() -> None:
+        async with asyncio.timeout(seconds):
+            for each in STAND_INS if setup.stand_in else MODELS:
+                for lora in (False, True):
+                    rows.append(await one(setup, *each, lora))
+
+    try:
+        asyncio.run(measured())
+    except TimeoutError:
+        if not rows:
+            raise
+        return Table(COLUMNS, rows, ["The time was over before the others were measured."])
+    return Table(COLUMNS, rows)
 
 
 async def one(setup: Setup, model: Model, dtype: str, lora: bool) -> tuple[str, ...]:

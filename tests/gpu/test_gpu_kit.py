@@ -91,18 +91,45 @@ def test_a_measured_table_that_is_beyond_its_bounds_has_failed(part: Callable[..
 def test_the_page_has_figures_of_a_gpu_or_says_that_it_has_none() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
     figures = text.split(page.BEGIN)[1].split(page.END)[0].strip()
-    assert figures == page.NO_FIGURES or (figures.startswith("Measured on: ") and ", CUDA " in figures)
+    measured = [line for line in figures.splitlines() if line.startswith("Measured on: ")]
+    assert figures == page.NO_FIGURES or (measured and all(", CUDA " in line for line in measured))
 
 
-def test_new_figures_take_the_place_of_those_before() -> None:
+def test_new_figures_take_the_place_of_those_before_and_leave_other_parts_as_they_are() -> None:
     text = f"before\n{page.BEGIN}\n\n{page.NO_FIGURES}\n\n{page.END}\nafter\n"
-    played = [Played(Part("A part", "x", ()), TABLE, "It took 1 s.")]
-    once = page.written(text, "a GPU", played)
+    second, first = (Played(each, TABLE, "It took 1 s.") for each in (parts.PARTS[1], parts.PARTS[0]))
+    once = page.written(text, "a GPU", second)
     assert page.NO_FIGURES not in once
-    assert "Measured on: a GPU." in once
-    assert "### A part" in once
     assert (once.startswith("before\n"), once.endswith("after\n")) == (True, True)
-    assert page.written(once, "a GPU", played) == once
+    assert page.written(once, "a GPU", second) == once
+    twice = page.written(once, "another GPU", first)
+    assert twice.index(f"### {first.part.title}") < twice.index(f"### {second.part.title}"), "in the kit's order"
+    assert (twice.count("Measured on: a GPU."), twice.count("Measured on: another GPU.")) == (1, 1)
+    again = page.written(twice, "a third", second)
+    assert (again.count("Measured on: a GPU."), again.count("Measured on: a third.")) == (0, 1)
+
+
+def test_every_part_is_kept_when_it_ends(part: Callable[..., Part]) -> None:
+    kept: list[str] = []
+
+    def killed(setup: Setup, seconds: float) -> Table:
+        assert kept == ["whole"]
+        raise KeyboardInterrupt
+
+    chosen = [part("whole", lambda setup, seconds: TABLE), part("killed", killed)]
+    with pytest.raises(KeyboardInterrupt):
+        parts.play(chosen, "cpu", 60, lambda _: None, lambda played: kept.append(played.part.title))
+    assert kept == ["whole"]
+
+
+def test_a_part_that_was_not_run_leaves_its_figures(a_page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(__main__, "machine", lambda device: "a GPU, CUDA 13.0")
+    __main__.write(Played(parts.PARTS[0], TABLE, "It took 1 s."))
+    measured = a_page.read_text()
+    __main__.write(Played(parts.PARTS[0], None, "Not run: the time was over."))
+    assert a_page.read_text() == measured
+    __main__.write(Played(parts.PARTS[0], None, "**It failed**", failed=True))
+    assert "**It failed**" in a_page.read_text()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from agl_verl.engine import VerlEngine
 from agl_verl.options import VerlOptions
@@ -11,11 +12,14 @@ from .engines import Replies, spec_of
 from .models import CALC
 from .parts import Setup, Table
 from .steps import LORA, RATE, three_steps
+from .verl_parity import environment
 
 OPTIONS = VerlOptions(device="cuda", attention="sdpa", offload=True, serving_memory=0.3, max_context=1024)
 
 
 def measure(setup: Setup, seconds: float) -> Table:
+    os.environ.update(environment())
+
     async def measured() -> Table:
         async with asyncio.timeout(seconds):
             spec = spec_of(CALC.folder(setup.folder), "bfloat16", LORA, RATE)

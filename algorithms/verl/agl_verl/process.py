@@ -5,6 +5,7 @@ It ends, with a last word to the run, when a node or a process of the engine is 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -45,6 +46,7 @@ SECONDS_TO_MISS_AN_ACTOR = 5.0
 def main() -> None:
     """Bring everything up, announce it, do what is asked."""
     host = Host.connect(VerlOptions, at_end=_shut_ray_down)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # It would log every look at a server's counters.
     with host.starting():
         driver = Driver(host.options, host.context, host.stage)
     threading.Thread(target=lambda: host.lost(driver.watch.wait()), name="agl-watch", daemon=True).start()

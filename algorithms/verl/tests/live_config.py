@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from agl_core.protocols import EngineContext, PolicySpec
+from agl_verl.cluster import versions
+from agl_verl.cluster.environment import variables
 from agl_verl.config.chosen import ChosenAlgorithm
 from agl_verl.config.composing import compose, differences
 from agl_verl.options import VerlOptions
@@ -51,6 +54,18 @@ def test_the_whole_configuration_is_shown_on_demand(tmp_path: Path) -> None:
     assert long.returncode == 0, long.stderr
     assert yaml.safe_load(long.stdout)["algorithm"]["gamma"] == 1.0
     assert len(long.stdout) > 3 * len(short.stdout)
+
+
+def test_the_versions_that_are_installed_are_known() -> None:
+    versions.check(cpu=True)
+
+
+def test_every_place_that_reaches_into_verl_is_there() -> None:
+    """In a process of the engine: others do not have what mends veRL on a CPU."""
+    of_engine = variables(cpu=True, api_key="key", deterministic=False, cache_mib=16)
+    command = [sys.executable, "-c", "from agl_verl.cluster.internals import check; check(cpu=True)"]
+    done = subprocess.run(command, env={**os.environ, **of_engine}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:

@@ -87,8 +87,11 @@ async def test_two_updates_are_those_of_the_torch_engine_and_are_served(
         await check_served(upstream, weights, version=number)
         batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=number, step=step)
         expected = by_torch.update(batch)
-        result = await made.update("default", batch, case.algorithm, dict(case.options))
+        shares: list[float] = []
+        result = await made.update("default", batch, case.algorithm, dict(case.options), shares.append)
         assert result.version == number + 1
+        assert shares == sorted(shares)
+        assert len(shares) > 2, "also before the end"
         folder = tmp_path / str(number)
         await made.save(folder)
         after = loaded(folder / "default" / "model")

@@ -24,7 +24,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def made(*packages: str, gpus: int = 1, memory: tuple[int, int] = GPU) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: memory)
+        monkeypatch.setattr(preflight, "memory_of", lambda count: [memory] * count)
         for name in ("flash_attn", "cupy"):
             module = ModuleType(name)
             module.__spec__ = SimpleNamespace(name=name)  # type: ignore[assignment]
@@ -65,6 +65,14 @@ def test_a_gpu_that_is_in_use_is_named(machine: Any) -> None:
     machine(memory=(10 * preflight.GIB, 80 * preflight.GIB))
     assert "GPU 0 has 10 of its 80 GiB free" in missing(attention="sdpa")
     assert missing(attention="sdpa", serving_memory=0.1) == ""
+
+
+def test_gpus_that_cannot_be_asked_are_an_error_with_the_reason() -> None:
+    if torch.cuda.is_available():
+        assert all(0 < free <= whole for free, whole in preflight.memory_of(1))
+        return
+    with pytest.raises(EngineError, match=r"torch cannot use the GPUs of this node: .*(CUDA|NVIDIA)"):
+        preflight.memory_of(1)
 
 
 def test_the_log_has_no_colours_bars_and_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,8 +58,17 @@ def _gpus(options: VerlOptions) -> list[str]:
         ]
     if options.serving_gpus:  # Which of them serve is Ray's to choose.
         return []
-    there = min(options.gpus_per_node, torch.cuda.device_count())
-    return crowded([torch.cuda.mem_get_info(number) for number in range(there)], options)
+    return crowded(memory_of(min(options.gpus_per_node, torch.cuda.device_count())), options)
+
+
+def memory_of(gpus: int) -> list[tuple[int, int]]:
+    """Free and all bytes of so many GPUs, asked by another process: whoever asks keeps memory on each of them."""
+    code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(number) for number in range({gpus})]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise EngineError(f"torch cannot use the GPUs of this node: {reason}")
+    return [(free, whole) for free, whole in json.loads(done.stdout)]
 
 
 def crowded(memory: Sequence[tuple[int, int]], options: VerlOptions) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from typing import Any
 
@@ -12,6 +13,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from agl_verl.cluster.environment import KEY_VARIABLE
 from agl_verl.serving.gate import App, Gate, GatedApp
+
+TOOL_PARSERS = "vllm.tool_parsers"
+"""The logger of all of vLLM's parsers of tool calls."""
 
 
 class VersionedReplies(GatedApp):
@@ -29,6 +33,8 @@ class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
         super().__init__(*arguments, **settings)
 
     async def run_server(self, args: argparse.Namespace) -> None:
+        # A tool call that cannot be parsed is a reply like others: vLLM would write a traceback for each.
+        logging.getLogger(TOOL_PARSERS).setLevel(logging.CRITICAL)
         args.agl_gate = self._gate
         args.middleware = [*(args.middleware or ()), f"{__name__}.{VersionedReplies.__name__}"]
         await super().run_server(args)
