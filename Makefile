@@ -19,7 +19,8 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 	pytest pytest-asyncio pytest-timeout
 # Their pins do not go together: each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is
 # enough, and NAME=FOLDER for an adapter, whose extra `test` has the packages. NAME is that of a driver in
-# tests/conformance/apart, or of a test in core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. To test one of them:
+# tests/conformance/apart, or of a test in core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that
+# works. To test one of them:
 # make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
 	a2a=a2a-sdk[http-server] \
