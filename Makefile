@@ -19,11 +19,13 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 	pytest pytest-asyncio pytest-timeout
 # Their pins do not go together: each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is
 # enough, and NAME=FOLDER for an adapter, whose extra `test` has the packages. NAME is that of a driver in
-# tests/conformance/apart, or of a test in core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. To test one of them:
+# tests/conformance/apart, or of a test in core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that
+# works. To test one of them:
 # make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
 	a2a=a2a-sdk[http-server] \
-	llama_index=adapters/llama-index haystack=adapters/haystack \
+	llama_index=adapters/llama-index,llama-index-core==0.14.20 llama_index=adapters/llama-index \
+	haystack=adapters/haystack,haystack-ai==3.0.0 haystack=adapters/haystack \
 	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \
 	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai \
 	dspy=adapters/dspy
@@ -94,7 +96,7 @@ lint: install ## Check style and formatting
 types: install ## Check types
 	@$(BIN)/mypy
 
-test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest releases (ten minutes, 6 GB)
+test-frameworks: ## Test adapters and frameworks that need an environment of their own, newest and oldest releases (twenty minutes, 6 GB)
 	@failed=; for each in $(FRAMEWORKS_NEED); do $(packages_of_each); \
 		if test -e tests/conformance/apart/$$name.py; \
 			then tests="$$tests tests/conformance/test_conformance_cells.py --driver tests.conformance.apart.$$name:DRIVER"; \

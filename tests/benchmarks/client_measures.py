@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ WARM_UP = 30
 class Added:
     """Milliseconds that were added to a call, from round to round."""
 
-    rounds: Sequence[float]
+    rounds: list[float]
 
     def __str__(self) -> str:
         low, middle, high = np.quantile(self.rounds, (0.25, 0.5, 0.75))
@@ -40,39 +39,44 @@ class Clients:
 
     without: float
     """Milliseconds of a call without agl, median."""
+    client: Added
+    """By bootstrap, stamps and adapter, in the agent's process."""
+    server: Added
+    """By the Lightning Server."""
     whole: Added
-    process: Added
-    """Of these, CPU time of the agent's process: bootstrap, stamps and adapter. The rest is the Lightning Server's."""
 
 
 async def clients(server: Server, kind: str, rounds: int) -> Clients:
-    """Two processes of one agent take turns: one without agl, one attached, whose calls go through the server."""
+    """Three processes of one agent take turns: without agl, with agl attached and no server, and with both."""
     (lease,) = await leased(server, 1)
     attempt = AttemptKey(lease["rollout"], lease["attempt"])
-    ours = f"http://127.0.0.1:{server.port}"
-    plain = {**os.environ, **client_variables(f"http://127.0.0.1:{server.upstream}")}
-    attached = {
-        **plain,
-        **client_variables(f"{ours}{lease['path']}", lease["key"]),
-        **bootstrap_variables(attempt, ours, lease["key"], server.folder, plain),
-    }
+    upstream, ours = f"http://127.0.0.1:{server.upstream}", f"http://127.0.0.1:{server.port}"
+    plain = {**os.environ, **client_variables(upstream)}
+
+    def attached(root: str, path: str) -> dict[str, str]:
+        variables = bootstrap_variables(attempt, root, lease["key"], server.folder, plain)
+        return {**plain, **client_variables(f"{root}{path}", lease["key"]), **variables}
+
     with contextlib.ExitStack() as stack:
-        without, through = (
+        agents = [
             stack.enter_context(process("client_process.py", kind, *cores()[1], environment=environment))
-            for environment in (plain, attached)
-        )
-        for agent in (without, through):
-            _calls(agent, WARM_UP)
-        found = [(_calls(without, CALLS), _calls(through, CALLS)) for _ in range(rounds)]
-    whole, worked = zip(*([b - a for a, b in zip(*each, strict=True)] for each in found), strict=True)
-    return Clients(statistics.median(seconds for (seconds, _), _ in found), Added(whole), Added(worked))
+            for environment in (plain, attached(upstream, ""), attached(ours, lease["path"]))
+        ]
+        for agent in agents:
+            _median(agent, WARM_UP)
+        medians = [[_median(agent, CALLS) for agent in agents] for _ in range(rounds)]
+    return Clients(
+        statistics.median(without for without, _, _ in medians),
+        Added([client - without for without, client, _ in medians]),
+        Added([whole - client for _, client, whole in medians]),
+        Added([whole - without for without, _, whole in medians]),
+    )
 
 
-def _calls(agent: subprocess.Popen[str], calls: int) -> tuple[float, float]:
-    """Milliseconds of a call, and of the CPU of its process: medians."""
+def _median(agent: subprocess.Popen[str], calls: int) -> float:
+    """Milliseconds of a call."""
     assert agent.stdin is not None
     assert agent.stdout is not None
     agent.stdin.write(f"{calls}\n")
     agent.stdin.flush()
-    seconds, worked = json.loads(agent.stdout.readline())
-    return 1000 * seconds, 1000 * worked
+    return 1000 * statistics.median(json.loads(agent.stdout.readline()))

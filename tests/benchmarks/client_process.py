@@ -1,13 +1,11 @@
 """An agent's process that is measured: `python client_process.py KIND CORE…`, with the model server in its environment.
 
-For each number that it reads, it makes so many calls, one after the other, and prints as JSON the medians of their
-seconds, and of their seconds of this process's CPU.
+For each number that it reads, it makes so many calls, one after the other, and prints their seconds as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -54,12 +52,12 @@ def main() -> None:
     pin(core)
     call = KINDS[kind]()
     for line in sys.stdin:
-        taken = []
+        seconds = []
         for _ in range(int(line)):
-            started, worked = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
             call()
-            taken.append((time.perf_counter() - started, time.process_time() - worked))
-        print(json.dumps([statistics.median(each) for each in zip(*taken, strict=True)]), flush=True)
+            seconds.append(time.perf_counter() - started)
+        print(json.dumps(seconds), flush=True)
 
 
 if __name__ == "__main__":

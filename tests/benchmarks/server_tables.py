@@ -59,8 +59,8 @@ class Tables:
         for kind in KINDS:
             async with running(self._folder) as server:
                 found = await clients(server, kind, round(CLIENT_ROUNDS * self._scale))
-            rows.append(f"{kind} | {found.without:.2f} ms | {found.whole} | {found.process}")
-        return self._table("A call of | without agl | added, median | of these, CPU of the agent's process", rows)
+            rows.append(f"{kind} | {found.without:.2f} ms | {found.client} | {found.server} | {found.whole}")
+        return self._table("A call of | without agl | added in the agent's process | by the server | in all", rows)
 
     async def _stored(self) -> str:
         rows: list[str] = []

@@ -83,7 +83,7 @@ async def open_session(
     rules = scoring_rules(loaded)
     source = tasks["train"]
     check_agent(config, source)
-    for caution in images(loaded, tasks):
+    for caution in image_cautions(loaded, tasks):
         observer.say(caution)
     worker_key = server.worker_key if config.workers.embedded and config.agent is not None else None
     runner = None if worker_key is None else await choose_own_runner(loaded, server.base_url)
@@ -176,7 +176,7 @@ def first_made(name: str, source: TaskSource) -> TaskSource:
     return source
 
 
-def images(loaded: LoadedConfig, tasks: Mapping[str, TaskSource]) -> Iterator[str]:
+def image_cautions(loaded: LoadedConfig, tasks: Mapping[str, TaskSource]) -> Iterator[str]:
     """What an engine that takes no images says of sets of tasks that begin with one."""
     if Capability.IMAGES in loaded.engine.component.provides:
         return

@@ -11,7 +11,7 @@ import pytest
 from agl_core.config import LoadedConfig, check
 from agl_core.config.check import cautions
 from agl_core.errors import CapabilityError
-from agl_core.training.session import images
+from agl_core.training.session import image_cautions
 from agl_core.types import CreditKind
 
 Load = Callable[..., LoadedConfig]
@@ -202,9 +202,9 @@ def test_tasks_with_images_are_worth_a_word_where_the_engine_takes_none(
     run = loaded(minimal, f"engine.name={engine}", "algorithm.name=easy", "credit.name=either")
     for given in IMAGES:
         sources: Any = {"train": SimpleNamespace(task=lambda index, given=given: SimpleNamespace(input=given))}
-        lines = list(images(run, sources))
+        lines = list(image_cautions(run, sources))
         assert len(lines) == said
         assert all("[tasks.train] has an image, and " in line for line in lines)
     for given in TEXTS:
         sources = {"train": SimpleNamespace(task=lambda index, given=given: SimpleNamespace(input=given))}
-        assert list(images(run, sources)) == []
+        assert list(image_cautions(run, sources)) == []

@@ -50,7 +50,7 @@ def exported_spans() -> Iterator[Sequence[Any]]:
 def responses_of_spans(spans: Sequence[Any]) -> Iterator[Response]:
     """Each response of each call, with the agent of the nearest span that names one, and the tools that join it."""
     by_id = {span.context.span_id: span for span in spans}
-    chats = [span for span in spans if _get(span, "gen_ai.operation.name") == "chat"]
+    chats = [span for span in spans if _is_chat(span) and not any(map(_is_told, _around(span, by_id)))]
     used = _results_by_id(spans)
     without_id = _results_by_parent(spans, chats)
     for chat in chats:
@@ -96,6 +96,15 @@ def _results_by_parent(spans: Sequence[Any], chats: Sequence[Any]) -> dict[int, 
     return found
 
 
+def _is_chat(span: Any) -> bool:
+    return bool(_get(span, "gen_ai.operation.name") == "chat")
+
+
+def _is_told(span: Any) -> bool:
+    """A framework's own span of a call, around that of its client, tells all of the call."""
+    return _is_chat(span) and bool(_messages(span, "gen_ai.output.messages"))
+
+
 def _is_tool(span: Any) -> bool:
     return bool(_get(span, "gen_ai.operation.name") == "execute_tool")
 
@@ -109,11 +118,14 @@ def _status(span: Any) -> str:
 
 
 def _agent(span: Any, by_id: Mapping[int, Any]) -> str | None:
-    while span is not None:
-        if name := _get(span, "gen_ai.agent.name"):
-            return str(name)
-        span = by_id.get(span.parent.span_id) if span.parent is not None else None
-    return None
+    names = (_get(each, "gen_ai.agent.name") for each in (span, *_around(span, by_id)))
+    return next((str(name) for name in names if name), None)
+
+
+def _around(span: Any, by_id: Mapping[int, Any]) -> Iterator[Any]:
+    """The spans around a span, innermost first."""
+    while span is not None and span.parent is not None and (span := by_id.get(span.parent.span_id)) is not None:
+        yield span
 
 
 def _messages(span: Any, attribute: str) -> list[Any]:
