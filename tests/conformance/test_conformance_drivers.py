@@ -23,6 +23,7 @@ from .example_driver import TinyDriver
 HERE = Path(__file__).parent
 
 
+@pytest.mark.storm
 def test_one_command_plays_the_driver_of_a_third_party(tmp_path: Path) -> None:
     shutil.copy(HERE / "example_driver.py", tmp_path / "their_module.py")
     command = [sys.executable, "-m", "pytest", HERE / "test_conformance_cells.py", "-q", "-rA"]

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
-from verl.utils.config import omega_conf_to_dataclass
 
-from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl.cluster import versions
 from agl_verl.cluster.environment import variables
-from agl_verl.config.chosen import ChosenAlgorithm
-from agl_verl.config.composing import compose, differences
-from agl_verl.options import VerlOptions
 
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
 
@@ -82,23 +76,6 @@ def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:
     assert "tensor_parallel is 2, which does not divide the 3 GPUs (serving_gpus)" in " ".join(
         (refused.stdout + refused.stderr).split()
     )
-
-
-@pytest.mark.parametrize(("name", "place"), [("fsdp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
-def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: str, place: str) -> None:
-    optimizer = {"learning_rate": 1e-4, "schedule": "cosine", "beta2": 0.95}
-    policy = PolicySpec(str(CALC.parent / "policy"), "bfloat16", optimizer=optimizer)
-    context = EngineContext(Path("unused"), 3, {"default": policy}, False, (), "key", 10)
-    options = VerlOptions(device="cuda", model_engine=name, gpus_per_node=4, sequence_parallel=2, offload=True)
-    algorithm = ChosenAlgorithm.of("grpo", {"beta": 0.1}).build()
-    config = compose(options, context, algorithm=algorithm, cpu=False)
-    actor, critic = (omega_conf_to_dataclass(each) for each in (config.actor_rollout_ref.actor, config.critic))
-    assert actor.engine.param_offload is critic.engine.param_offload is True
-    assert actor.optim.lr == 1e-4
-    assert type(actor.engine) is type(critic.engine)
-    shown = OmegaConf.to_container(differences(config))
-    assert place in shown["actor_rollout_ref"]["actor"]
-    assert "model_engine" not in shown, "compared with veRL's defaults for this engine"
 
 
 def test_a_loss_that_lacks_its_setting_is_refused_with_the_override(tmp_path: Path) -> None:

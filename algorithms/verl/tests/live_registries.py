@@ -1,4 +1,6 @@
-"""agl's algorithms where a run of veRL's own trainer finds them, held to veRL's own. Needs veRL, but no Ray."""
+"""agl's algorithms and configurations where a run of veRL's own trainer finds them, held to veRL's own. Needs veRL,
+but no Ray.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl.cluster.environment import MODULES_VARIABLE
 from agl_verl.config import native
+from agl_verl.config.chosen import ChosenAlgorithm
+from agl_verl.config.composing import compose, differences
+from agl_verl.options import VerlOptions
 from agl_verl.registries import PREFIX, check_registered
 
 from . import verl_bench
@@ -28,6 +35,9 @@ from verl.trainer.ppo.core_algos import (  # noqa: E402
     get_adv_estimator_fn,
     get_policy_loss_fn,
 )
+from verl.utils.config import omega_conf_to_dataclass  # noqa: E402
+
+POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 
 
 def rectangle(seed: int = 0) -> dict[str, Tensor]:
@@ -130,3 +140,20 @@ def test_an_estimator_of_the_users_own_is_looked_up_where_verl_has_it(tmp_path: 
     assert "No estimator 'other' is registered with veRL, after importing my_estimators: " in done.stderr
     assert ", grpo, " in done.stderr
     assert "remax" not in done.stderr.partition("ConfigError")[2]
+
+
+@pytest.mark.parametrize(("name", "place"), [("fsdp", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
+def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: str, place: str) -> None:
+    optimizer = {"learning_rate": 1e-4, "schedule": "cosine", "beta2": 0.95}
+    policy = PolicySpec(str(POLICY), "bfloat16", optimizer=optimizer)
+    context = EngineContext(Path("unused"), 3, {"default": policy}, False, (), "key", 10)
+    options = VerlOptions(device="cuda", model_engine=name, gpus_per_node=4, sequence_parallel=2, offload=True)
+    algorithm = ChosenAlgorithm.of("grpo", {"beta": 0.1}).build()
+    config = compose(options, context, algorithm=algorithm, cpu=False)
+    actor, critic = (omega_conf_to_dataclass(each) for each in (config.actor_rollout_ref.actor, config.critic))
+    assert actor.engine.param_offload is critic.engine.param_offload is True
+    assert actor.optim.lr == 1e-4
+    assert type(actor.engine) is type(critic.engine)
+    shown = OmegaConf.to_container(differences(config))
+    assert place in shown["actor_rollout_ref"]["actor"]
+    assert "model_engine" not in shown, "compared with veRL's defaults for this engine"

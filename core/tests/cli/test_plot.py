@@ -17,7 +17,8 @@ BEGINNINGS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
 def made(folder: Path, name: str, seed: int, rewards: tuple[float, ...], credit: str = "identical") -> None:
     run = folder / "runs" / name
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(f'name = "{name}"\nseed = {seed}\n[credit]\nname = "{credit}"\n')
+    own = f'name = "{name}"\nseed = {seed}\nfolder = "../of {name}"\n'
+    (run / "config.toml").write_text(f'{own}[credit]\nname = "{credit}"\n')
     lines = [{"step": at, "kind": "train", "restart": 0, "reward/mean": value} for at, value in enumerate(rewards, 1)]
     lines += [{"step": 2, "kind": "eval", "restart": 0, "held/greedy/reward/mean": rewards[-1]}]
     (run / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))

@@ -57,6 +57,7 @@ async def test_what_is_withheld_is_missing_and_said(tmp_path: Path) -> None:
     assert (one.score.tokens, one.score.missing, one.score.unobserved) == (0, 4, 4)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("name", ["OpenTelemetry exporter", "logging proxy"])
 def test_other_recorders_have_what_they_can_have_and_no_more(name: str, tmp_path: Path) -> None:
     # In a process of its own, as in the benchmark: a provider of spans that is set stays for all that runs afterwards.

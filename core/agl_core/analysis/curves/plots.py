@@ -20,7 +20,7 @@ Curve: TypeAlias = Sequence[tuple[int, float]]
 
 FORMATS = (".svg", ".png", ".pdf")
 _MODES = {"greedy": "o-", "sampled": "s--"}
-_OF_ITS_OWN = ("name", "seed", "runs")
+_OF_ITS_OWN = ("name", "seed", "runs", "folder")
 """What may differ between runs that are seeds of one thing."""
 
 
