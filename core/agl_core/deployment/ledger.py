@@ -76,6 +76,11 @@ class Ledger:
             return []
         return [each for each in _parsed(content, self.file) if policy in (None, each.policy)]
 
+    def promotions(self) -> list[float]:
+        """When another version became the stable one, in Unix seconds. LedgerError if the file is damaged."""
+        stable = (each for each in self.decisions() if each.state is State.STABLE)
+        return [each.time for each in stable if each.by is not By.START]
+
     def current(self, policy: str) -> Standing:
         """What each version of a policy is now. LedgerError if the run has no such policy."""
         self._check_policy(policy)

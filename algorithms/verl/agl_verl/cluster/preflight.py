@@ -62,7 +62,7 @@ def _gpus(options: VerlOptions) -> list[str]:
 
 
 def memory_of(gpus: int) -> list[tuple[int, int]]:
-    """Free and all bytes of so many GPUs, asked by another process: whoever asks keeps memory on each of them."""
+    """Free and all bytes of so many GPUs, asked by another process: asking takes memory on each of them."""
     code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(number) for number in range({gpus})]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -19,12 +19,13 @@ def plot(run: Runs, out: Out = Path("curves.svg")) -> None:
     It needs matplotlib: pip install 'agl-core[plot]'.
     """
     from agl_core.analysis.curves.plots import Curves, draw, read_curves, seeds_of
+    from agl_core.analysis.curves.use import read_use
     from agl_core.analysis.runs import find_run
     from agl_core.cli.shared.screen import Screen
-    from agl_core.deployment.history import read_use
+    from agl_core.deployment.ledger import Ledger
 
     def curves(folder: Path) -> Curves:
-        return read_curves(folder, asyncio.run(read_use(folder)))
+        return read_curves(folder, asyncio.run(read_use(folder, Ledger.of_run(folder).promotions())))
 
     kinds = seeds_of([find_run(each) for each in run])
     draw({name: list(map(curves, folders)) for name, folders in kinds.items()}, out)

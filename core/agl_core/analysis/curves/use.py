@@ -1,4 +1,4 @@
-"""What users said of a deployed run, session by session, and when its versions changed."""
+"""What users said of a deployed run, session by session."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from statistics import mean
 
 from agl_core.analysis.curves.plots import Use
 from agl_core.analysis.runs import has_store, open_store
-from agl_core.deployment.ledger import Ledger
-from agl_core.deployment.standing import By, State
 from agl_core.learning.feedback import said
 from agl_core.store.interface import SessionStore
 from agl_core.types import AttemptKey, Feedback, Mode, RolloutState
@@ -20,8 +18,11 @@ WINDOW = 100
 """Sessions over which feedback is averaged."""
 
 
-async def read_use(folder: Path) -> Use:
-    """The feedback on a run's sessions in windows, in the order of their ends; one without feedback has no point."""
+async def read_use(folder: Path, promotions: Sequence[float]) -> Use:
+    """The feedback on a run's sessions in windows, in the order of their ends; one without feedback has no point.
+
+    `promotions` are the times at which another version became the stable one, in Unix seconds.
+    """
     if not has_store(folder):
         return Use()
     async with open_store(folder) as store:
@@ -39,8 +40,7 @@ async def read_use(folder: Path) -> Use:
         if values:
             points.append((last, mean(values)))
     times = sorted(ends.values())
-    changes = (each for each in Ledger.of_run(folder).decisions() if each.state is State.STABLE)
-    return Use(points, [bisect_right(times, each.time) for each in changes if each.by is not By.START])
+    return Use(points, [bisect_right(times, each) for each in promotions])
 
 
 def _mean(feedback: Sequence[Feedback]) -> float | None:

@@ -6,7 +6,8 @@ import asyncio
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from agl_core.deployment.history import read_use
+from agl_core.analysis.curves.use import read_use
+from agl_core.deployment.ledger import Ledger
 from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
 
 from .deployed_runs import make_deployed, make_stable
@@ -14,7 +15,7 @@ from .sessions_of_use import sessions
 
 
 async def used(run: Path) -> None:
-    """A hundred sessions with complaints, a promotion, a hundred with praise, and forty that nobody spoke of."""
+    """A hundred sessions with complaints, a promotion, a hundred with praise, and 140 without feedback."""
     ledger = make_deployed(run, 4)
     async with sessions(run) as users:
         for number in range(100):
@@ -27,7 +28,7 @@ async def used(run: Path) -> None:
 async def test_feedback_is_averaged_over_sessions_and_promotions_are_among_them(tmp_path: Path) -> None:
     await used(tmp_path / "shop")
 
-    use = await read_use(tmp_path / "shop")
+    use = await read_use(tmp_path / "shop", Ledger.of_run(tmp_path / "shop").promotions())
 
     assert use.feedback == [(100, 0.0), (200, 1.0)], "a window without feedback says nothing"
     assert use.promotions == [100]
