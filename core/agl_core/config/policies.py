@@ -26,7 +26,11 @@ class ModelSection(Section):
     """The weights to start from."""
 
     path: str = Field(description="A folder (relative to this file) or a Hugging Face hub name.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as saved.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="auto: as saved. The torch engine takes float32 for bfloat16 on a CPU without instructions for it, "
+        "where float32 is several times as fast.",
+    )
     trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
     lora: LoraSection | None = Field(None, description="Train a LoRA adapter; absent: all weights.")
 

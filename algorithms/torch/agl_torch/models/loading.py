@@ -23,6 +23,8 @@ from agl_torch.models.adapters import check_base
 from agl_torch.models.tokenizer import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+"""torch's names of the instructions that multiply bfloat16: two of x86, two of ARM."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases |
     """Load one policy; `seed` makes the adapter's initial weights, `bases` are shared with other adapters.
 
     Dropout of the pretraining is switched off (only an adapter's own is kept), so that the weights being trained
-    are the weights that sample. float16 weights are loaded as bfloat16 on a GPU and as float32 on a CPU,
-    since training in float16 overflows.
+    are the weights that sample. With dtype auto, float16 weights are loaded as bfloat16 on a GPU and as float32 on a
+    CPU, since training in float16 overflows; and bfloat16 weights as float32 on a CPU that does not multiply bfloat16.
 
     Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
     template, the tokenizer does not fit the model, or a saved adapter was trained on other weights.
@@ -164,9 +166,22 @@ def _dtype(spec: PolicySpec, device: torch.device) -> torch.dtype | str:
         except KeyError:
             raise EngineError(f"'{spec.dtype}' is no dtype to train in: use {', '.join(_DTYPES)} or auto.") from None
     config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
-    if getattr(config, "dtype", None) in (torch.float16, "float16"):
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return "auto"
+    match str(getattr(config, "dtype", None)).removeprefix("torch."):
+        case "float16":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        case "bfloat16" if device.type == "cpu" and not multiplies_bfloat16():
+            return torch.float32
+        case _:
+            return "auto"
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it; torch computes it by way of float32 else, which is slower.
+
+    torch versions that do not know the processor are taken to have none.
+    """
+    known = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name) for name in _BFLOAT16)
 
 
 def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:

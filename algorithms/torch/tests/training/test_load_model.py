@@ -45,7 +45,7 @@ def test_checkpoint_formats(tmp_path: Path, architecture: str, tied: bool, shard
     ends = ("<|im_end|>", "<|endoftext|>") if architecture == "qwen2" else ("<|eot_id|>", "<|end_of_text|>")
     folder = make_checkpoint(tmp_path / "model", Shape(architecture, tied, dtype, sharded, ends))
     assert (len(list(folder.glob("*.safetensors"))) > 1) == sharded
-    loaded = load(folder)
+    loaded = load(folder, dtype=str(dtype).removeprefix("torch."))
     assert loaded.dtype == dtype
     assert loaded.context_length == 256
     assert loaded.eos_ids == {loaded.tokenizer.convert_tokens_to_ids(end) for end in ends}
@@ -88,6 +88,20 @@ def test_a_tokenizer_class_of_the_model_type_does_not_win(tmp_path: Path) -> Non
     config.write_text(re.sub(r'"tokenizer_class": "\w+"', '"tokenizer_class": "Qwen2Tokenizer"', text))
     expected = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXTS[0]).ids
     assert load(folder).tokenizer.encode(TEXTS[0], add_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype"),
+    [({"amx_bf16": True}, torch.bfloat16), ({"amx_bf16": False, "avx512_f": True}, torch.float32), ({}, torch.float32)],
+    ids=["with", "without", "unknown"],
+)
+def test_bfloat16_is_kept_where_the_processor_multiplies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instructions: dict[str, bool], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    folder = make_checkpoint(tmp_path / "model", Shape(dtype=torch.bfloat16))
+    assert load(folder).dtype == dtype
+    assert load(folder, dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_dtype_is_converted_when_asked(checkpoint: Path, tmp_path: Path) -> None:
