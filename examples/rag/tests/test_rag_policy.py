@@ -66,7 +66,7 @@ def test_shares_of_behaviour_add_up_and_few_demonstrations_succeed() -> None:
 def test_the_policy_can_follow_held_out_questions_and_would_rather_give_up(
     tokenizer: Any, model: Any, held_out: list[Asked]
 ) -> None:
-    """If it searches, it mostly copies the right names; its likeliest first reply gives up."""
+    """If it searches, it mostly copies the right names; its likeliest first reply nearly always gives up."""
     right = replies = given_up = 0
     for question in held_out:
         ids, said = DEMONSTRATIONS.encode(tokenizer, behave(question, lambda situation: FLAWLESS[situation]))
@@ -82,6 +82,6 @@ def test_the_policy_can_follow_held_out_questions_and_would_rather_give_up(
         ]
         right += sum(likeliest[at] == ids[at] for at in places)
         replies += len(places)
-    assert given_up == len(held_out)
+    assert given_up >= 0.9 * len(held_out)
     assert replies >= 3 * len(held_out)
     assert right / replies > 0.95
