@@ -118,8 +118,7 @@ class Gateway:
             reply = await self._reply(request, attempt, exchange, dialect, asked)
             memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply)
-            response.headers[HEADER_CALL] = reply.id
-            response.headers.update(attempt.reply_headers)
+            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers})
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except Exception as error:
             failure = as_answer(error, request.url.path)
