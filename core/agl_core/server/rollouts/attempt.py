@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError
 from agl_core.server.gateway.retries import RetryBook
@@ -52,7 +53,7 @@ class ActiveAttempt:
     last_failure: str | None = None
     """The error of the last request that failed."""
     retries: RetryBook = field(default_factory=RetryBook)
-    committing: set[asyncio.Task[object]] = field(default_factory=set)
+    committing: set[asyncio.Future[Any]] = field(default_factory=set)
     """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
     closing: asyncio.Task[CloseReply] | None = None
     reported: Ending | None = None
