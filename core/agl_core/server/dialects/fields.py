@@ -33,20 +33,16 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 def check_fields(values: Mapping[str, Any], fields: Fields, place: str = "") -> None:
     """ApiError 400 for the first value that will not do; null means absent."""
-    for name, (check, expected) in fields.items():
-        value = values.get(name)
-        if value is not None and not check(value):
-            raise wrong(f"{place}{name}", _must_be(expected, value))
+    for name, value in values.items():
+        if value is not None and name in fields:
+            check, expected = fields[name]
+            must(check(value), f"{place}{name}", expected, value)
 
 
 def must(holds: bool, place: str, expected: str, value: object) -> None:
     """ApiError 400 unless it `holds` that the value at this place is as `expected`."""
     if not holds:
-        raise wrong(place, _must_be(expected, value))
-
-
-def _must_be(expected: str, value: object) -> str:
-    return f"must be {expected}, not {shown(value)}"
+        raise wrong(place, f"must be {expected}, not {shown(value)}")
 
 
 def need(values: Mapping[str, Any], name: str, place: str = "") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,10 +162,9 @@ def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
 def _ids(values: object) -> Tokens | None:
     if values is None:
         return None
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
+    if not isinstance(values, list):
         raise TypeError("token ids are not a list of integers")
-    return array.astype(np.int32)
+    return np.array(array("i", values), np.int32)  # TypeError for what is no integer, OverflowError for a large one
 
 
 def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprobs | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_core.server.dialects.chat import openai_error
@@ -37,7 +39,7 @@ class RequestLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         url = len(scope["raw_path"]) + len(scope["query_string"])
-        size = url + sum(len(name) + len(value) for name, value in headers)
+        size = url + sum(map(len, chain.from_iterable(headers)))
         if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
             await openai_error(head_too_large())(scope, receive, send)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +98,7 @@ class ActiveAttempt:
 
     def call_id(self, prefix: str) -> str:
         """The id of a new call, which begins as its API wants it."""
-        return f"{prefix}{secrets.token_hex(16)}"
+        return f"{prefix}{os.urandom(16).hex()}"
 
     async def keep(self, store: Store, *calls: Call) -> None:
         """Record calls, all or none. StoreError if that failed."""
