@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -162,9 +161,9 @@ def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
 def _ids(values: object) -> Tokens | None:
     if values is None:
         return None
-    if not isinstance(values, list):
+    if not isinstance(values, list) or set(map(type, values)) - {int}:
         raise TypeError("token ids are not a list of integers")
-    return np.array(array("i", values), np.int32)  # TypeError for what is no integer, OverflowError for a large one
+    return np.array(values, np.int32)
 
 
 def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprobs | None:

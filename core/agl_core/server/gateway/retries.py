@@ -110,7 +110,7 @@ class RetryBook:
 
     def ended(self, exchange: Exchange) -> None:
         """It has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
-        if exchange not in reversed(self._by_body.get(exchange.digest, [])):  # It is one of the latest.
+        if exchange not in reversed(self._by_body.get(exchange.digest, [])):  # from the end: it is one of the latest
             return
         self._size += exchange.size - self._over.pop(exchange, 0)
         self._over[exchange] = exchange.size

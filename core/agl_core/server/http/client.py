@@ -38,9 +38,9 @@ class HttpReply:
 class Endpoint:
     """One URL to POST to, with headers that every request has.
 
-    `connect`: seconds to wait for a connection, and `reply`: for a whole reply; `idle`: seconds to keep a connection
-    that is not used. They have to be fewer than the server's, which would otherwise close a connection just when a
-    request is sent.
+    `connect`: seconds to wait for a connection; `reply`: seconds to wait for a whole reply; `idle`: seconds to keep a
+    connection that is not used. These have to be fewer than the server's, which would otherwise close a connection just
+    when a request is sent.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, connect: float, reply: float, idle: float) -> None:
