@@ -174,7 +174,8 @@ class Gateway:
     ) -> Reply:
         """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
         if exchange.reply is None or exchange.failed:
-            exchange.reply = reply = asyncio.get_running_loop().create_future()
+            reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            exchange.reply = reply
             self._calls[reply] = _this_task()
             try:
                 reply.set_result(await self._call(attempt, exchange, reply, dialect, asked, request.headers))
