@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from agl_core.deployment.sessions import SessionSource
 from agl_core.protocols import DrawContext
-from agl_core.training.collect import Collected, warn_of_failed_rules
-from agl_core.training.experience import Drawn, Experience
-from agl_core.training.report import Phase
+from agl_core.training.progress import Phase
+from agl_core.training.rollouts.collect import Collected, warn_of_failed_rules
+from agl_core.training.rollouts.experience import Drawn, Experience
 
 
 class MixedExperience:

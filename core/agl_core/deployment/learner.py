@@ -29,8 +29,8 @@ from agl_core.errors import ConfigError, LedgerError
 from agl_core.protocols import Release, ReleaseCheck, ScoringEngine
 from agl_core.store.interface import SessionStore
 from agl_core.training.evaluate import Evaluated
-from agl_core.training.experience import Source
 from agl_core.training.loop import Trainer, uninterrupted
+from agl_core.training.rollouts.experience import Source
 
 
 class Serving(Protocol):

@@ -12,8 +12,10 @@ from agl_core.deployment.serving import DeployedVersions
 from agl_core.errors import ConfigError
 from agl_core.store.files import is_written
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
-from agl_core.training.report import Observer, Summary
-from agl_core.training.run import make_run_dir, train
+from agl_core.training.progress import Observer
+from agl_core.training.run import train
+from agl_core.training.run_folder import make_run_dir
+from agl_core.training.summary import Summary
 
 _STORE = "store.sqlite"
 

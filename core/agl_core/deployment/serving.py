@@ -25,7 +25,7 @@ from agl_core.server.errors import ApiError, no_upstream
 from agl_core.server.gateway.upstream import Destination, UpstreamClient
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.sessions.session import ActiveSession
-from agl_core.training.serving import run_settings
+from agl_core.training.server import run_settings
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from agl_core.learning import staleness
 from agl_core.learning.batch import left_out
 from agl_core.returns import episode_return
 from agl_core.store.interface import SessionStore, Wanted
-from agl_core.training.collect import Collector, Scored
-from agl_core.training.report import Phase
+from agl_core.training.progress import Phase
+from agl_core.training.rollouts.collect import Collector, Scored
 from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition
 
 _AT_ONCE = 256
