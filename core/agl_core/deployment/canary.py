@@ -36,7 +36,7 @@ class Outcome:
     name: str
     """What ties sessions of one name: `Rollout.group`."""
     reward: float | None
-    """None: nobody gave any."""
+    """None: no user gave any."""
     tool_errors: float = 0.0
     """The share of its tool calls that failed."""
     empty: float = 0.0
@@ -54,7 +54,7 @@ class Look:
     figures: dict[str, float]
 
 
-def judged(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Look:
+def look(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Look:
     """What the sessions since the canary began say: promote it, roll it back, or go on.
 
     `outcomes` are those of sessions that began after the canary did, in the order of their ends; where those without a

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.deployment.learning import learn
+from agl_core.deployment.learner import learn
 from agl_core.errors import ConfigError
 from agl_core.training.progress import Silent
 

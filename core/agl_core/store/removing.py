@@ -1,10 +1,10 @@
-"""Removing rollouts for good, with everything that was recorded of them."""
+"""Removing what was recorded: rollouts for good, or only the texts and tokens of old calls."""
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import orjson
@@ -12,10 +12,12 @@ import orjson
 from agl_core.store.connections import transaction
 from agl_core.store.pieces import NUMBERS
 from agl_core.store.tables import RECORDS
-from agl_core.types import Mode, RolloutState
+from agl_core.types import Json, Mode, RolloutState
+from agl_core.types.forms import dump_json, load_json
 
 _OF_ATTEMPTS = (*(table.name for table in RECORDS if table.of_attempts), "choices")
 _REFERENCES = "SELECT request_pieces, prompt_blocks FROM calls"
+_OLD = "attempt_key IN temp.old AND NOT pruned"
 
 
 def erase_rollouts(connection: sqlite3.Connection, ids: Sequence[str], first_new_piece: int) -> int:
@@ -43,17 +45,63 @@ def _erase(connection: sqlite3.Connection, ids: Sequence[str], first_new_piece: 
         connection.execute(f"DELETE FROM {table} WHERE attempt_key IN ({going})", (asked,))
     connection.execute("DELETE FROM attempt_keys WHERE rollout IN (SELECT value FROM json_each(?))", (asked,))
     removed = connection.execute("DELETE FROM rollouts WHERE id IN (SELECT value FROM json_each(?))", (asked,)).rowcount
+    _drop_unused(connection, {number for number in pieces if number < first_new_piece})
+    return removed
+
+
+def _drop_unused(connection: sqlite3.Connection, pieces: set[int]) -> None:
+    """Remove those of these pieces that no call refers to."""
     if pieces:
         pieces -= _pieces(connection.execute(_REFERENCES))
-    unused = ((number,) for number in pieces if number < first_new_piece)
-    connection.executemany("DELETE FROM pieces WHERE seq = ?", unused)
-    return removed
+    connection.executemany("DELETE FROM pieces WHERE seq = ?", ((number,) for number in pieces))
 
 
 def _pieces(references: Iterable[tuple[bytes, bytes | None]]) -> set[int]:
     """The numbers of all of these: of every call of a store in the end, so not one by one."""
     columns = b"".join(column for row in references for column in row if column is not None)
     return set(np.unique(np.frombuffer(columns, dtype=NUMBERS)).tolist())
+
+
+def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
+    """Take texts and tokens out of the calls of the steps up to `up_to`; returns how many calls had any.
+
+    All in one transaction. Of each call there remain who made it, when, by which policy, how it ended, and which tools
+    it asked for. Rollouts, tool results, rewards and training records stay as they are. Sessions of real use are kept
+    whole: they have a setting of their own. No writer may be there whose `Pieces` remember what this removes.
+    """
+    connection.create_function("pruned_message", 1, _pruned_message, deterministic=True)
+    with transaction(connection):
+        connection.execute(
+            "CREATE TEMP TABLE old AS SELECT attempt_keys.seq FROM rollouts "
+            "JOIN attempt_keys ON attempt_keys.rollout = rollouts.id "
+            "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?",
+            (up_to, RolloutState.DONE.value, Mode.USE.value),
+        )
+        connection.execute(
+            "UPDATE choices SET message = pruned_message(message), response_ids = NULL, logprobs = NULL, mask = NULL "
+            f"WHERE (attempt_key, call) IN (SELECT attempt_key, id FROM calls WHERE {_OLD})"
+        )
+        pruned = connection.execute(
+            "UPDATE calls SET request = '{}', request_lists = '{}', request_pieces = x'', prompt_blocks = NULL, "
+            f"prompt_tail = NULL, state = NULL, pruned = 1 WHERE {_OLD}"
+        ).rowcount
+        _drop_unused(connection, {number for (number,) in connection.execute("SELECT seq FROM pieces")})
+        connection.execute("DROP TABLE temp.old")
+    return pruned
+
+
+def _pruned_message(text: str) -> str:
+    """A reply without its texts: tool results are joined with it by the ids of its tool calls."""
+    message = load_json(text)
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    kept = [_pruned_tool_call(each) for each in calls if isinstance(each, Mapping)] if isinstance(calls, list) else []
+    return dump_json({"role": "assistant", "content": None, **({"tool_calls": kept} if kept else {})})
+
+
+def _pruned_tool_call(tool_call: Mapping[str, Json]) -> dict[str, Json]:
+    function = tool_call.get("function", tool_call.get("custom"))
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return {"id": tool_call.get("id"), "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
 def erased(connection: sqlite3.Connection, ids: Iterable[str]) -> set[str]:
