@@ -1,6 +1,6 @@
 """Rules over sessions of real use: signs of trouble that no user has to report.
 
-Each gives 1 to the call that led to the sign, and says nothing where there is none, for silence is no evidence. So the
+Each gives 1 to the call that led to the sign, and says nothing where there is none: silence is no evidence. So the
 weight of its table is negative: `[rewards.asked_again] scores = "sessions", weight = -0.5`.
 """
 

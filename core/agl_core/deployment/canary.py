@@ -135,7 +135,7 @@ def differences(
 def _excess(canary: Sequence[float], stable: Sequence[float], share: float) -> NDArray[np.float64]:
     """By how much each session of the canary is above as many of the stable version as come on one of the canary.
 
-    It does not ask which came first, for nothing says when a session ended that failed and was not recorded.
+    It does not ask which came first: nothing says when a session that failed and was not recorded ended.
     """
     many = max(1, round((1 - share) / share)) if share else 1
     pairs = ((one, stable[many * place : many * (place + 1)]) for place, one in enumerate(canary))

@@ -109,7 +109,9 @@ class DeployedVersions:
                     await self._start()
                 await self._refresh()
             except AglError as error:
-                logger.error("Sessions are answered as before, for what the ledger says cannot be served: %s", error)
+                logger.error(
+                    "Sessions are answered as before, because what the ledger says cannot be served: %s", error
+                )
 
     def served(self) -> Destination:
         """The engine; ApiError 503 while it is not there."""
