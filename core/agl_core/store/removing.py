@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from agl_core.store.connections import transaction
 from agl_core.store.pieces import NUMBERS
@@ -45,21 +46,21 @@ def _erase(connection: sqlite3.Connection, ids: Sequence[str], first_new_piece: 
         connection.execute(f"DELETE FROM {table} WHERE attempt_key IN ({going})", (asked,))
     connection.execute("DELETE FROM attempt_keys WHERE rollout IN (SELECT value FROM json_each(?))", (asked,))
     removed = connection.execute("DELETE FROM rollouts WHERE id IN (SELECT value FROM json_each(?))", (asked,)).rowcount
-    _drop_unused(connection, {number for number in pieces if number < first_new_piece})
+    _drop_unused(connection, pieces[pieces < first_new_piece])
     return removed
 
 
-def _drop_unused(connection: sqlite3.Connection, pieces: set[int]) -> None:
+def _drop_unused(connection: sqlite3.Connection, pieces: NDArray[np.int64]) -> None:
     """Remove those of these pieces that no call refers to."""
-    if pieces:
-        pieces -= _pieces(connection.execute(_REFERENCES))
-    connection.executemany("DELETE FROM pieces WHERE seq = ?", ((number,) for number in pieces))
+    if len(pieces):
+        pieces = np.setdiff1d(pieces, _pieces(connection.execute(_REFERENCES)), assume_unique=True)
+    connection.executemany("DELETE FROM pieces WHERE seq = ?", ((number,) for number in pieces.tolist()))
 
 
-def _pieces(references: Iterable[tuple[bytes, bytes | None]]) -> set[int]:
+def _pieces(references: Iterable[tuple[bytes, bytes | None]]) -> NDArray[np.int64]:
     """The numbers of all of these: of every call of a store in the end, so not one by one."""
     columns = b"".join(column for row in references for column in row if column is not None)
-    return set(np.unique(np.frombuffer(columns, dtype=NUMBERS)).tolist())
+    return np.unique(np.frombuffer(columns, dtype=NUMBERS))
 
 
 def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
@@ -85,7 +86,8 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
             "UPDATE calls SET request = '{}', request_lists = '{}', request_pieces = x'', prompt_blocks = NULL, "
             f"prompt_tail = NULL, state = NULL, pruned = 1 WHERE {_OLD}"
         ).rowcount
-        _drop_unused(connection, {number for (number,) in connection.execute("SELECT seq FROM pieces")})
+        every = (number for (number,) in connection.execute("SELECT seq FROM pieces"))
+        _drop_unused(connection, np.fromiter(every, dtype=NUMBERS))
         connection.execute("DROP TABLE temp.old")
     return pruned
 

@@ -164,12 +164,12 @@ KILLED = textwrap.dedent("""
     from pathlib import Path
     from agl_core.deployment.ledger import Ledger
     from agl_core.deployment.standing import By, Decision, State
-    from agl_core.training import checkpoints
+    from agl_core import private
 
     def killed(path, content):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoints.private.write = killed
+    private.write = killed
     Ledger.of_run(Path(sys.argv[1])).record(Decision("default", 10, State.STABLE, By.CANARY, "It is better."))
 """)
 
