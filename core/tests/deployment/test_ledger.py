@@ -162,9 +162,9 @@ def test_a_half_written_line_was_never_decided(ledger: Ledger) -> None:
 KILLED = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
+    from agl_core import private
     from agl_core.deployment.ledger import Ledger
     from agl_core.deployment.standing import By, Decision, State
-    from agl_core import private
 
     def killed(path, content):
         os.kill(os.getpid(), signal.SIGKILL)
