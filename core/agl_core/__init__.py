@@ -2,6 +2,7 @@
 
 from agl_core.capture import agent, attach, load_episodes, reward, save_episodes, state, tool
 from agl_core.decorators import (
+    adapter,
     algorithm,
     credit_rule,
     group_reward_rule,
@@ -26,6 +27,7 @@ __all__ = [
     "Task",
     "Transition",
     "__version__",
+    "adapter",
     "agent",
     "algorithm",
     "attach",

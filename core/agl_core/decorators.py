@@ -18,16 +18,16 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from agl_core.errors import PluginError
 from agl_core.hooks import hookimpl
 from agl_core.plugins import DECORATED
-from agl_core.protocols import Algorithm, GroupRewardRule, RewardValue
+from agl_core.protocols import Adapter, Algorithm, GroupRewardRule, RewardValue
 from agl_core.registering import Capability
-from agl_core.types import CreditKind, Task
+from agl_core.types import CreditKind, Identity, Task
 
 Thing = TypeVar("Thing", bound=Callable[..., Any])
 Rewarding = TypeVar("Rewarding", bound=Callable[..., RewardValue | Awaitable[RewardValue]])
@@ -36,6 +36,7 @@ Crediting = TypeVar("Crediting", bound=Callable[..., list[list[float]]])
 Checking = TypeVar("Checking", bound=Callable[..., str | Awaitable[str | None] | None])
 Redacting = TypeVar("Redacting", bound=Callable[..., str])
 Making = TypeVar("Making", bound=Callable[..., Algorithm])
+Attaching: TypeAlias = Callable[[], Callable[[], Identity | None] | None]
 Listing = TypeVar("Listing", bound=Callable[..., Iterable[Task]])
 Logging = TypeVar("Logging", bound=Callable[..., None])
 
@@ -160,6 +161,25 @@ def algorithm(
     return decorate
 
 
+def adapter(framework: str, *, name: str | None = None) -> Callable[[Attaching], Adapter]:
+    """Make `function()` an adapter, which `agl_core.attach` takes too: it installs the framework's hooks.
+
+    It is called when the module `framework` is imported. Where the framework has no hook around a call, it may return a
+    function that says who makes the request that is being sent.
+    """
+
+    def decorate(function: Attaching) -> Adapter:
+        made = _AttachedBy(framework, function)
+
+        def implementation(register: Any) -> None:
+            register(name or function.__name__, lambda options: made, doc=inspect.getdoc(function))
+
+        setattr(made, DECORATED, _Bringing("register_adapters", implementation))
+        return made
+
+    return decorate
+
+
 @overload
 def task_source(function: Listing) -> Listing: ...
 @overload
@@ -211,6 +231,14 @@ def redactor(function: Any = None, *, name: str | None = None) -> Any:
     A call on whose texts it raises is answered, and not recorded.
     """
     return _bringing(function, name, "register_redactors", _filled)
+
+
+@dataclass
+class _AttachedBy:
+    """An adapter of one function."""
+
+    framework: str
+    attach: Callable[[], Callable[[], Identity | None] | None]
 
 
 @dataclass(frozen=True)

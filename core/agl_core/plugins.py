@@ -125,8 +125,8 @@ class Plugins:
     def load(cls, files: Sequence[Path] = ()) -> Plugins:
         """What is installed, and the user's own plugin files.
 
-        An installed plugin that fails is among the `broken` ones, for most runs need it not; a file that fails is a
-        PluginError, because it was asked for.
+        An installed plugin that fails is among the `broken` ones, because most runs do not need it; a file that fails
+        is a PluginError, because it was asked for.
         """
         plugins = cls()
         for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):

@@ -19,10 +19,9 @@ from oracle import Effect, effects
 from rich.console import Console
 from rich.table import Table
 
-from agl_core.config.load import load
+from agl_core.config.load import CONFIG_FILE, load
 from agl_core.learning import build_episode
 from agl_core.store.interface import Store
-from agl_core.training.run import CONFIG_FILE
 from agl_core.types import AttemptKey, Call, Episode, Mode, TrainingRecord
 
 

@@ -1,6 +1,6 @@
 """Rules over sessions of real use: signs of trouble that no user has to report.
 
-Each gives 1 to the call that led to the sign, and says nothing where there is none, for silence is no evidence. So the
+Each gives 1 to the call that led to the sign, and says nothing where there is none: silence is no evidence. So the
 weight of its table is negative: `[rewards.asked_again] scores = "sessions", weight = -0.5`.
 """
 
@@ -31,10 +31,10 @@ def asked_again(
     episode: Episode,
     *,
     similarity: Annotated[
-        float, Field(gt=0, le=1, description="From which likeness on a request repeats the one before it.")
+        float, Field(gt=0, le=1, description="The least likeness with which a request repeats the one before it.")
     ] = 0.8,
     correction: Annotated[
-        re.Pattern[str], Field(description="How a request begins that corrects the answer before it.")
+        re.Pattern[str], Field(description="How a request that corrects the answer before it begins.")
     ] = _CORRECTION,
 ) -> Mapping[TransitionKey, float] | None:
     """1 for a reply after which the user repeats or corrects the request, seen in the messages of the next call.
@@ -58,14 +58,14 @@ def asked_again(
 
 @agl_core.reward_rule
 def tool_failed(episode: Episode) -> Mapping[TransitionKey, float] | None:
-    """1 for a call one of whose tools raised or timed out, as the tool results say that were recorded of it."""
+    """1 for a call with a tool that raised or timed out, by the recorded tool results."""
     found = {each.key: 1.0 for each in episode.transitions if any(map(has_failed, each.tool_results))}
     return found or None
 
 
 @agl_core.reward_rule
 def abandoned(episode: Episode) -> Mapping[TransitionKey, float] | None:
-    """1 for the last reply of a session that nobody went on with, although it asked for something.
+    """1 for the last reply of a session that the user did not continue, although it asked for something.
 
     The session ended because it was idle, as the result of its attempt says, and its last reply asks for a tool whose
     result never came, or ends in a question.

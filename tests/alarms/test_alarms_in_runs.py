@@ -17,8 +17,9 @@ import tomli_w
 from agl_core.analysis.health import read_health
 from agl_core.config import load
 from agl_core.training.alarms import ALARMS
-from agl_core.training.report import Silent
-from agl_core.training.run import new_run_dir, train
+from agl_core.training.progress import Silent
+from agl_core.training.run import train
+from agl_core.training.run_folder import new_run_dir
 from agl_core.types import AlarmName
 
 from .ailing_parts import WELL

@@ -19,7 +19,7 @@ from agl_core.deployment.serving import DeployedVersions
 from agl_core.deployment.standing import By, Decision, State
 from agl_core.server import LightningServer
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.serving import local_server
+from agl_core.training.server import local_server
 from agl_core.types import AttemptKey, Call, Mode
 
 from ..settings.tiny_policy import make_checkpoint

@@ -74,7 +74,7 @@ def test_a_tool_that_hangs_and_then_an_engine_that_is_stopped(tiny_run: Callable
     run.until(lambda: any("in the tool 'search'" in line for line in stalls(run)), "the run named the tool")
     line = next(line for line in stalls(run) if "in the tool 'search'" in line)
     assert "See what the tool 'search' waits for" in line
-    assert "1 rollouts wait in the queue, for all workers are busy (1 with 3 attempts" in line
+    assert "1 rollouts wait in the queue, because all workers are busy (1 with 3 attempts" in line
 
     engine = psutil.Process(int((run.folder / "engine.pid").read_text()))
     engine.send_signal(signal.SIGSTOP)

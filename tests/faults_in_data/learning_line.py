@@ -18,11 +18,11 @@ from agl_algorithms.prepared import samples_of
 from agl_core.config.policies import OptimizerSection
 from agl_core.learning import PolicyCredit, ScoringRule, StepBatches, make_batches, score
 from agl_core.learning.rewards import reported
-from agl_core.learning.trainable import screen
+from agl_core.learning.trainable import filter_trainable
 from agl_core.plugins import Kind, Plugins
 from agl_core.protocols import PolicySpec
 from agl_core.store.sqlite import SqliteOptions, SqliteStore, build
-from agl_core.training.collect import recorded_episodes
+from agl_core.training.rollouts.episodes import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
 from agl_torch.models.loading import LoadedModel, load_model
 from agl_torch.training.trainer import PolicyTrainer
@@ -131,7 +131,7 @@ class Line:
         """What the engine makes of rewards from one call on, γ = 0.9."""
         model = self._trainer(way)[2]
         batch = credited(way, groups).batches["default"]
-        batch = screen(batch, context_length=model.context_length, vocabulary=model.vocabulary).batch
+        batch = filter_trainable(batch, context_length=model.context_length, vocabulary=model.vocabulary).batch
         [place] = [i for i, key in enumerate(batch.keys) if key.call == call]
         return float(discounted_sums(samples_of(batch), gamma=0.9)[place])
 

@@ -11,7 +11,7 @@ import numpy as np
 from agl_core.config.deployment import CanarySection, GateSection
 from agl_core.deployment import canary, gate
 from agl_core.deployment.canary import Outcome
-from agl_core.deployment.checks import objections
+from agl_core.deployment.gate import objections
 from agl_core.deployment.serving import is_drawn
 from agl_core.protocols import Release
 from agl_core.training.evaluate import Evaluated, TaskScore
@@ -37,7 +37,7 @@ def at_the_gate(
         usual = {"length/response": 20.0}
         candidate = evaluated(BEFORE & (np.arange(30) >= worse), **{**usual, **({metric: value} if metric else {})})
         apart = {"eval/sampled/kl": nats}
-        return gate.judged("default", 2, candidate, evaluated(BEFORE, **usual), settings, divergence=apart).state
+        return gate.decide("default", 2, candidate, evaluated(BEFORE, **usual), settings, divergence=apart).state
 
     return observe
 
@@ -52,7 +52,7 @@ def with_sessions(*outcomes: Outcome) -> Callable[[Bench, Given], Any]:
     """What becomes of a canary with these sessions."""
 
     def observe(bench: Bench, given: Given) -> Any:
-        look = canary.judged("default", 2, 1, outcomes, _canary(bench, given))
+        look = canary.look("default", 2, 1, outcomes, _canary(bench, given))
         return None if look.decision is None else look.decision.state
 
     return observe

@@ -10,8 +10,9 @@ from agl_core.deployment.sessions import SessionSource, Taken
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.collect import Collector, scoring_rules
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts.collect import Collector
+from agl_core.training.rollouts.episodes import scoring_rules
 from agl_core.types import Attempt, Ending, Episode, Feedback, Mode, Rollout, RolloutState, Task, Transition
 
 from .settings_bench import Bench, Effect, Given

@@ -18,8 +18,8 @@ from agl_core.config import LoadedConfig
 from agl_core.server import LightningServer
 from agl_core.store.interface import SessionStore
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.training.run import new_run_dir
-from agl_core.training.serving import standalone_server
+from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import standalone_server
 from agl_core.types import AttemptKey, Call, Mode
 
 from .settings_bench import Bench, Effect, Given

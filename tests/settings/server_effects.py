@@ -20,9 +20,9 @@ from agl_core.cli.shared.viewing import shown
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
 from agl_core.testing.http import served
-from agl_core.training.report import Silent
-from agl_core.training.run import new_run_dir
-from agl_core.training.serving import local_server
+from agl_core.training.progress import Silent
+from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import local_server
 from agl_core.training.session import open_session
 from agl_core.wire.keys import SERVER_FILE
 from agl_core.wire.workers import LeaseRequest

@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 import tomli_w
 
 from agl_core.config import LoadedConfig, load
-from agl_core.training.report import Silent, Summary
-from agl_core.training.run import new_run_dir, train
+from agl_core.training.progress import Silent
+from agl_core.training.run import train
+from agl_core.training.run_folder import new_run_dir
+from agl_core.training.summary import Summary
 from agl_core.types import Attempt
 
 from .scripted_parts import SEEN

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
-from agl_core.training.report import Silent
-from agl_core.training.run import new_run_dir, train
+from agl_core.training.progress import Silent
+from agl_core.training.run import train
+from agl_core.training.run_folder import new_run_dir
 
 from . import scripted_parts
 from .settings_bench import Bench

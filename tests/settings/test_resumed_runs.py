@@ -18,9 +18,11 @@ from agl_core.cli import app
 from agl_core.config import load
 from agl_core.errors import CheckpointError, ConfigError, PluginError
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.report import Silent, Summary
-from agl_core.training.run import evaluate, new_run_dir, train
-from agl_core.training.serving import standalone_server
+from agl_core.training.progress import Silent
+from agl_core.training.run import evaluate, train
+from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import standalone_server
+from agl_core.training.summary import Summary
 from agl_core.types import Rollout, Run
 
 from . import scripted_agent, scripted_parts

@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from agl_core.errors import ConfigError, ServerError
-from agl_core.training.report import Silent
-from agl_core.training.run import new_run_dir, train
-from agl_core.training.serving import local_server, standalone_server
+from agl_core.training.progress import Silent
+from agl_core.training.run import train
+from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import local_server, standalone_server
 from agl_core.training.session import open_session
 from agl_core.types import Mode, Rollout, Task
 from agl_core.wire.headers import HEADER_ROLLOUT

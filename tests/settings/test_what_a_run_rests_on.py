@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.training.cautions import Assertions
+from agl_core.training.alarms.rollouts import Assertions
 
 from .settings_bench import Bench
 

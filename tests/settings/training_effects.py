@@ -10,11 +10,11 @@ from agl_core.errors import TrainingError
 from agl_core.learning import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.training.collect import Collector
-from agl_core.training.plan import plan_train_group
-from agl_core.training.report import Silent
-from agl_core.training.run import new_run_dir
-from agl_core.training.serving import local_server
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts.collect import Collector
+from agl_core.training.rollouts.plan import plan_train_group
+from agl_core.training.run_folder import new_run_dir
+from agl_core.training.server import local_server
 from agl_core.training.session import open_session
 from agl_core.types import Attempt, Ending, Rollout, RolloutState
 

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import agl_core
-from agl_core import hookimpl
-from agl_core.registering import RegisterAdapter
 
 
-class AutoGenCoreAdapter:
+@agl_core.adapter("autogen_core", name="autogen-core")
+def autogen_core() -> None:
     """AutoGen's core: agents on a runtime, model clients, tools and workbenches."""
+    from agl_autogen import agents, calls, tools
 
-    framework = "autogen_core"
-
-    def attach(self) -> None:
-        from agl_autogen import agents, calls, tools
-
-        agents.attach()
-        calls.attach()
-        tools.attach()
+    agents.attach()
+    calls.attach()
+    tools.attach()
 
 
-class AgentChatAdapter:
+@agl_core.adapter("autogen_agentchat", name="autogen-agentchat")
+def agentchat() -> None:
     """AutoGen's AgentChat: agents by the names that the user gave them, alone, in teams and as tools."""
+    # Imported before our modules: it attaches the other adapter, which must not find them half imported.
+    import autogen_core  # noqa: F401
 
-    framework = "autogen_agentchat"
+    from agl_autogen import agents
 
-    def attach(self) -> None:
-        # Imported before our modules: it attaches the other adapter, which must not find them half imported.
-        import autogen_core  # noqa: F401
-
-        from agl_autogen import agents
-
-        agents.attach_agentchat()
+    agents.attach_agentchat()
 
 
 def attach() -> None:
@@ -39,10 +31,4 @@ def attach() -> None:
 
     agl's workers do it by themselves. Outside any rollout and any `record` nothing is done.
     """
-    agl_core.attach([AutoGenCoreAdapter(), AgentChatAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("autogen-core", lambda options: AutoGenCoreAdapter(), doc=AutoGenCoreAdapter.__doc__)
-    register("autogen-agentchat", lambda options: AgentChatAdapter(), doc=AgentChatAdapter.__doc__)
+    agl_core.attach([autogen_core, agentchat])

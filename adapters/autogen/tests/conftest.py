@@ -12,7 +12,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from agl_autogen.plugin import AgentChatAdapter, AutoGenCoreAdapter
+from agl_autogen import plugin
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import RunningAttempt, Stack, attached_stack
@@ -45,7 +45,7 @@ class World:
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    async with attached_stack(AutoGenCoreAdapter(), AgentChatAdapter()) as stack:
+    async with attached_stack(plugin.autogen_core, plugin.agentchat) as stack:
         yield World(stack)
 
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import agl_core
-from agl_core import hookimpl
-from agl_core.registering import RegisterAdapter
 
 
-class CrewAIAdapter:
+@agl_core.adapter("crewai")
+def crewai() -> None:
     """CrewAI: the roles of agents, and tool results."""
+    from agl_crewai import events
 
-    framework = "crewai"
-
-    def attach(self) -> None:
-        from agl_crewai import events
-
-        events.follow()
+    events.follow()
 
 
 def attach() -> None:
@@ -23,9 +18,4 @@ def attach() -> None:
 
     agl's workers do it by themselves. Outside any rollout it does nothing.
     """
-    agl_core.attach([CrewAIAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("crewai", lambda options: CrewAIAdapter(), doc=CrewAIAdapter.__doc__)
+    agl_core.attach([crewai])

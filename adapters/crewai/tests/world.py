@@ -13,7 +13,7 @@ from agl_core.testing.scripts import CallTools
 from agl_core.testing.server import Stack, attached_stack
 from agl_core.types import Episode
 from agl_core.worker.environment import PLACEHOLDER_KEY
-from agl_crewai.plugin import CrewAIAdapter
+from agl_crewai import plugin
 
 
 @tool("add")
@@ -69,5 +69,5 @@ async def play(stack: Stack, run: Callable[[], Any], *script: Any) -> Episode:
 
 @pytest.fixture(name="stack")
 async def a_stack() -> AsyncIterator[Stack]:
-    async with attached_stack(CrewAIAdapter(), timeout=300) as running:
+    async with attached_stack(plugin.crewai, timeout=300) as running:
         yield running

@@ -15,7 +15,7 @@ from agl_core.testing.scripts import Say
 from agl_core.testing.server import RunningAttempt, Stack, running_stack
 from agl_core.types import Episode
 from agl_core.worker.environment import PLACEHOLDER_KEY
-from agl_dspy.plugin import DSPyAdapter
+from agl_dspy import plugin
 
 
 def add(a: int, b: int) -> int:
@@ -79,7 +79,7 @@ def seen(episode: Episode) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(name="stack")
 async def a_stack() -> AsyncIterator[Stack]:
-    attachment = agl_core.attach([DSPyAdapter()])
+    attachment = agl_core.attach([plugin.dspy])
     assert attachment.failed == {}
     async with running_stack(timeout=300) as running:
         yield running

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import agl_core
-from agl_core import hookimpl
-from agl_core.registering import RegisterAdapter
 
 
-class HaystackAdapter:
+@agl_core.adapter("haystack.tracing.tracer")
+def haystack() -> None:
     """Haystack: the names of components in pipelines, and of agents that are tools."""
+    from agl_haystack import identity
 
-    framework = "haystack.tracing.tracer"
-
-    def attach(self) -> None:
-        from agl_haystack import identity
-
-        identity.attach()
+    identity.attach()
 
 
-class HaystackAgentsAdapter:
+@agl_core.adapter("haystack.components.agents.tool_calling", name="haystack-agents")
+def haystack_agents() -> None:
     """Haystack's agents: tool results."""
+    from agl_haystack import tools
 
-    framework = "haystack.components.agents.tool_calling"
-
-    def attach(self) -> None:
-        from agl_haystack import tools
-
-        tools.attach()
+    tools.attach()
 
 
 def attach() -> None:
@@ -34,10 +26,4 @@ def attach() -> None:
 
     agl's workers do it by themselves. Outside any rollout it does nothing.
     """
-    agl_core.attach([HaystackAdapter(), HaystackAgentsAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("haystack", lambda options: HaystackAdapter(), doc=HaystackAdapter.__doc__)
-    register("haystack-agents", lambda options: HaystackAgentsAdapter(), doc=HaystackAgentsAdapter.__doc__)
+    agl_core.attach([haystack, haystack_agents])

@@ -37,9 +37,9 @@ class World:
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    from agl_haystack.plugin import HaystackAdapter, HaystackAgentsAdapter
+    from agl_haystack import plugin
 
-    async with attached_stack(HaystackAdapter(), HaystackAgentsAdapter()) as stack:
+    async with attached_stack(plugin.haystack, plugin.haystack_agents) as stack:
         yield World(stack)
 
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import agl_core
-from agl_core import hookimpl
-from agl_core.registering import RegisterAdapter
 
 
-class LangChainAdapter:
+@agl_core.adapter("langchain_core")
+def langchain() -> None:
     """LangChain and LangGraph: agent and node names, and tool results."""
+    from agl_langchain.callback import attach
 
-    framework = "langchain_core"
-
-    def attach(self) -> None:
-        from agl_langchain.callback import attach
-
-        attach()
+    attach()
 
 
 def attach() -> None:
@@ -23,9 +18,4 @@ def attach() -> None:
 
     agl's workers do it by themselves. Outside any rollout it does nothing.
     """
-    agl_core.attach([LangChainAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("langchain", lambda options: LangChainAdapter(), doc=LangChainAdapter.__doc__)
+    agl_core.attach([langchain])

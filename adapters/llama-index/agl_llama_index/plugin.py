@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import agl_core
-from agl_core import hookimpl
-from agl_core.registering import RegisterAdapter
 
 
-class LlamaIndexAdapter:
+@agl_core.adapter("llama_index.core", name="llama-index")
+def llama_index() -> None:
     """LlamaIndex: the names of agents and of workflows, and tool results."""
+    from agl_llama_index.spans import attach
 
-    framework = "llama_index.core"
-
-    def attach(self) -> None:
-        from agl_llama_index.spans import attach
-
-        attach()
+    attach()
 
 
 def attach() -> None:
@@ -23,9 +18,4 @@ def attach() -> None:
 
     agl's workers do it by themselves. Outside any rollout it does nothing.
     """
-    agl_core.attach([LlamaIndexAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("llama-index", lambda options: LlamaIndexAdapter(), doc=LlamaIndexAdapter.__doc__)
+    agl_core.attach([llama_index])

@@ -39,9 +39,9 @@ class World:
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    from agl_llama_index.plugin import LlamaIndexAdapter
+    from agl_llama_index import plugin
 
-    async with attached_stack(LlamaIndexAdapter()) as stack:
+    async with attached_stack(plugin.llama_index) as stack:
         yield World(stack)
 
 

@@ -6,25 +6,20 @@ import sys
 from collections.abc import Callable
 
 import agl_core
-from agl_core import hookimpl
 from agl_core.capture import Identity
-from agl_core.registering import RegisterAdapter
 
 
-class OpenAIAgentsAdapter:
+@agl_core.adapter("agents", name="openai-agents")
+def openai_agents() -> Callable[[], Identity | None] | None:
     """OpenAI Agents SDK: agent and guardrail names, and tool results."""
+    if not hasattr(sys.modules.get("agents"), "add_trace_processor"):
+        return None  # a module of the user's that has the same name
 
-    framework = "agents"
+    from agl_openai_agents import identity, tools, vendor
 
-    def attach(self) -> Callable[[], Identity | None] | None:
-        if not hasattr(sys.modules.get("agents"), "add_trace_processor"):
-            return None  # a module of the user's that has the same name
-
-        from agl_openai_agents import identity, tools, vendor
-
-        tools.watch_tools()
-        vendor.keep_rollouts_private()
-        return identity.who_calls
+    tools.watch_tools()
+    vendor.keep_rollouts_private()
+    return identity.who_calls
 
 
 def attach() -> None:
@@ -32,9 +27,4 @@ def attach() -> None:
 
     agl's workers do it by themselves. Outside any rollout it does nothing.
     """
-    agl_core.attach([OpenAIAgentsAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("openai-agents", lambda options: OpenAIAgentsAdapter(), doc=OpenAIAgentsAdapter.__doc__)
+    agl_core.attach([openai_agents])

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import agl_core
-from agl_core import hookimpl
-from agl_core.registering import RegisterAdapter
 from agl_core.types import Identity
 
 
-class OtelAdapter:
+@agl_core.adapter("opentelemetry.sdk.trace")
+def otel() -> Callable[[], Identity | None]:
     """Any agent that makes OpenTelemetry spans in this process: agent names, and tool results."""
+    from agl_otel.watching import watch
 
-    framework = "opentelemetry.sdk.trace"
-
-    def attach(self) -> Callable[[], Identity | None]:
-        from agl_otel.watching import watch
-
-        return watch()
+    return watch()
 
 
 def attach() -> None:
@@ -27,9 +22,4 @@ def attach() -> None:
     agl's workers do it by themselves. Outside any rollout it does nothing. It instruments no client or framework: the
     agent makes the spans.
     """
-    agl_core.attach([OtelAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("otel", lambda options: OtelAdapter(), doc=OtelAdapter.__doc__)
+    agl_core.attach([otel])

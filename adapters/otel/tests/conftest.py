@@ -12,8 +12,7 @@ import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.instrumenting import instrumenting
 from agl_core.testing.server import Stack, running_stack
-from agl_otel import watching
-from agl_otel.plugin import OtelAdapter
+from agl_otel import plugin, watching
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def attached(detached: None) -> None:
     """What a worker does before it loads an agent."""
-    assert agl_core.attach([OtelAdapter()]).failed == {}
+    assert agl_core.attach([plugin.otel]).failed == {}
 
 
 @pytest.fixture

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import agl_core
-from agl_core import hookimpl
-from agl_core.registering import RegisterAdapter
 
 
-class SmolagentsAdapter:
+@agl_core.adapter("smolagents")
+def smolagents() -> None:
     """smolagents: agent names, and the results of tools, managed agents and code."""
+    from agl_smolagents import agents, tools
 
-    framework = "smolagents"
-
-    def attach(self) -> None:
-        from agl_smolagents import agents, tools
-
-        agents.watch_agents()
-        tools.watch_tools()
+    agents.watch_agents()
+    tools.watch_tools()
 
 
 def attach() -> None:
@@ -24,9 +19,4 @@ def attach() -> None:
 
     agl's workers do it by themselves. Outside any rollout it does nothing.
     """
-    agl_core.attach([SmolagentsAdapter()])
-
-
-@hookimpl
-def register_adapters(register: RegisterAdapter) -> None:
-    register("smolagents", lambda options: SmolagentsAdapter(), doc=SmolagentsAdapter.__doc__)
+    agl_core.attach([smolagents])

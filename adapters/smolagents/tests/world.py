@@ -13,7 +13,7 @@ from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import RunningAttempt, Stack, attached_stack
 from agl_core.types import Episode
 from agl_core.worker.environment import PLACEHOLDER_KEY
-from agl_smolagents.plugin import SmolagentsAdapter
+from agl_smolagents import plugin
 
 
 @tool
@@ -76,5 +76,5 @@ async def in_attempt(attempt: RunningAttempt, agent: Any, run: Callable[[Any], A
 
 @pytest.fixture(name="stack")
 async def a_stack() -> AsyncIterator[Stack]:
-    async with attached_stack(SmolagentsAdapter(), timeout=300) as running:
+    async with attached_stack(plugin.smolagents, timeout=300) as running:
         yield running

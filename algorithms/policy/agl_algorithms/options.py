@@ -111,7 +111,7 @@ class ReinforceOptions(TimeOptions):
     whitening: WhiteningUnit | Literal["off"] = Field(
         "tokens",
         description="What counts once in the batch's mean and deviation of the returns; 'off': neither, and the return "
-        "is the advantage. Of recorded replies, those are then imitated that have a reward, in its proportion.",
+        "is the advantage. Recorded replies are then imitated in proportion to their rewards.",
     )
 
     @model_validator(mode="after")

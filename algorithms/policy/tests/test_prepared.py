@@ -12,7 +12,7 @@ from torch import Tensor
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.interface import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of, sum_by_transition
-from agl_core.learning.trainable import screen
+from agl_core.learning.trainable import filter_trainable
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
 
 GRPO = Grpo(GrpoOptions(beta=0.0))
@@ -42,7 +42,7 @@ def batch_of(values: list[float], rollouts: list[int] | None = None) -> Batch:
 
 
 def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> Prepared:
-    usable = screen(batch, context_length=16, vocabulary=1000)
+    usable = filter_trainable(batch, context_length=16, vocabulary=1000)
     return prepare(usable, samples_of(usable.batch), algorithm)
 
 

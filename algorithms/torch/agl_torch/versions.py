@@ -60,7 +60,7 @@ class Versions:
         _log.info("Serving %s no longer.", name)
 
     def merge(self, spec: PolicySpec, folder: Path) -> None:
-        """Write a model with its adapter merged into it; the model is loaded anew, for merging changes it."""
+        """Write a model with its adapter merged into it; the model is loaded anew, because merging changes it."""
         loaded = load_for_sampling(spec, self._options, choose_device("cpu"), seed=0, bases=Bases())
         if not loaded.has_adapter:
             raise EngineError(f"There is no adapter to merge into '{spec.name or spec.model}'.")

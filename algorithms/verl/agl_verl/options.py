@@ -36,7 +36,7 @@ class VerlOptions(BaseModel):
         description="Seconds that Ray, the training workers and vLLM may take until they serve.",
     )
     max_context: int | None = Field(
-        None, ge=16, description="Longest prompt and response together, in tokens; absent: what the model can."
+        None, ge=16, description="Longest prompt and response together, in tokens; absent: the model's own limit."
     )
     max_rows: int = Field(256, ge=1, le=4096, description="Replies decoded at the same time, in each serving replica.")
     serving_memory: float = Field(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agl_core.learning.trainable import screen
+from agl_core.learning.trainable import filter_trainable
 
 from . import parity, recorded, verl_bench
 from .parity import VOCABULARY
@@ -73,7 +73,7 @@ def test_the_reference_says_of_equal_weights_what_the_policy_says() -> None:
     """A reference in another dtype has a KL of 3e-3 from the policy that it is."""
     bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0.04})
     batch = verl_bench.recorded_batch(VOCABULARY)
-    whole = screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
+    whole = filter_trainable(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
     data = bench.rows(whole, np.arange(len(whole)), range(len(whole)))
     by_policy, by_reference = (bench.infer(each, data, "log_probs") for each in (bench.actor, bench.reference))
     torch.testing.assert_close(torch.cat(list(by_reference)), torch.cat(list(by_policy)), rtol=0, atol=1e-6)
@@ -83,7 +83,7 @@ def test_rows_without_weight_have_no_gradient() -> None:
     """Whatever their advantages say."""
     bench = verl_bench.VerlBench(POLICY, "grpo", {"beta": 0})
     batch = verl_bench.recorded_batch(VOCABULARY)
-    whole = screen(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
+    whole = filter_trainable(batch, context_length=verl_bench.TOO_LONG, vocabulary=VOCABULARY).batch
     data = bench.rows(whole, np.arange(len(whole)), range(len(whole) + 3))
     data["old_log_probs"] = verl_bench.nested(bench.infer(bench.actor, data, "log_probs"))
     lengths = [len(row) for row in data["response_mask"].unbind()]

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from agl_core.learning.trainable import screen
+from agl_core.learning.trainable import filter_trainable
 from agl_core.types import Batch, CreditKind, DropReason
 
 from . import recorded
@@ -30,7 +30,7 @@ def test_every_kind_of_call_is_there_and_left_out_for_its_reason(kind: CreditKin
     assert Counter(made.kinds.values()).keys() == set(Kind)
     for record in made.dropped:
         assert record.dropped == REASONS[made.kinds[record.key]]
-    usable = screen(made.batch, context_length=recorded.TOO_LONG, vocabulary=VOCABULARY)
+    usable = filter_trainable(made.batch, context_length=recorded.TOO_LONG, vocabulary=VOCABULARY)
     for key, reason in zip(made.batch.keys, usable.dropped, strict=True):
         assert reason == REASONS.get(made.kinds[key])
     assert sorted([*made.batch.keys, *(record.key for record in made.dropped)]) == sorted(made.kinds)
@@ -57,7 +57,7 @@ def test_what_the_second_agent_earned_is_in_the_return_of_the_first() -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_other_tokens_reach_the_batch_only_of_calls_that_are_in_it(kind: Kind) -> None:
     made, other = (recorded.record(VOCABULARY, others=each) for each in ((), (kind,)))
-    before, after = (screen(each.batch, context_length=200, vocabulary=512).batch for each in (made, other))
+    before, after = (filter_trainable(each.batch, context_length=200, vocabulary=512).batch for each in (made, other))
     assert same(before, after) is (kind is not Kind.KEPT)
 
 

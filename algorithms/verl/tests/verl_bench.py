@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.policies import OptimizerSection
-from agl_core.learning.trainable import screen
+from agl_core.learning.trainable import filter_trainable
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
 from agl_torch.models.loading import LoadedModel, load_model
@@ -168,7 +168,7 @@ class VerlBench:
         `others`: places of rows that have other tokens. `weights`: by place, what each token of the row weighs instead;
         its advantage and return are 1 then.
         """
-        usable = screen(batch, context_length=TOO_LONG, vocabulary=vocabulary)
+        usable = filter_trainable(batch, context_length=TOO_LONG, vocabulary=vocabulary)
         whole, samples = usable.batch, samples_of(usable.batch)
         prepared = None if self.critic is not None else prepare(usable, samples, self.algorithm)
         sent = np.arange(len(whole)) if prepared is None else prepared.trained

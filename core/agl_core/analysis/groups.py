@@ -10,7 +10,7 @@ from agl_core.analysis.comparisons.side_by_side import Row, Side, align, sides_o
 from agl_core.analysis.filters import Query, matching
 from agl_core.analysis.rollouts import GroupCredit, RolloutEntry, entries_of, group_credit
 from agl_core.store.interface import Store
-from agl_core.training.collect import by_rollout, counted_attempts
+from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
 from agl_core.types import Mode, RolloutState, Task, TrainingRecord
 
 _LOOKED_INTO = 40

@@ -12,8 +12,8 @@ import orjson
 from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
 from agl_core.client import LightningClient, ServerAddress
 from agl_core.store.interface import Store
+from agl_core.training.alarms.stall import asked_tools, who_waits
 from agl_core.training.metrics import METRICS_FILE
-from agl_core.training.stall import asked_tools, who_waits
 from agl_core.types import Verdict
 from agl_core.wire.body import Empty
 from agl_core.wire.trainers import ACTIVITY, Activity

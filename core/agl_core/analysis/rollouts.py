@@ -11,7 +11,7 @@ from agl_core.errors import StoreRefusedError
 from agl_core.learning import Health, build_episode, health_of
 from agl_core.learning.rewards import RECORDED_SOURCES
 from agl_core.store.interface import Store
-from agl_core.training.collect import by_rollout, counted_attempts
+from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
 from agl_core.types import (
     Attempt,
     AttemptKey,

@@ -19,8 +19,8 @@ def feedback(
     *,
     weights: Annotated[
         Mapping[str, NonNegativeFloat],
-        Field(description="By name (`thumbs`, `feedback`, or a part), its weight; of others it is 1."),
+        Field(description="Weights by name (`thumbs`, `feedback`, or a part); other names weigh 1."),
     ] = {},
 ) -> RewardValue:
-    """What users said of a session or a call: the weighted mean of the numbers they gave. Unsaid is not 0."""
+    """What users said about a session or a call: the weighted mean of their numbers. A missing one is not 0."""
     return users_said(episode, weights=weights)

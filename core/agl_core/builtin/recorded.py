@@ -34,12 +34,11 @@ class RecordedOptions(BaseModel):
     )
     split: str | None = Field(
         None,
-        description="Only rollouts of tasks of this split; absent: of a run that trained those of training, of any "
-        "other run all.",
+        description="Only tasks of this split; absent: those of training if the run trained, otherwise all.",
     )
     without_logprobs: bool = Field(
         False,
-        description="Train also on calls of which the log-probabilities are not known, as if the policy itself had "
+        description="Train also on calls whose log-probabilities are not known, as if the policy itself had "
         "sampled them: there are no importance weights. Calls without token ids, or with those of another model, are "
         "tokenised by the policy's own chat template. Otherwise they are dropped and counted.",
     )

@@ -45,7 +45,7 @@ class PrioritisedOptions(BaseModel):
     ratio: float = Field(
         1.0, gt=0, le=100, description="Groups replayed in an update for each new one, if there are enough."
     )
-    capacity: int = Field(256, ge=1, description="Groups kept to be replayed; those that came first leave first.")
+    capacity: int = Field(256, ge=1, description="Groups kept to be replayed; the oldest leave first.")
     alpha: float = Field(
         0.6, ge=0, le=1, description="How much the priority counts in what is drawn; 0: every group counts the same."
     )
@@ -110,7 +110,7 @@ class Prioritised:
 
 
 def prioritised(options: PrioritisedOptions) -> Prioritised:
-    """New groups once, and beside them earlier ones again, the more often the further apart their returns lie."""
+    """New groups once, and earlier ones again, more often if their returns are further apart."""
     return Prioritised(options)
 
 

@@ -207,7 +207,7 @@ def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
 
 
 def _tasks(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
-    from agl_core.training.workload import workload
+    from agl_core.training.preflight import workload
 
     asked.append(workload(loaded))
     yield Finding("tasks", f"the first of each set ({', '.join(loaded.tasks)}) can be made")

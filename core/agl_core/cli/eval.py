@@ -67,7 +67,7 @@ def evaluate(
     from agl_core.server.http.event_loop import run
     from agl_core.training.metrics import METRICS_FILE
     from agl_core.training.run import evaluate as run_evaluation
-    from agl_core.training.run import run_dir_of
+    from agl_core.training.run_folder import run_dir_of
 
     if against is not None and server is not None:
         raise ConfigError("--against evaluates two policies, and a server serves one run: leave out --server.")

@@ -33,7 +33,7 @@ def learn(
     from agl_core.cli.shared.screen import Screen
     from agl_core.cli.train import trained
     from agl_core.config import CONFIG_FILE, check, load
-    from agl_core.deployment.learning import learn as run_learning
+    from agl_core.deployment.learner import learn as run_learning
     from agl_core.wire.keys import OPERATOR_KEY
 
     loaded = load(target / CONFIG_FILE if target.is_dir() else target, set_)

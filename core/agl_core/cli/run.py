@@ -79,7 +79,7 @@ def run(
     Environment variables point its LLM clients at agl, and the installed adapters attach themselves in all its Python
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
-    from agl_core.training.run import removed_unless_begun
+    from agl_core.training.run_folder import removed_unless_begun
     from agl_core.wire.keys import take_keys
 
     take_keys()  # They are of another server, and the command is to have none of them.
@@ -127,7 +127,7 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
     from agl_core import private
     from agl_core.config import CONFIG_FILE
     from agl_core.config.sections import FOLDER_NAME
-    from agl_core.training.run import first_free
+    from agl_core.training.run_folder import first_free
 
     if not FOLDER_NAME.fullmatch(name):
         raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
@@ -137,8 +137,8 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
 
 def _configured(config: Path, name: str | None) -> _Setting:
     from agl_core.config import load
-    from agl_core.training.run import new_run_dir
-    from agl_core.training.serving import passthrough_key
+    from agl_core.training.run_folder import new_run_dir
+    from agl_core.training.server import passthrough_key
     from agl_core.training.session import engine_context
 
     loaded = load(config, [f"name={name}"] if name else [])

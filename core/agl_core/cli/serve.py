@@ -52,7 +52,7 @@ def serve(
     from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import CONFIG_FILE, load_for_server, store_config
     from agl_core.server.http.event_loop import run
-    from agl_core.training.run import make_run_dir, removed_unless_begun
+    from agl_core.training.run_folder import make_run_dir, removed_unless_begun
 
     changes = [f"server.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]
     file = target / CONFIG_FILE if target.is_dir() else target
@@ -73,7 +73,7 @@ async def _serve(
     """`trained` and `worked` are the arguments of trainer and workers, without the address."""
     from agl_core.cli.shared.viewing import shown
     from agl_core.errors import ConfigError
-    from agl_core.training.serving import standalone_server
+    from agl_core.training.server import standalone_server
 
     online = loaded.config.online
     if loaded.config.learn is not None:

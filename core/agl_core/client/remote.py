@@ -51,7 +51,7 @@ _NAMED = 3
 
 
 class RemoteServer:
-    """A server at `base_url`, with the operator's `key`; see `agl_core.training.serving.TrainingServer`.
+    """A server at `base_url`, with the operator's `key`; see `agl_core.training.server.TrainingServer`.
 
     The server counts the trainer as gone if it hears nothing for `lease` seconds.
     """
@@ -72,7 +72,7 @@ class RemoteServer:
 
 
 class RemoteRun:
-    """The run that such a server serves; see `agl_core.training.serving.RunControl`.
+    """The run that such a server serves; see `agl_core.training.server.RunControl`.
 
     A thread repeats the engine's address, so that the trainer's event loop cannot delay it. `check` raises once another
     trainer has taken over the run.

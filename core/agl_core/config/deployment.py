@@ -19,7 +19,7 @@ class ReleaseCheckSection(OpenSection):
 
 
 class GateSection(Section):
-    """What a new version has to show on held-out tasks before any session is answered by it.
+    """What a new version has to show on held-out tasks before it answers any session.
 
     Each limit compares it with the version that is served, on the same tasks.
     """

@@ -22,10 +22,12 @@ class LearnSection(Section):
     max_staleness: int = Field(
         60,
         ge=0,
-        description="How many updates old the weights may be that answered a session. Older sessions are dropped.",
+        description="How many updates old the weights that answered a session may be. Older sessions are dropped.",
     )
     max_age_hours: float = Field(
-        168.0, gt=0, description="Hours after its end when a session is too old to be trained on, rewarded or not."
+        168.0,
+        gt=0,
+        description="A session, rewarded or not, is too old to be trained on this many hours after its end.",
     )
     wait_minutes: float = Field(
         0.0, ge=0, description="Minutes after its end that a session waits for more feedback before it is trained on."
@@ -34,8 +36,8 @@ class LearnSection(Section):
         1.0,
         gt=0,
         le=1,
-        description="The largest share of a step's sessions that those of one application weigh: further ones make "
-        "each weigh less.",
+        description="The largest share of a step that sessions of one application weigh together: if there are more of "
+        "them, each weighs less.",
     )
     name_share: float = Field(
         0.25, gt=0, le=1, description="The same for sessions of one name, so that no user outweighs the others."

@@ -111,7 +111,7 @@ def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
     """Read a run's configuration as far as a server needs it.
 
     Of the plugins that it names only the store and the redactors have to be installed, and the weights need not be
-    there. Settings of what is not installed are left out of `config`, for any of them may be a secret. ConfigError says
+    there. Settings of what is not installed are left out of `config`: any of them may be a secret. ConfigError says
     what is wrong.
     """
     config, folder, report = _validated(path, overrides)

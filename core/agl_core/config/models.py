@@ -129,7 +129,7 @@ class AsyncSection(Section):
         4,
         ge=0,
         le=1000,
-        description="How many updates old the weights may be that answered an episode's oldest call. Older episodes "
+        description="How many updates old the weights that answered an episode's oldest call may be. Older episodes "
         "are dropped. 0: each step waits for all its rollouts, as in a run without [async].",
     )
     in_flight: int | None = Field(

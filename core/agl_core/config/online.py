@@ -36,8 +36,8 @@ class OnlineSection(Section):
     )
     applications: dict[str, Annotated[int, Field(ge=1)]] = Field(
         min_length=1,
-        description="By the name of each application, the number of its keys. Another number makes other keys, and the "
-        "old ones invalid.",
+        description="The applications by name, each with the number of its keys. Another number makes other keys, and "
+        "the old ones invalid.",
     )
     idle_minutes: float = Field(30.0, gt=0, description="Minutes without a call after which a session has ended.")
     redact: tuple[str, ...] = Field(
@@ -47,17 +47,17 @@ class OnlineSection(Section):
     )
     redactors: dict[str, RedactorSection] = Field(
         {},
-        description="What else takes texts apart before they are stored: redactors of your own, by plugin name, each "
-        "with its settings (docs/plugins.md).",
+        description="Redactors of your own, which texts pass through before they are stored: by plugin name, each with "
+        "its settings (docs/plugins.md).",
     )
     keep_days: float | None = Field(
-        None, gt=0, description="Days after its end when a session is removed for good; absent: it is kept."
+        None, gt=0, description="A session is removed for good this many days after its end; absent: it is kept."
     )
     max_store_gib: float | None = Field(
-        None, gt=0, description="The size of the store, in GiB, from which on no session is recorded; absent: any size."
+        None, gt=0, description="No session is recorded while the store is larger, in GiB; absent: any size."
     )
     min_free_gib: float = Field(
-        1.0, ge=0, description="Free space of the store's disk, in GiB, below which no session is recorded."
+        1.0, ge=0, description="No session is recorded while the store's disk has less free space, in GiB."
     )
 
     @field_validator("applications")

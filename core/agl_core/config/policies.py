@@ -46,8 +46,8 @@ class OptimizerSection(Section):
     )
     schedule: Literal["constant", "cosine"] = Field(
         "constant",
-        description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, which "
-        "lets a policy settle that would otherwise keep drifting.",
+        description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, so "
+        "that the policy settles and does not keep drifting.",
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")

@@ -36,7 +36,7 @@ class Outcome:
     name: str
     """What ties sessions of one name: `Rollout.group`."""
     reward: float | None
-    """None: nobody gave any."""
+    """None: no user gave any."""
     tool_errors: float = 0.0
     """The share of its tool calls that failed."""
     empty: float = 0.0
@@ -54,7 +54,7 @@ class Look:
     figures: dict[str, float]
 
 
-def judged(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Look:
+def look(policy: str, canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Look:
     """What the sessions since the canary began say: promote it, roll it back, or go on.
 
     `outcomes` are those of sessions that began after the canary did, in the order of their ends; where those without a
@@ -135,7 +135,7 @@ def differences(
 def _excess(canary: Sequence[float], stable: Sequence[float], share: float) -> NDArray[np.float64]:
     """By how much each session of the canary is above as many of the stable version as come on one of the canary.
 
-    It does not ask which came first, for nothing says when a session ended that failed and was not recorded.
+    It does not ask which came first: nothing says when a session that failed and was not recorded ended.
     """
     many = max(1, round((1 - share) / share)) if share else 1
     pairs = ((one, stable[many * place : many * (place + 1)]) for place, one in enumerate(canary))

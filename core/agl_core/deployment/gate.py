@@ -1,20 +1,30 @@
-"""Whether a new version may answer sessions: its evaluation against that of the served one. Pure functions."""
+"""Whether a new version may answer sessions: its evaluation and replies against those of the served one."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from agl_core.analysis.comparisons.repeated import Comparison, compare
 from agl_core.config.deployment import GateSection
 from agl_core.deployment.standing import By, Decision, State
+from agl_core.learning.batch import PolicyCredit, make_batches
+from agl_core.protocols import Release, ReleaseCheck, ScoringEngine
 from agl_core.training.evaluate import Evaluated
+from agl_core.types import CreditKind, Episode
 
 _SOLVED = 1.0
 """Nothing here depends on which rollouts count as solved."""
+_NO_CREDIT = PolicyCredit(
+    "none", lambda group: [[0.0] * len(each.transitions) for each in group], kind=CreditKind.RETURN
+)
+"""What is only scored earns nothing."""
 
 
-def judged(
+def decide(
     policy: str,
     step: int,
     candidate: Evaluated,
@@ -27,8 +37,7 @@ def judged(
     """Whether a candidate passes the gate, with the figures that say so.
 
     `candidate` and `incumbent` are evaluations of both versions on the same tasks, `divergence` how far apart they
-    are (`agl_core.deployment.divergence`). `objections` are what the user's own checks say against it
-    (`agl_core.deployment.checks`).
+    are. `objections` are what the user's own checks say against it.
     """
     comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
     figures = {name: value for each in comparisons for name, value in _figures(each)}
@@ -64,6 +73,41 @@ def judged(
             reasons.append(f"responses grew from {length:.0f} to {now:.0f} tokens on {_place(key, 'length/response')}")
     state = State.REJECTED if reasons else State.PASSED
     return Decision(policy, step, state, By.GATE, _sentence(reasons or list(_gains(figures))), figures)
+
+
+async def divergence(
+    engine: ScoringEngine, policy: str, episodes: Mapping[str, Sequence[Episode]], agents: Sequence[str]
+) -> dict[str, float]:
+    """KL(served ‖ new) in nats per token, by held-out set and mode: `eval/sampled/kl`.
+
+    `episodes` are of the served version, by set and mode, and the engine holds the weights of the new one. For a
+    recorded token with d = log π_new − log π_served it is the mean of exp(d) − 1 − d, which is never negative (k3 of
+    Schulman, "Approximating KL divergence", 2020). A greedy reply is no sample of a distribution, and so is not
+    counted; nor is one without exact log-probabilities. Without any other reply there is no figure.
+    """
+    found = {}
+    for place, evaluated in episodes.items():
+        groups = [[each] for each in evaluated]
+        batch = make_batches(groups, {policy: _NO_CREDIT}, agents=agents).batches.get(policy)
+        if batch is not None:
+            served_R = batch.behaviour_logprobs_R[batch.mask_R].astype(np.float64)
+            change_R = (await engine.logprobs(policy, batch))[batch.mask_R] - served_R
+            found[f"{place}/kl"] = float(np.mean(np.expm1(change_R) - change_R))
+    return found
+
+
+async def objections(checks: Mapping[str, ReleaseCheck], release: Release) -> list[str]:
+    """What these checks, by their names, say against serving a version; a check that raises speaks against it too."""
+    found = []
+    for name, check in checks.items():
+        try:
+            said = check(release)
+            said = await said if inspect.isawaitable(said) else said
+        except Exception as error:
+            said = f"it raised {type(error).__name__}: {error}"
+        if said is not None:
+            found.append(f"{name}: {said}")
+    return found
 
 
 def _rewards(comparisons: Sequence[Comparison], settings: GateSection) -> Iterator[str]:

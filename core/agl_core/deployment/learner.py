@@ -12,25 +12,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from agl_core.config.learn import LearnSection
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.deployment import canary, gate
 from agl_core.deployment.canary import Outcome
-from agl_core.deployment.checks import objections
-from agl_core.deployment.divergence import divergence
-from agl_core.deployment.experience import MixedExperience
 from agl_core.deployment.ledger import Ledger
 from agl_core.deployment.lineage import updates_since
 from agl_core.deployment.outcomes import Outcomes
-from agl_core.deployment.sessions import SessionSource
+from agl_core.deployment.serving import DeployedVersions
+from agl_core.deployment.sessions import MixedExperience, SessionSource
 from agl_core.deployment.standing import By, Decision, Standing, State
 from agl_core.errors import ConfigError, LedgerError
 from agl_core.protocols import Release, ReleaseCheck, ScoringEngine
+from agl_core.store.files import is_written
 from agl_core.store.interface import SessionStore
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.evaluate import Evaluated
-from agl_core.training.experience import Source
 from agl_core.training.loop import Trainer, uninterrupted
+from agl_core.training.progress import Observer
+from agl_core.training.rollouts.experience import Source
+from agl_core.training.run import train
+from agl_core.training.run_folder import make_run_dir
+from agl_core.training.summary import Summary
+
+_STORE = "store.sqlite"
+
+
+async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summary:
+    """Serve a run's versions and learn from their sessions; a run that was begun goes on from its last checkpoint.
+
+    A run that was never deployed begins with its last checkpoint, or with what training started from, as its stable
+    version. ConfigError without `[learn]`, or if another process has the run.
+    """
+    if loaded.config.learn is None:
+        raise ConfigError(
+            "There is no [learn] in the configuration, so nothing is learned from sessions. Add it and [online] "
+            "(docs/deploy-and-learn.md), or train on tasks: agl train."
+        )
+    if is_written(run_dir / _STORE):
+        raise ConfigError(
+            f"Another process has the run {run_dir}: a run has one learner, which also serves it. Stop that one first, "
+            f"or give this run another name (--set name=ANOTHER)."
+        )
+    if not (run_dir / CONFIG_FILE).exists():
+        make_run_dir(run_dir, partial(store_config, loaded.config))
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=1).all()
+    step = read_state(checkpoints[-1]).step if checkpoints else 0
+    ledger = Ledger.of_run(run_dir)
+    for policy in loaded.policies:
+        ledger.begin(policy, step, "It is what the run was deployed with.")
+    async with DeployedVersions(run_dir, loaded.config, observer.say) as deployed:
+        return await train(
+            loaded,
+            run_dir,
+            observer,
+            resume=(run_dir / _STORE).exists(),
+            deployed=deployed,
+            trainer_of=partial(Learner, deployed=deployed, ledger=ledger),
+        )
 
 
 class Serving(Protocol):
@@ -108,7 +151,7 @@ class Learner(Trainer):
             await uninterrupted(self.checkpoint())  # What the weights can go back to.
         await self._follow()
         if self._standing.state(self.state.step) is State.CANDIDATE:
-            await self._judge()  # The learner was killed before the gate decided.
+            await self._decide_at_gate()  # The learner was killed before the gate decided.
         await super().train()
 
     async def _after_step(self) -> None:
@@ -120,9 +163,9 @@ class Learner(Trainer):
                 await uninterrupted(self.checkpoint())
             reason = f"The weights after step {self.state.step} are proposed."
             self._decide(Decision(self._policy, self.state.step, State.CANDIDATE, By.TRAINING, reason))
-            await self._judge()
+            await self._decide_at_gate()
 
-    async def _judge(self) -> None:
+    async def _decide_at_gate(self) -> None:
         """Have the gate decide on the weights as they are, which are those of the last checkpoint."""
         step, stable = self.state.step, self._standing.stable
         assert stable is not None, "the run is deployed"
@@ -130,11 +173,11 @@ class Learner(Trainer):
         incumbent = await self._evaluation_of(stable)
         weights = self.checkpoints.path(step) / self._policy / "model"
         release = Release(self._policy, step, weights, candidate.metrics, stable, incumbent.metrics)
-        against = await objections(self._checks, release)
+        against = await gate.objections(self._checks, release)
         engine, agents = self.session.engine, self.loaded.config.train.agents
         assert isinstance(engine, ScoringEngine), "it was checked"
-        apart = await divergence(engine, self._policy, incumbent.episodes, agents)
-        decision = gate.judged(
+        apart = await gate.divergence(engine, self._policy, incumbent.episodes, agents)
+        decision = gate.decide(
             *(self._policy, step, candidate, incumbent, self._section.gate), divergence=apart, objections=against
         )
         self._evaluated = {step: candidate, stable: incumbent}
@@ -172,7 +215,7 @@ class Learner(Trainer):
         assert standing.stable is not None, "the run is deployed"
         outcomes = await self._outcomes.since(standing.decided[tried].time, {tried, standing.stable})
         failed = self.deployed.failed[self._failures :]
-        look = canary.judged(self._policy, tried, standing.stable, [*failed, *outcomes], self._section.canary)
+        look = canary.look(self._policy, tried, standing.stable, [*failed, *outcomes], self._section.canary)
         self.ledger.note(self._policy, tried, look.figures)
         if look.decision is not None:
             self._decide(look.decision)

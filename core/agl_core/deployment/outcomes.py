@@ -9,7 +9,7 @@ from agl_core.deployment.canary import Outcome
 from agl_core.learning.health import answer, has_failed
 from agl_core.returns import episode_return
 from agl_core.store.interface import SessionStore
-from agl_core.training.collect import Collector, Scored
+from agl_core.training.rollouts.collect import Collector, Scored
 from agl_core.types import AttemptKey, DropReason, Ending, Mode, Rollout, RolloutState
 
 _UNSCORED = frozenset({DropReason.NO_REWARD, DropReason.CONTRADICTED, DropReason.REWARD_FAILED, DropReason.NON_FINITE})

@@ -25,7 +25,7 @@ from agl_core.server.errors import ApiError, no_upstream
 from agl_core.server.gateway.upstream import Destination, UpstreamClient
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.server.sessions.session import ActiveSession
-from agl_core.training.serving import run_settings
+from agl_core.training.server import run_settings
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,9 @@ class DeployedVersions:
                     await self._start()
                 await self._refresh()
             except AglError as error:
-                logger.error("Sessions are answered as before, for what the ledger says cannot be served: %s", error)
+                logger.error(
+                    "Sessions are answered as before, because what the ledger says cannot be served: %s", error
+                )
 
     def served(self) -> Destination:
         """The engine; ApiError 503 while it is not there."""

@@ -1,4 +1,4 @@
-"""Finished sessions with a reward, as experience: each is trained on once.
+"""What the learner trains on: finished sessions with a reward, each once, and beside them rollouts of tasks.
 
 Which step a session was used in is recorded with it, in the same transaction as what the step made of it. So a learner
 that is killed and goes on from an earlier checkpoint gives the steps that it repeats the sessions that they had.
@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 from agl_core.config.learn import LearnSection
 from agl_core.learning import staleness
 from agl_core.learning.batch import left_out
+from agl_core.protocols import DrawContext
 from agl_core.returns import episode_return
 from agl_core.store.interface import SessionStore, Wanted
-from agl_core.training.collect import Collector, Scored
-from agl_core.training.report import Phase
+from agl_core.training.progress import Phase
+from agl_core.training.rollouts.collect import Collected, Collector, Scored, warn_of_failed_rules
+from agl_core.training.rollouts.experience import Drawn, Experience
 from agl_core.types import AttemptKey, DropReason, Episode, Mode, Rollout, RolloutState, Transition
 
 _AT_ONCE = 256
@@ -205,3 +207,46 @@ def capped_weights(sessions: Sequence[tuple[str, str]], key_share: float, name_s
         of_key[key] = of_key.get(key, 0.0) + weight
     most = max(1.0, key_share * len(sessions))
     return [weight * min(1.0, most / of_key[key]) for (key, _), weight in zip(sessions, weights, strict=True)]
+
+
+class MixedExperience:
+    """Each update gets the sessions of its step, each a group of one, and groups of rollouts of tasks.
+
+    The rollouts keep the learner from forgetting the tasks.
+    """
+
+    def __init__(self, sessions: SessionSource, tasks: Experience | None) -> None:
+        self._sessions, self._tasks = sessions, tasks
+
+    @property
+    def begun(self) -> int:
+        return 0 if self._tasks is None else self._tasks.begun
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [] if self._tasks is None else self._tasks.unfinished
+
+    async def draw(self, updates_left: int, context: DrawContext, phase: Phase) -> Drawn:
+        """The groups of the next update; rollouts begin once there are enough sessions, and so are up to date."""
+        taken = await self._sessions.take(context.step, phase)
+        groups = [[each.episode] for each in taken.scored]
+        errors = [error for each in taken.scored for error in each.reward_errors]
+        warn_of_failed_rules(Collected(groups, errors))
+        tasks = Drawn([]) if self._tasks is None else await self._tasks.draw(updates_left, context, phase)
+        return Drawn(
+            groups=[*tasks.groups, *groups],
+            reward_errors=[*tasks.reward_errors, *errors],
+            weights=[*tasks.weights, *taken.weights],
+            new=[*tasks.new, *(episode for [episode] in groups)],
+            rollouts=[*tasks.rollouts, *(each.rollout for each in taken.scored)],
+            replayed=tasks.replayed,
+            buffered=tasks.buffered,
+            carried_over=tasks.carried_over,
+            in_flight=tasks.in_flight,
+            metrics=taken.metrics,
+        )
+
+    async def cancel(self) -> None:
+        """Cancel running rollouts. Sessions go on."""
+        if self._tasks is not None:
+            await self._tasks.cancel()

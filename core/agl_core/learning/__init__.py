@@ -1,7 +1,6 @@
 """Calls and tool results → transitions → rewards → credit → batch: pure functions, no I/O."""
 
 from agl_core.learning.batch import PolicyCredit, StepBatches, make_batches
-from agl_core.learning.credit import credit_group
 from agl_core.learning.health import Health, health_of
 from agl_core.learning.rewards import ScoringRule, score, score_all, score_groups, was_rewarded
 from agl_core.learning.staleness import staleness, without_stale
@@ -13,7 +12,6 @@ __all__ = [
     "ScoringRule",
     "StepBatches",
     "build_episode",
-    "credit_group",
     "health_of",
     "make_batches",
     "score",

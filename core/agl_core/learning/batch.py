@@ -9,9 +9,9 @@ import numpy as np
 
 from agl_core.config import PolicyPlan
 from agl_core.config.sections import is_among
-from agl_core.learning.credit import credit_group
+from agl_core.errors import PluginError
 from agl_core.learning.propagation import propagate_rewards
-from agl_core.learning.trainable import screen
+from agl_core.learning.trainable import filter_trainable
 from agl_core.protocols import CreditRule
 from agl_core.types import Batch, CreditKind, DropReason, Episode, TrainingRecord, Transition
 
@@ -30,6 +30,23 @@ class PolicyCredit:
     def planned(cls, plan: PolicyPlan) -> PolicyCredit:
         """From the rule that the configuration chose."""
         return cls(plan.credit.component.name, plan.credit.build(), plan.credit_kind)
+
+    def values(self, group: Sequence[Episode]) -> list[list[float]]:
+        """The credited values of one group, one for each transition. PluginError if the rule fails."""
+        try:
+            values = self.rule(group)
+        except Exception as error:
+            name = group[0].group if group else "without episodes"
+            raise PluginError(
+                f"The credit rule '{self.name}' failed on group {name}: {type(error).__name__}: {error}. Mend the rule."
+            ) from error
+        expected = [len(episode.transitions) for episode in group]
+        if [len(of_episode) for of_episode in values] != expected:
+            raise PluginError(
+                f"The credit rule '{self.name}' gave {[len(v) for v in values]} values for episodes of {expected} "
+                f"transitions. It must return one value per transition, in order."
+            )
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +100,12 @@ def make_batches(
             fault = _episode_fault(episode) or (DropReason.GROUP_TOO_SMALL if too_small else None)
             if fault is not None:
                 episodes_dropped[fault] = episodes_dropped.get(fault, 0) + 1
-                dropped += [_use(t, step, None, fault) for t in episode.transitions]
-            dropped += [_use(t, step, None, DropReason.UNDELIVERED) for t in episode.undelivered]
+                dropped += [_dropped(t, step, None, fault) for t in episode.transitions]
+            dropped += [_dropped(t, step, None, DropReason.UNDELIVERED) for t in episode.undelivered]
         if too_small:
             continue
         taking_part = dict.fromkeys(t.policy for episode in left for t in episode.transitions)
-        credited = {policy: credit_group(credit[policy].rule, credit[policy].name, left) for policy in taking_part}
+        credited = {policy: credit[policy].values(left) for policy in taking_part}
         for member, episode in enumerate(left):
             trained: dict[str, list[int]] = {}
             for i, transition in enumerate(episode.transitions):
@@ -96,7 +113,7 @@ def make_batches(
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
-                    dropped.append(_use(transition, step, credited[transition.policy][member][i], reason))
+                    dropped.append(_dropped(transition, step, credited[transition.policy][member][i], reason))
             for policy, kept in trained.items():
                 values = credited[policy][member]
                 carries = credit[policy].kind is CreditKind.REWARD
@@ -109,17 +126,17 @@ def make_batches(
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
-        usable = screen(_batch(of_policy, credit[policy].kind, step))
+        usable = filter_trainable(_batch(of_policy, credit[policy].kind, step))
         if len(usable.batch):
             batches[policy] = usable.batch
         for row, fault in zip(of_policy, usable.dropped, strict=True):
             if fault is not None:
-                dropped.append(_use(row.transition, step, row.value, fault))
+                dropped.append(_dropped(row.transition, step, row.value, fault))
     return StepBatches(batches, tuple(dropped), episodes_dropped)
 
 
 def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs: bool = False) -> DropReason | None:
-    """Why a transition goes into no batch, if so; `screen` decides what a batch can hold."""
+    """Why a transition goes into no batch, if so; `filter_trainable` decides what a batch can hold."""
     if not is_among(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
@@ -141,7 +158,7 @@ def _episode_fault(episode: Episode) -> DropReason | None:
     return None if episode.transitions else DropReason.NO_TRANSITION
 
 
-def _use(transition: Transition, step: int, credit: float | None, reason: DropReason) -> TrainingRecord:
+def _dropped(transition: Transition, step: int, credit: float | None, reason: DropReason) -> TrainingRecord:
     return TrainingRecord(*transition.key, step=step, credit=credit, advantage=None, weight=0.0, dropped=reason)
 
 

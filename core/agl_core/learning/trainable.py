@@ -23,7 +23,7 @@ class Usable:
     """[N] why each is not among the M."""
 
 
-def screen(batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None) -> Usable:
+def filter_trainable(batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None) -> Usable:
     """Drop what cannot be trained on; its rewards of one step go to the calls before it.
 
     Without a model's limits, only what no model could be trained on is dropped.

@@ -79,7 +79,7 @@ def is_written(store: Path) -> bool:
 
 
 _asking: dict[tuple[int, int, int], int] = {}
-"""By process, device and inode: handles to ask with. They stay open, for closing one would end the locks by which
+"""By process, device and inode: handles to ask with. They stay open: closing one would end the locks by which
 SQLite holds the file for the readers of this process."""
 _asking_guard = threading.Lock()
 

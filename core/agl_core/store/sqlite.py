@@ -14,11 +14,10 @@ from agl_core.errors import StoreError
 from agl_core.store import queries
 from agl_core.store.codec import name_of
 from agl_core.store.connections import Readers, Synchronous, check_folder, connect_writer, damaged, explain
-from agl_core.store.erasing import ended_before, erase_rollouts, erased
 from agl_core.store.files import WriterLock
 from agl_core.store.interface import Record, SessionStore, Wanted
 from agl_core.store.pieces import Pieces
-from agl_core.store.pruning import prune_calls
+from agl_core.store.removing import ended_before, erase_rollouts, erased, prune_calls
 from agl_core.store.tables import FEEDBACK, REWARDS, TOOL_RESULTS, TRAINING_RECORDS
 from agl_core.store.writer import GroupWriter
 from agl_core.types import (

@@ -102,7 +102,7 @@ TOOL_RESULTS = Table(
     "tool_results",
     ToolResult,
     ("attempt_key", "source", "id"),
-    # What the agent's side reported first stands, for anything that the agent starts may report something else later.
+    # What the agent's side reported first stands: anything that the agent starts may report something else later.
     # Spans around a tool's own come after it, and may know whose it is and which call it answers.
     again="keep",
     fills=("tool_call_id", "agent", "parent_span"),

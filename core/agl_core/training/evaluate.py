@@ -11,11 +11,11 @@ from agl_core.config.models import EvalSection
 from agl_core.protocols import TaskSource
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
-from agl_core.training.cautions import common_failure, failures
-from agl_core.training.collect import Collector
+from agl_core.training.alarms.rollouts import common_failure, failures
 from agl_core.training.metrics import episode_metrics
-from agl_core.training.plan import plan_groups
-from agl_core.training.report import Observer
+from agl_core.training.progress import Observer
+from agl_core.training.rollouts.collect import Collector
+from agl_core.training.rollouts.plan import plan_groups
 from agl_core.types import Episode, Mode
 
 

@@ -19,7 +19,7 @@ from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import SessionStore
 from agl_core.training.alarms import Alarm, Watch
-from agl_core.training.cautions import (
+from agl_core.training.alarms.rollouts import (
     Assertions,
     Patience,
     check_serving,
@@ -30,7 +30,6 @@ from agl_core.training.cautions import (
 )
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.evaluate import Evaluated
-from agl_core.training.experience import Drawn, Experience, Source
 from agl_core.training.metrics import (
     MetricsLog,
     contrast_metrics,
@@ -39,8 +38,9 @@ from agl_core.training.metrics import (
     staleness_metrics,
     update_metrics,
 )
-from agl_core.training.plan import plan_train_group
-from agl_core.training.report import Observer, Phase, evaluation_line, step_line
+from agl_core.training.progress import Observer, Phase, evaluation_line, step_line
+from agl_core.training.rollouts.experience import Drawn, Experience, Source
+from agl_core.training.rollouts.plan import plan_train_group
 from agl_core.training.session import Session
 from agl_core.types import Episode, Rollout, TrainingRecord
 

@@ -5,29 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
 from pydantic_core import to_jsonable_python
 
 from agl_core.capture import attach, installed_adapters
 from agl_core.config.load import LoadedConfig
-from agl_core.config.models import RunConfig
-from agl_core.errors import AglError, ConfigError, EngineError, last_frames
+from agl_core.errors import EngineError
 from agl_core.learning import ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, StagedEngine, TaskSource
-from agl_core.registering import Capability
+from agl_core.training.alarms.stall import StallWatch
 from agl_core.training.checkpoints import verify
-from agl_core.training.collect import Collector, scoring_rules
 from agl_core.training.evaluate import Evaluator
-from agl_core.training.recorded import RecordedQueue
-from agl_core.training.report import Observer
-from agl_core.training.serving import RunControl, TrainingServer, check_reachable, recorded_name, registration
-from agl_core.training.stall import StallWatch
-from agl_core.types import AlarmName, Json
+from agl_core.training.preflight import check_agent, first_made, image_cautions
+from agl_core.training.progress import Observer
+from agl_core.training.rollouts.collect import Collector
+from agl_core.training.rollouts.episodes import scoring_rules
+from agl_core.training.rollouts.recorded import RecordedQueue
+from agl_core.training.server import RunControl, TrainingServer, check_reachable, recorded_name, registration
+from agl_core.types import AlarmName
 from agl_core.wire.trainers import BeginRequest, FinishRequest, VersionsRequest
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
@@ -159,67 +158,6 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
         plugin_files=config.plugin_files,
         api_key=os.urandom(16).hex(),
     )
-
-
-def first_made(name: str, source: TaskSource) -> TaskSource:
-    """The source of tasks, once its first task was made. ConfigError if that fails, or if it has none."""
-    try:
-        if source.size == 0:
-            raise ValueError("it has no tasks")
-        orjson.dumps(source.task(0).input)
-    except AglError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n{last_frames(error)}"
-        ) from error
-    return source
-
-
-def image_cautions(loaded: LoadedConfig, tasks: Mapping[str, TaskSource]) -> Iterator[str]:
-    """What an engine that takes no images says of sets of tasks that begin with one."""
-    if Capability.IMAGES in loaded.engine.component.provides:
-        return
-    for name, source in tasks.items():
-        if _has_image(source.task(0).input):
-            yield (
-                f"caution: the first task of [tasks.{name}] has an image, and {loaded.engine.label} takes none: a call "
-                f"with an image is refused, and not trained on. Choose an engine that provides images, or tasks "
-                f"without them."
-            )
-
-
-def _has_image(value: Json) -> bool:
-    """Whether a value has an image in one of the forms in which messages have them."""
-    if isinstance(value, str):
-        return value.startswith("data:image/")
-    if isinstance(value, Mapping):
-        is_part = value.get("type") in ("image_url", "input_image") or (
-            value.get("type") == "image" and "source" in value
-        )
-        return is_part or any(map(_has_image, value.values()))
-    return isinstance(value, list) and any(map(_has_image, value))
-
-
-def check_agent(config: RunConfig, source: TaskSource) -> None:
-    """ConfigError if rollouts are to be run and there is no agent, or if no recorded group can be trained on."""
-    held_out = [name for name in config.tasks if name != "train"]
-    if not isinstance(source, RecordedTasks):
-        if config.agent is None:
-            raise ConfigError("[agent]: the configuration names no agent, which training needs. Set agent.entry.")
-        return
-    if held_out and config.agent is None:
-        raise ConfigError(
-            f"[agent]: the configuration names no agent, which the held-out tasks [tasks.{held_out[0]}] are for. Set "
-            f"agent.entry, or leave the held-out tasks out."
-        )
-    least = min(config.train.min_group_size, config.train.group_size)
-    if all(source.members(index) < least for index in range(source.size)):
-        raise ConfigError(
-            f"[tasks.train]: no recorded task has {least} rollouts (train.min_group_size), so nothing could be "
-            f"compared and all would be dropped. Set train.group_size = 1, and an algorithm that compares no groups, "
-            f"such as 'reinforce++'."
-        )
 
 
 async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,29 +31,38 @@ ask()
 
 async def run(place: Any, tmp_path: Path, code: str, task: Any = None) -> Any:
     """What becomes of a program that makes a call without agl and then does this: (rollout, attempt)."""
+    return (await run_each(place, tmp_path, code, [task]))[0]
+
+
+async def run_each(place: Any, tmp_path: Path, code: str, tasks: list[Any]) -> Any:
+    """The same for several tasks, by their numbers."""
     (tmp_path / "program.py").write_text(PROGRAM + code)
-    runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path)
-    return (await place.finish(place.start_runner(runner), [task]))[0]
+    runner = CommandPerAttempt([sys.executable, "-S", "program.py"], tmp_path)  # Without `site`, agl does not attach.
+    return await place.finish(place.start_runner(runner), tasks)
 
 
-@pytest.mark.parametrize(
-    ("printed", "result"),
-    [
-        ("'thinking'\n'{\"answer\": [5]}'\n''", {"answer": [5]}),
-        ("'0.5'", 0.5),
-        ("'The answer\\nis five.'", "The answer\nis five."),
-        ("'NaN'", "NaN"),
-        ("''", None),
-        ("'ä' * 100_000 + '\\n7'", 7),
-    ],
+PRINTED = (
+    (["thinking", '{"answer": [5]}', ""], {"answer": [5]}),
+    (["0.5"], 0.5),
+    (["The answer\nis five."], "The answer\nis five."),
+    (["NaN"], "NaN"),
+    ([""], None),
+    (["ä" * 100_000 + "\n7"], 7),
 )
-async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path, printed: str, result: Any) -> None:
-    code = "".join(f"print({line})\n" for line in printed.split("\n"))
-    rollout, attempt = await run(workplace, tmp_path, code)
-    assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
-    rewards = await workplace.stack.store.rewards([attempt.key])
-    assert [each.value for each in rewards] == ([result] if isinstance(result, float | int) else [])
-    assert len(await workplace.stack.store.calls([attempt.key])) == 1
+"""What a command prints, and its result."""
+
+
+async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path) -> None:
+    code = "for text in open(f'{task}.json'): print(json.loads(text))"
+    for number, (texts, _) in enumerate(PRINTED):
+        (tmp_path / f"{number}.json").write_text("\n".join(map(json.dumps, texts)))
+    ended = await run_each(workplace, tmp_path, code, list(range(len(PRINTED))))
+    for number, (_, result) in enumerate(PRINTED):
+        rollout, attempt = ended[number]
+        assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
+        rewards = await workplace.stack.store.rewards([attempt.key])
+        assert [each.value for each in rewards] == ([result] if isinstance(result, float | int) else [])
+        assert len(await workplace.stack.store.calls([attempt.key])) == 1
 
 
 async def test_its_environment_names_the_attempt_to_every_client(workplace: Any, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ async def test_of_what_a_command_printed_the_end_is_kept(
     workplace: Any, tmp_path: Path, printed: str, end: str
 ) -> None:
     (tmp_path / "program.py").write_text(f"{PROGRAM}print({printed})")
-    runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path)
+    runner = CommandPerAttempt([sys.executable, "-S", "program.py"], tmp_path)  # Without `site`, agl does not attach.
     rollout, attempt = (await workplace.finish(workplace.start_runner(runner), [0]))[0]
     assert (rollout.ending, attempt.attempt) == (Ending.FINISHED, 0)
     assert attempt.result.endswith(end)

@@ -21,7 +21,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.server import running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.training.serving import check_reachable
+from agl_core.training.server import check_reachable
 from agl_core.types import AttemptKey, Ending, Reward
 from agl_core.wire.keys import OPERATOR_KEY
 from agl_core.wire.trainers import BeginRequest, FinishRequest, Registration, RunSettings, VersionsRequest

@@ -11,7 +11,7 @@ import pytest
 from agl_core.config import LoadedConfig, check
 from agl_core.config.check import cautions
 from agl_core.errors import CapabilityError
-from agl_core.training.session import image_cautions
+from agl_core.training.preflight import image_cautions
 from agl_core.types import CreditKind
 
 Load = Callable[..., LoadedConfig]

@@ -29,9 +29,9 @@ from agl_core.registering import NoOptions
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
-from agl_core.training.collect import Collector
 from agl_core.training.evaluate import Evaluated, TaskScore
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts.collect import Collector
 from agl_core.types import AttemptKey, Batch, CreditKind, Mode
 
 from .sessions_of_use import Sessions

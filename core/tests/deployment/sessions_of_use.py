@@ -17,8 +17,8 @@ from agl_core.learning.feedback import users_said
 from agl_core.plugins import Plugins
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.collect import Collector
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts.collect import Collector
 from agl_core.types import Attempt, Call, Ending, Feedback, Mode, Rollout, RolloutState, Task
 
 NOTHING: Mapping[Ending, float | str] = {Ending.LOST: "drop", Ending.NO_CALL: "drop"}

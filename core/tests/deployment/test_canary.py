@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agl_core.config.deployment import CanarySection
-from agl_core.deployment.canary import Outcome, judged, low
+from agl_core.deployment.canary import Outcome, look, low
 from agl_core.deployment.standing import State
 
 STABLE, CANARY = 10, 20
@@ -35,10 +35,10 @@ def decided(
 ) -> tuple[State, int] | None:
     """The first decision, and after how many sessions of both arms it fell."""
     for count in looks:
-        look = judged("default", CANARY, STABLE, outcomes[:count], settings)
-        if look.decision is not None:
-            assert look.decision.step == CANARY
-            return look.decision.state, count
+        seen = look("default", CANARY, STABLE, outcomes[:count], settings)
+        if seen.decision is not None:
+            assert seen.decision.step == CANARY
+            return seen.decision.state, count
     return None
 
 
@@ -99,10 +99,10 @@ def test_a_better_canary_is_promoted_soon() -> None:
 def test_rewards_have_a_range_and_no_promotion_comes_before_enough_sessions() -> None:
     outcomes = [replace(each, reward=10 * (each.reward or 0.0) - 5) for each in sessions(1, 600, solved(1), solved(0))]
     settings = CanarySection(reward=(-5, 5), tolerance=0.5, min_sessions=100)
-    early = judged("default", CANARY, STABLE, outcomes[:200], settings)
+    early = look("default", CANARY, STABLE, outcomes[:200], settings)
     assert early.decision is None
     assert (early.figures["canary/reward"], early.figures["stable/reward"]) == (5.0, -5.0)
-    late = judged("default", CANARY, STABLE, outcomes, settings)
+    late = look("default", CANARY, STABLE, outcomes, settings)
     assert late.decision is not None
     assert late.decision.state is State.STABLE
     assert 5 < late.decision.figures["difference/low"] < 10
@@ -115,7 +115,7 @@ def test_no_user_outweighs_others() -> None:
     mixed = [each for pair in zip(fair, [*flood[:400]], strict=True) for each in pair]
     assert decided(fair, SETTINGS, [400]) == (State.STABLE, 400)
     assert decided(mixed, SETTINGS, [800]) == (State.STABLE, 800)
-    assert judged("default", CANARY, STABLE, flood, SETTINGS).figures["canary/sessions"] == 1
+    assert look("default", CANARY, STABLE, flood, SETTINGS).figures["canary/sessions"] == 1
     settings = SETTINGS.model_copy(update={"per_name": 400})
     assert decided(mixed, settings, [800]) == (State.ROLLED_BACK, 800)
 
@@ -126,16 +126,16 @@ def test_no_user_outweighs_others() -> None:
 )
 def test_a_limit_trips_after_few_sessions_whatever_the_reward(field: str, says: str) -> None:
     outcomes: list[Outcome] = []
-    look = judged("default", CANARY, STABLE, outcomes, SETTINGS)
-    while look.decision is None:
+    seen = look("default", CANARY, STABLE, outcomes, SETTINGS)
+    while seen.decision is None:
         number = len(outcomes)
         is_canary = number % 5 == 0
         bad = {field: 1.0 if field != "lost" else True} if is_canary else {}
         outcomes.append(Outcome(CANARY if is_canary else STABLE, f"user-{number}", None, **bad))  # type: ignore[arg-type]
-        look = judged("default", CANARY, STABLE, outcomes, SETTINGS)
-    assert look.decision.state is State.ROLLED_BACK
-    assert says in look.decision.reason
-    assert look.figures["canary/sessions"] <= 12
+        seen = look("default", CANARY, STABLE, outcomes, SETTINGS)
+    assert seen.decision.state is State.ROLLED_BACK
+    assert says in seen.decision.reason
+    assert seen.figures["canary/sessions"] <= 12
 
 
 def test_failed_sessions_count_wherever_they_stand() -> None:
@@ -143,16 +143,16 @@ def test_failed_sessions_count_wherever_they_stand() -> None:
     failed = [Outcome(CANARY, f"failed-{number}", None, lost=True) for number in range(15)]
     others = [Outcome(STABLE, f"user-{number}", 1.0) for number in range(135)]
     for outcomes in ([*failed, *others], [*others, *failed]):
-        look = judged("default", CANARY, STABLE, outcomes, CanarySection(share=0.1))
-        assert look.decision is not None
-        assert "sessions that fail is 1.000 in 15 sessions, and 0.000 in 135" in look.decision.reason
+        seen = look("default", CANARY, STABLE, outcomes, CanarySection(share=0.1))
+        assert seen.decision is not None
+        assert "sessions that fail is 1.000 in 15 sessions, and 0.000 in 135" in seen.decision.reason
 
 
 def test_what_stays_undecided_is_rolled_back() -> None:
     outcomes = sessions(5, 2000, solved(0.5), solved(0.5))
     settings = CanarySection(tolerance=0.01, max_sessions=300)
-    look = judged("default", CANARY, STABLE, outcomes, settings)
-    assert look.decision is not None
-    assert (look.decision.state, "Nothing showed in time" in look.decision.reason) == (State.ROLLED_BACK, True)
+    seen = look("default", CANARY, STABLE, outcomes, settings)
+    assert seen.decision is not None
+    assert (seen.decision.state, "Nothing showed in time" in seen.decision.reason) == (State.ROLLED_BACK, True)
     silent = [replace(each, reward=None) for each in outcomes]
-    assert judged("default", CANARY, STABLE, silent, settings).decision is None, "missing feedback is missing, not 0"
+    assert look("default", CANARY, STABLE, silent, settings).decision is None, "missing feedback is missing, not 0"

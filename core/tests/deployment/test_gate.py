@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agl_core.config.deployment import GateSection
-from agl_core.deployment.gate import judged
+from agl_core.deployment.gate import decide
 from agl_core.deployment.standing import By, Decision, State
 from agl_core.training.evaluate import Evaluated, TaskScore
 
@@ -31,7 +31,7 @@ def decision(
     **limits: float,
 ) -> Decision:
     settings = GateSection(**limits)
-    found = judged("default", 20, candidate, incumbent, settings, divergence=divergence, objections=objections)
+    found = decide("default", 20, candidate, incumbent, settings, divergence=divergence, objections=objections)
     assert (found.policy, found.step, found.by) == ("default", 20, By.GATE)
     return found
 

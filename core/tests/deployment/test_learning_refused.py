@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agl_core.deployment.learning import learn
+from agl_core.deployment.learner import learn
 from agl_core.errors import ConfigError
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
 
 
 async def test_a_configuration_without_learn(tmp_path: Path) -> None:

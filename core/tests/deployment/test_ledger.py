@@ -162,14 +162,14 @@ def test_a_half_written_line_was_never_decided(ledger: Ledger) -> None:
 KILLED = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
+    from agl_core import private
     from agl_core.deployment.ledger import Ledger
     from agl_core.deployment.standing import By, Decision, State
-    from agl_core.training import checkpoints
 
     def killed(path, content):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoints.private.write = killed
+    private.write = killed
     Ledger.of_run(Path(sys.argv[1])).record(Decision("default", 10, State.STABLE, By.CANARY, "It is better."))
 """)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agl_core.builtin.credit import identical, immediate
 from agl_core.errors import PluginError
-from agl_core.learning import PolicyCredit, build_episode, credit_group, make_batches
+from agl_core.learning import PolicyCredit, build_episode, make_batches
 from agl_core.learning.trainable import unusable
 from agl_core.types import CreditKind, DropReason, Ending, Episode
 
@@ -224,12 +224,12 @@ def test_a_credit_rule_that_fails_is_named_with_the_group(make: Any) -> None:
         return [[1 / 0]]
 
     with pytest.raises(PluginError, match=r"'broken' failed on group g: ZeroDivisionError: division by zero\. Mend"):
-        credit_group(broken, "broken", [episode(make, "a", [1, 1], 1.0)])
+        PolicyCredit("broken", broken, CreditKind.RETURN).values([episode(make, "a", [1, 1], 1.0)])
 
 
 def test_a_credit_rule_with_the_wrong_number_of_values_is_named(make: Any) -> None:
     with pytest.raises(PluginError, match=r"'short' gave \[1\] values for episodes of \[2\]"):
-        credit_group(lambda episodes: [[1.0]], "short", [episode(make, "a", [1, 1], 1.0)])
+        PolicyCredit("short", lambda group: [[1.0]], CreditKind.RETURN).values([episode(make, "a", [1, 1], 1.0)])
 
 
 def test_an_ending_other_than_finished_keeps_its_transitions(make: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -201,3 +202,24 @@ def test_what_a_kind_cannot_declare_is_refused() -> None:
 
     with pytest.raises(PluginError, match="reward 'wrong' cannot declare takes"):
         plugins.components(Kind.REWARD)
+
+
+def test_functions_attach_to_a_framework_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    framework = ModuleType("someones_framework")
+    seen: list[str] = []
+    monkeypatch.setitem(sys.modules, framework.__name__, framework)
+
+    @agl_core.adapter("someones_framework", name="someones")
+    def names() -> None:
+        """Agents of someone's framework."""
+        seen.append("names")
+
+    @agl_core.adapter("someones_framework")
+    def tools() -> None:
+        seen.append("tools")
+
+    component = component_of(Kind.ADAPTER, names, "someones")
+    agl_core.attach([names, tools, component.build(component.options())]).detach()
+
+    assert component.doc == "Agents of someone's framework."
+    assert seen == ["names", "tools"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agl_core.errors import StoreError
-from agl_core.store import pruning
+from agl_core.store import removing
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Choice, FinishReason, Reward, RolloutState, TrainingRecord
 
@@ -116,7 +116,7 @@ async def test_a_pruning_that_fails_changes_nothing(
     path: Path, records: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = everything(path)
-    monkeypatch.setattr(pruning, "numbers_in", lambda column: 1 // 0)
+    monkeypatch.setattr(removing, "_drop_unused", lambda connection, pieces: 1 // 0)
     async with SqliteStore(path) as store:
         with pytest.raises(ZeroDivisionError):
             await store.prune(2)

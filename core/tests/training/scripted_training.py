@@ -21,11 +21,11 @@ from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.collect import Scored
 from agl_core.training.evaluate import Evaluated
 from agl_core.training.loop import Trainer
 from agl_core.training.metrics import MetricsLog
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts.collect import Scored
 from agl_core.types import (
     Batch,
     CreditKind,

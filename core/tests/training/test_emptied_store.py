@@ -10,7 +10,7 @@ import tomli_w
 
 from agl_core.config.load import ServerConfig, load_for_server
 from agl_core.errors import StoreError
-from agl_core.training.serving import local_server, standalone_server
+from agl_core.training.server import local_server, standalone_server
 from agl_core.wire.trainers import BeginRequest
 
 BEGINNING = BeginRequest(run="run", started=1.0, config={}, resumed_step=None)

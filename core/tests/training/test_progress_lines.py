@@ -11,7 +11,7 @@ import pytest
 
 from agl_core.config.models import EvalSection
 from agl_core.training.evaluate import Evaluated
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
 
 from .scripted_training import make_bench
 

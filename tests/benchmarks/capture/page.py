@@ -23,7 +23,7 @@ _SHOWN = 4
 
 _HEAD = """# The capture benchmark
 
-How much of what an agent does reaches the training data? This page compares what recorders say of agents with what
+How much of what an agent does reaches the training data? This page compares what recorders say about agents with what
 happened: with the log of the model server that the agents called, and with the script that they followed.
 
 ```
@@ -49,7 +49,7 @@ the [conformance page](conformance.md#what-was-measured). If it is interrupted, 
 
 A result is known by its tool call id; in text ReAct, which has no ids, by its tool and arguments.
 
-What is not recorded is no wrong answer, but it should not look like one that is complete. *Missing* counts facts that
+A missing fact is not a wrong one, but the record should not look complete without it. *Missing* counts facts that
 were not recorded. *Said* counts those of them that the recorder marks: agl gives the rollout the verdict `unobserved`,
 with the evidence that is missing ([health](health.md)), or lists a tool result as joined with no call.
 
@@ -88,7 +88,7 @@ _WHY = """## What fails, and why
 **The OpenTelemetry exporter** sees the clients that it instruments, and no others. It records no token ids: replies
 have them only if they are asked for, and spans have no attribute for them. A name is known where the framework, or the
 agent's own code, makes `invoke_agent` spans. Without `execute_tool` spans, a result is known only from the messages of
-a later call, which have no status; in text ReAct it is not known at all. Agents without a framework tell their names by
+a later call, which have no status; in text ReAct it is not known at all. Agents without a framework give their names by
 a function of agl, which no other recorder can know.
 
 **The logging proxy** sees every call, whatever the client. It does not know who calls: a system prompt distinguishes

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from agl_algorithms.bases import BASE_FILE, fingerprint_of, write_fingerprint
+from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
 from agl_core.errors import EngineError
 
 

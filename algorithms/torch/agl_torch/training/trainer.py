@@ -16,7 +16,7 @@ from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.config.defaults import usual_learning_rate
 from agl_core.config.policies import OptimizerSection
 from agl_core.errors import EngineError
-from agl_core.learning.trainable import screen
+from agl_core.learning.trainable import filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_torch.models.loading import LoadedModel
@@ -92,7 +92,7 @@ class PolicyTrainer:
         """
         work = Work(progress)
         once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not self._dropout
-        usable = screen(batch, context_length=self._loaded.context_length, vocabulary=self._loaded.vocabulary)
+        usable = filter_trainable(batch, context_length=self._loaded.context_length, vocabulary=self._loaded.vocabulary)
         precision = torch.promote_types(self._loaded.dtype, torch.float32)
         samples = samples_of(usable.batch, dtype=precision, device=self._loaded.device)
         work.lap("prepare")

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from agl_algorithms.bases import fingerprint_of, write_fingerprint
+from agl_algorithms.fingerprints import fingerprint_of, write_fingerprint
 from agl_core.config.policies import LoraSection
 from agl_core.errors import CheckpointError
 

@@ -34,7 +34,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from agl_algorithms.interface import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
 from agl_core.errors import EngineError
-from agl_core.learning.trainable import Usable, screen
+from agl_core.learning.trainable import Usable, filter_trainable
 from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_verl.config.chosen import ChosenAlgorithm
@@ -106,7 +106,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self._report = lambda: progress(self._progress.share(self.timing_raw))
         fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
         trainable = min(self.context_length, fits)
-        usable = screen(batch, context_length=trainable, vocabulary=len(self.tokenizer))
+        usable = filter_trainable(batch, context_length=trainable, vocabulary=len(self.tokenizer))
         samples = samples_of(usable.batch)
         prepared = self._prepare(usable, samples)
         sent = np.arange(len(usable.batch)) if prepared is None else prepared.trained

@@ -17,7 +17,7 @@ from agl_core.learning import PolicyCredit, make_batches, score_all, score_group
 from agl_core.learning.feedback import FEEDBACK_SOURCE
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store.interface import Store
-from agl_core.training.collect import by_rollout, counted_attempts, recorded_episodes, scoring_rules
+from agl_core.training.rollouts.episodes import by_rollout, counted_attempts, recorded_episodes, scoring_rules
 from agl_core.types import (
     DropReason,
     Ending,

@@ -23,7 +23,8 @@ class Attachment:
         self.failed: dict[str, str] = {}
         """The frameworks whose adapter could not be attached, and why."""
         self._stamping, self._patches, self._imports = Stamping(), Patches(), WhenImported()
-        self._known: set[tuple[str, type]] = set()
+        self._known: set[tuple[str, object]] = set()
+        """Frameworks, each with the function that attaches to it: instances of one class have the same."""
 
     def install(self, adapters: Iterable[Adapter]) -> None:
         """Stamp requests, carry attempts into threads, and attach each adapter when its framework is imported."""
@@ -31,8 +32,9 @@ class Attachment:
         for library in HTTP_LIBRARIES:
             self._imports.do(library, self._stamp)
         for adapter in adapters:
-            if (adapter.framework, type(adapter)) not in self._known:
-                self._known.add((adapter.framework, type(adapter)))
+            known = (adapter.framework, getattr(adapter.attach, "__func__", adapter.attach))
+            if known not in self._known:
+                self._known.add(known)
                 self._imports.do(adapter.framework, functools.partial(self._attach, adapter))
 
     def detach(self) -> None:

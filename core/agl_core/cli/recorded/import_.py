@@ -25,7 +25,7 @@ def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> Non
     """Make a run of recorded conversations, to look at, to score, to export and to train on.
 
     Each assistant message is a call: what comes before it is its prompt. Beside `messages` and `tools` a line may have
-    `id` (lines with the same id are rollouts of one task), `split`, `reward` and `model`; all else is the task's
+    `id` (lines with the same id are rollouts of one task), `split`, `reward` and `model`; any other key is the task's
     metadata, which reward rules see. If a line is wrong, it is named, and nothing is imported.
     """
     from agl_core.analysis.importing import import_file

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from agl_core.analysis.text.words import harmless
 from agl_core.protocols import Upstream
-from agl_core.training.report import Phase, Silent, numbered
+from agl_core.training.progress import Phase, Silent, numbered
 
 _UNLIMITED = 1 << 16
 

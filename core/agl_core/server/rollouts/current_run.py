@@ -19,7 +19,7 @@ SHOWN = 100
 
 
 class CurrentRun:
-    """What a trainer needs of the server; see `agl_core.training.serving.RunControl`. Others ask it over HTTP.
+    """What a trainer needs of the server; see `agl_core.training.server.RunControl`. Others ask it over HTTP.
 
     `name` is the run's; without one, the first that is begun is served. `begun` is called when a trainer has begun it.
     ApiError 409 answers a trainer that another one has replaced.

@@ -61,7 +61,7 @@ class Online:
     folder: Path
     """Of the store."""
     redactors: Sequence[Redactor] = ()
-    """What takes texts apart beside the patterns of the settings."""
+    """Redactors of plugins, beside the patterns of the settings."""
 
 
 class Sessions:

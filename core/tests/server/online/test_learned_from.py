@@ -10,7 +10,7 @@ from agl_core.learning.batch import left_out
 from agl_core.learning.feedback import users_said
 from agl_core.plugins import Plugins
 from agl_core.testing.server import until
-from agl_core.training.collect import recorded_episodes
+from agl_core.training.rollouts.episodes import recorded_episodes
 from agl_core.types import DropReason, Episode
 
 from .deployed import Deployed, deployed

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agl_core.errors import TrainingError
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
 from agl_core.types import Attempt, DropReason, Ending, Rollout
 
-from .scripted_training import Bench, make_bench
+from ..scripted_training import Bench, make_bench
 
 
 class Said(Silent):

@@ -162,7 +162,7 @@ def who_waits(activity: Activity, tools: Mapping[AttemptKey, Sequence[str]]) -> 
     if activity.queued and not activity.waiting:
         oldest = max(each.running for each in activity.attempts)
         parts.append(
-            f"{activity.queued} rollouts wait in the queue, for all workers are busy ({len(workers)} with "
+            f"{activity.queued} rollouts wait in the queue, because all workers are busy ({len(workers)} with "
             f"{activity.running} attempts, the oldest since {oldest:.0f} s)"
         )
     if others:

@@ -14,10 +14,10 @@ from agl_core.config import RunConfig
 from agl_core.training.alarms import ALARMS, Watch
 from agl_core.training.alarms.conditions import Numbers
 from agl_core.training.metrics import MetricsLog
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
 from agl_core.types import AlarmName
 
-from .scripted_training import make_bench
+from ..scripted_training import make_bench
 
 SOUND: Numbers = {
     "reward/mean": 0.5,

@@ -20,11 +20,11 @@ from agl_core.learning import PolicyCredit, ScoringRule, build_episode, make_bat
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.training.collect import Collector
-from agl_core.training.plan import plan_train_group
-from agl_core.training.recorded import RecordedQueue
-from agl_core.training.report import Silent
-from agl_core.training.session import check_agent
+from agl_core.training.preflight import check_agent
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts.collect import Collector
+from agl_core.training.rollouts.plan import plan_train_group
+from agl_core.training.rollouts.recorded import RecordedQueue
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Mode, Reward, RolloutState, Run, Sampling
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 

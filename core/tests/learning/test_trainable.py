@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agl_core.learning.trainable import screen, subset, unusable
+from agl_core.learning.trainable import filter_trainable, subset, unusable
 from agl_core.types import Batch, CreditKind, DropReason, TransitionKey
 
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:
     )
     assert unusable(batch, context_length=8, vocabulary=1000) == expected
     assert unusable(batch, context_length=9, vocabulary=19)[2:5] == (None, DropReason.NON_FINITE, DropReason.NON_FINITE)
-    usable = screen(batch, context_length=8, vocabulary=1000)
+    usable = filter_trainable(batch, context_length=8, vocabulary=1000)
     assert usable.places.tolist() == [4]
     assert usable.dropped == expected
     assert usable.batch.tokens_T.tolist() == [18, 19, 20]
@@ -96,7 +96,7 @@ def test_a_subset_keeps_what_belongs_to_its_transitions() -> None:
 
 def test_rewards_of_calls_that_are_left_out_go_to_the_calls_before_them() -> None:
     batch = replace(batch_of((1, 1), (1, 0), (1, 1)), kind=CreditKind.REWARD)
-    usable = screen(batch, context_length=8, vocabulary=1000)
+    usable = filter_trainable(batch, context_length=8, vocabulary=1000)
     assert usable.batch.values_N.tolist() == [0.5 + 1.5, 2.5]
-    returns = screen(replace(batch, kind=CreditKind.RETURN), context_length=8, vocabulary=1000)
+    returns = filter_trainable(replace(batch, kind=CreditKind.RETURN), context_length=8, vocabulary=1000)
     assert returns.batch.values_N.tolist() == [0.5, 2.5], "returns contain them already"

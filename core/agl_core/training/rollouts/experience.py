@@ -15,8 +15,8 @@ from typing import Protocol
 
 from agl_core.errors import PluginError
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup
-from agl_core.training.collect import Collected, Collector, Scored, reward_note, warn_of_failed_rules
-from agl_core.training.report import Phase
+from agl_core.training.progress import Phase
+from agl_core.training.rollouts.collect import Collected, Collector, Scored, reward_note, warn_of_failed_rules
 from agl_core.types import Episode, Rollout
 
 

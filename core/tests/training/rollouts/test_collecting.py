@@ -14,9 +14,9 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.training import collect
-from agl_core.training.collect import Collector
-from agl_core.training.report import Silent
+from agl_core.training.progress import Silent
+from agl_core.training.rollouts import collect
+from agl_core.training.rollouts.collect import Collector
 from agl_core.types import Attempt, AttemptKey, Ending, Episode, Rollout, RolloutState
 
 

@@ -19,7 +19,7 @@ from agl_core.store.interface import Record
 from agl_core.training.checkpoints import read_state
 from agl_core.types import Rollout, TrainingRecord
 
-from .scripted_training import Bench, StuckError, asking, episode, make_bench
+from ..scripted_training import Bench, StuckError, asking, episode, make_bench
 
 
 def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:
@@ -219,7 +219,7 @@ async def test_a_buffer_that_gives_a_group_twice_or_nothing_new_is_refused(
 
 def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) -> None:
     """The example of docs/plugins.md."""
-    page = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "plugins.md").read_text()
     plugin = ModuleType("unequal")
     exec(page.split("\n## Buffer\n")[1].split("```python\n")[1].split("```")[0], vars(plugin))
     plugins = Plugins()

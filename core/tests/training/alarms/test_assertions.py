@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.training.cautions import Assertions
-from agl_core.training.report import Silent
+from agl_core.training.alarms.rollouts import Assertions
+from agl_core.training.progress import Silent
 from agl_core.types import AlarmName, Episode, Reward, Source, ToolResult, ToolStatus
 
-from .scripted_training import episode, make_bench
+from ..scripted_training import episode, make_bench
 
 
 def told(*sources: Source) -> Episode:

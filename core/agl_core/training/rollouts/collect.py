@@ -1,7 +1,4 @@
-"""Rollouts go into the queue; episodes with rewards come out, in the order of the plan.
-
-Analysis too reads recorded rollouts as episodes by what is here.
-"""
+"""Rollouts go into the queue; episodes with rewards come out, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -9,36 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
 
-from agl_core.config import ScoredConfig
-from agl_core.errors import PluginError, StoreRefusedError
-from agl_core.learning import ScoringRule, build_episode, score_all, score_groups
-from agl_core.learning.feedback import users_said
-from agl_core.learning.rewards import AGENT_SOURCE, RECORDED_SOURCES, reported
+from agl_core.errors import PluginError
+from agl_core.learning import ScoringRule, score_all, score_groups
+from agl_core.learning.rewards import RECORDED_SOURCES
 from agl_core.run_hooks import RunHooks
-from agl_core.store.interface import SessionStore, Store
-from agl_core.training.report import Phase
-from agl_core.training.stall import StallWatch
-from agl_core.types import (
-    AttemptKey,
-    Call,
-    DropReason,
-    Ending,
-    Episode,
-    Feedback,
-    Json,
-    Mode,
-    Reward,
-    Rollout,
-    ToolResult,
-    TrainingRecord,
-)
-
-if TYPE_CHECKING:
-    from agl_core.training.serving import Queue  # It imports the server, which analysis does without.
-
-Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Feedback)
+from agl_core.store.interface import Store
+from agl_core.training.alarms.stall import StallWatch
+from agl_core.training.progress import Phase
+from agl_core.training.rollouts.episodes import recorded_episodes
+from agl_core.training.server import Queue
+from agl_core.types import DropReason, Ending, Episode, Json, Reward, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -181,87 +159,3 @@ def _given(episode: Episode) -> list[Reward]:
     """The rewards of rules (those that the agent reported are already stored)."""
     terminal = [r for r in episode.rewards if r.source not in RECORDED_SOURCES]
     return terminal + [r for t in episode.transitions for r in t.rewards]
-
-
-async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
-    """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
-
-    It has the recorded rewards that the agent reported, and what users said; rules compute theirs again. A rollout
-    without a counted attempt (it was cancelled, or its worker was lost) is an episode dropped for its ending.
-    StoreRefusedError if calls of a rollout were pruned.
-    """
-    keys = counted_attempts(rollouts)
-    recorded = await store.calls(keys)
-    pruned = next((call.rollout for call in recorded if call.pruned), None)
-    if pruned is not None:
-        raise StoreRefusedError(
-            f"The calls of rollout {pruned} were pruned (`agl runs prune`): their texts and tokens are gone, so "
-            f"nothing is left to score. Choose a later step."
-        )
-    calls = by_rollout(recorded)
-    tool_results = by_rollout(await store.tool_results(keys))
-    rewards = by_rollout([r for r in await store.rewards(keys) if r.source == AGENT_SOURCE])
-    feedback = by_rollout(await store.feedback(keys)) if isinstance(store, SessionStore) else {}
-    attempts = {attempt.key: attempt for attempt in await store.attempts(*(each.id for each in rollouts))}
-    episodes = []
-    for rollout in rollouts:
-        attempt = attempts.get(AttemptKey(rollout.id, rollout.counted_attempt or 0))
-        if attempt is None or rollout.counted_attempt is None:
-            episodes.append(_lost(rollout))
-            continue
-        episode = build_episode(
-            rollout,
-            attempt,
-            calls.get(rollout.id, ()),
-            tool_results.get(rollout.id, ()),
-            rewards.get(rollout.id, ()),
-            feedback.get(rollout.id, ()),
-        )
-        episodes.append(hook.episode_built(episode))
-    return episodes
-
-
-def scoring_rules(loaded: ScoredConfig) -> list[ScoringRule]:
-    """The reward rules of a run.
-
-    Of tasks that no rule scores, the reward is what the agent itself reported; of sessions, what users said.
-    """
-    sessions = frozenset({Mode.USE})
-    tasks = frozenset(Mode) - sessions
-    modes = {"tasks": tasks, "sessions": sessions, "both": tasks | sessions}
-    rules = [
-        ScoringRule(name, chosen.build(), section.weight, modes[section.scores])
-        for name, chosen in loaded.rewards.items()
-        for section in [loaded.config.rewards[name]]
-    ]
-    scored = frozenset[Mode]().union(*(rule.modes for rule in rules))
-    defaults = [ScoringRule("reported", reported, modes=tasks), ScoringRule("users", users_said, modes=sessions)]
-    return [*rules, *(each for each in defaults if not each.modes & scored)]
-
-
-def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
-    """The attempt of each rollout that counts; none of a rollout that has no such attempt."""
-    return [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
-
-
-def by_rollout(records: Sequence[Recorded]) -> dict[str, list[Recorded]]:
-    """Records grouped by their rollout, in their order."""
-    grouped: dict[str, list[Recorded]] = {}
-    for record in records:
-        grouped.setdefault(record.rollout, []).append(record)
-    return grouped
-
-
-def _lost(rollout: Rollout) -> Episode:
-    return Episode(
-        rollout=rollout.id,
-        attempt=0,
-        group=rollout.group,
-        member=rollout.member,
-        task=rollout.task,
-        mode=rollout.mode,
-        ending=rollout.ending or Ending.CANCELLED,
-        transitions=(),
-        dropped=DropReason.ENDING,
-        step=rollout.step,
-    )

@@ -14,13 +14,13 @@ from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.protocols import Engine, RecordedTasks, TokenizingEngine
 from agl_core.store.interface import Store
-from agl_core.training.plan import train_index
+from agl_core.training.rollouts.plan import train_index
 from agl_core.types import Call, Choice, Episode, FinishReason, Rollout, RolloutState
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 
 
 class RecordedQueue:
-    """A rollout queue (`agl_core.training.serving.Queue`) in which each rollout is done as soon as it is added.
+    """A rollout queue (`agl_core.training.server.Queue`) in which each rollout is done as soon as it is added.
 
     What was recorded of another rollout of its task becomes its own, in the run's store. Its calls have no version,
     since the policy of this run did not answer them. They have log-probabilities only if the other rollout was one of

@@ -1,0 +1,109 @@
+"""What is checked of tasks and agent before an engine is started, and what a run will roughly ask of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import orjson
+
+from agl_core.config.load import LoadedConfig
+from agl_core.config.models import RunConfig
+from agl_core.errors import AglError, ConfigError, last_frames
+from agl_core.protocols import RecordedTasks, TaskSource
+from agl_core.registering import Capability
+from agl_core.types import Json
+from agl_core.types.estimates import Workload
+
+CHARACTERS_PER_TOKEN = 3
+TEMPLATE_TOKENS = 32
+"""What a chat template and an instruction add to a task's input, roughly."""
+
+
+def workload(loaded: LoadedConfig) -> Workload:
+    """In rollouts of one call each: its prompt is the first task's input, its response as long as it may be.
+
+    ConfigError if a source of tasks cannot make its first task.
+    """
+    config = loaded.config
+    sources = {
+        name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()
+    }
+    check_agent(config, sources["train"])
+    asked = orjson.dumps(sources["train"].task(0).input)
+    return Workload(
+        steps=config.train.steps,
+        groups=config.train.groups_per_step,
+        group_size=config.train.group_size,
+        evaluated=sum(_evaluated(loaded, source) for name, source in sources.items() if name != "train"),
+        prompt_tokens=TEMPLATE_TOKENS + len(asked) // CHARACTERS_PER_TOKEN,
+        response_tokens=config.sampling.max_tokens,
+    )
+
+
+def _evaluated(loaded: LoadedConfig, source: TaskSource) -> int:
+    """Rollouts of all evaluations on one held-out set: before training, every so many steps, and at the end."""
+    chosen, steps = loaded.config.eval, loaded.config.train.steps
+    times = 0 if chosen.every == 0 else 1 + -(-steps // chosen.every)
+    tasks = chosen.tasks if source.size is None else min(chosen.tasks, source.size)
+    return times * len(chosen.modes) * tasks
+
+
+def first_made(name: str, source: TaskSource) -> TaskSource:
+    """The source of tasks, once its first task was made. ConfigError if that fails, or if it has none."""
+    try:
+        if source.size == 0:
+            raise ValueError("it has no tasks")
+        orjson.dumps(source.task(0).input)
+    except AglError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n{last_frames(error)}"
+        ) from error
+    return source
+
+
+def image_cautions(loaded: LoadedConfig, tasks: Mapping[str, TaskSource]) -> Iterator[str]:
+    """What an engine that takes no images says of sets of tasks that begin with one."""
+    if Capability.IMAGES in loaded.engine.component.provides:
+        return
+    for name, source in tasks.items():
+        if _has_image(source.task(0).input):
+            yield (
+                f"caution: the first task of [tasks.{name}] has an image, and {loaded.engine.label} takes none: a call "
+                f"with an image is refused, and not trained on. Choose an engine that provides images, or tasks "
+                f"without them."
+            )
+
+
+def _has_image(value: Json) -> bool:
+    """Whether a value has an image in one of the forms in which messages have them."""
+    if isinstance(value, str):
+        return value.startswith("data:image/")
+    if isinstance(value, Mapping):
+        is_part = value.get("type") in ("image_url", "input_image") or (
+            value.get("type") == "image" and "source" in value
+        )
+        return is_part or any(map(_has_image, value.values()))
+    return isinstance(value, list) and any(map(_has_image, value))
+
+
+def check_agent(config: RunConfig, source: TaskSource) -> None:
+    """ConfigError if rollouts are to be run and there is no agent, or if no recorded group can be trained on."""
+    held_out = [name for name in config.tasks if name != "train"]
+    if not isinstance(source, RecordedTasks):
+        if config.agent is None:
+            raise ConfigError("[agent]: the configuration names no agent, which training needs. Set agent.entry.")
+        return
+    if held_out and config.agent is None:
+        raise ConfigError(
+            f"[agent]: the configuration names no agent, which the held-out tasks [tasks.{held_out[0]}] are for. Set "
+            f"agent.entry, or leave the held-out tasks out."
+        )
+    least = min(config.train.min_group_size, config.train.group_size)
+    if all(source.members(index) < least for index in range(source.size)):
+        raise ConfigError(
+            f"[tasks.train]: no recorded task has {least} rollouts (train.min_group_size), so nothing could be "
+            f"compared and all would be dropped. Set train.group_size = 1, and an algorithm that compares no groups, "
+            f"such as 'reinforce++'."
+        )

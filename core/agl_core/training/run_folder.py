@@ -1,0 +1,96 @@
+"""A run's folder: made for a new run, and removed again if the run does not begin."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from agl_core import private
+from agl_core.client import BlockingClient, ServerAddress
+from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
+from agl_core.errors import CheckpointError, ConfigError
+from agl_core.training.metrics import METRICS_FILE, has_trained
+
+
+def new_run_dir(loaded: LoadedConfig) -> Path:
+    """`runs/NAME`, or `runs/NAME-2` and so on if it is taken; holds the configuration as resolved."""
+    base = loaded.config.runs / loaded.config.name
+    return first_free(base, partial(store_config, loaded.config))
+
+
+def run_dir_of(loaded: LoadedConfig, remote: ServerAddress | None) -> Path:
+    """The folder of a new run: on this machine alone, or of what a remote server serves."""
+    return new_run_dir(loaded) if remote is None else folder_of_served(loaded, remote)
+
+
+def first_free(base: Path, write: Callable[[Path], None]) -> Path:
+    """Make the folder `base`, or `base-2` and so on if it is taken, with the configuration that `write` puts there."""
+    for number in range(1, 10_000):
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        with suppress(FileExistsError):
+            make_run_dir(folder, write, may_exist=False)
+            return folder
+    raise CheckpointError(f"{base} and thousands of folders beside it are taken. Remove some or set `name`.")
+
+
+def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool = True) -> None:
+    """Make a run's folder and have `write` put its configuration there.
+
+    FileExistsError if the folder exists, unless `may_exist`.
+    """
+    try:
+        private.make_folder(folder, exist_ok=may_exist)
+        write(folder)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not may_exist:
+            raise
+        raise ConfigError(
+            f"The run's folder {folder} cannot be made or written ({error.strerror}: {error.filename}). Check the "
+            f"permissions and the disk, or have runs elsewhere: --set runs=FOLDER."
+        ) from error
+
+
+def is_new(run_dir: Path) -> bool:
+    """Whether a run's folder has nothing but its configuration."""
+    return all(each.name == CONFIG_FILE for each in run_dir.iterdir())
+
+
+@contextmanager
+def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Remove a new run's folder if the block fails before it calls the function that it gets: nothing is in it yet.
+
+    If the engine left a log, which its errors name, the folder stays. None: there is nothing to remove.
+    """
+    has_begun = False
+
+    def begun() -> None:
+        nonlocal has_begun
+        has_begun = True
+
+    try:
+        yield begun
+    except BaseException:
+        if folder is not None and not has_begun and not any(log.stat().st_size for log in folder.glob("*.log")):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def folder_of_served(loaded: LoadedConfig, remote: ServerAddress) -> Path:
+    """The local folder of the run that a remote server serves: of the same name, and without a trained run.
+
+    On the server's own machine it is the folder with the store.
+    """
+    with BlockingClient(remote.base_url, remote.key) as client:
+        name = client.health().run or loaded.config.name
+    folder = loaded.config.runs / name
+    if has_trained(folder / METRICS_FILE):
+        raise CheckpointError(
+            f"The run {name} that the server at {remote.base_url} serves has been trained already, in {folder}. Go on "
+            f"with `agl train --resume {folder} --server {remote.base_url}`, or serve a new one "
+            f"(`agl serve CONFIG --set name=ANOTHER`)."
+        )
+    make_run_dir(folder, partial(store_config, loaded.config))
+    return folder
