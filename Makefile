@@ -129,9 +129,11 @@ packages_of_each = name=$${each%%=*}; needs=$${each\#*=}; case $$needs in \
 	adapters/*) folder=$${needs%%,*}; packages=$${needs\#$$folder}; \
 		packages="-e $$folder[test] $${packages//,/ }"; tests="$$folder/tests";; \
 	*) packages="$${needs//,/ } -e adapters/otel"; tests=;; esac
-# The newest releases that go together, without our pins.
-newest_in = { test -x $(1)/bin/python || $(PYTHON) -m venv $(1); } && $(1)/bin/python -m pip install -q \
-	--disable-pip-version-check --upgrade --upgrade-strategy eager -e $(2) pytest pytest-asyncio pytest-timeout
+# The newest releases that go together, without our pins. The pip that Python 3.11 brings does not find veRL's in half an
+# hour; a new one takes minutes.
+newest_in = { test -x $(1)/bin/python || $(PYTHON) -m venv $(1); } && \
+	pip="$(1)/bin/python -m pip install -q --disable-pip-version-check --upgrade" && $$pip pip && \
+	$$pip --upgrade-strategy eager -e $(2) pytest pytest-asyncio pytest-timeout
 say_failed = test -z "$$failed" || { echo "It does not pass: $$failed" >&2; exit 1; }
 
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import ray
 
-from agl_verl.cluster.watch import QUEUE, QUEUE_NAMESPACE, Watch, queue_is_taken
+from agl_verl.cluster.faults import PROCESS_LOST, remedy_of
+from agl_verl.cluster.watch import QUEUE, QUEUE_NAMESPACE, Watch, ends_of, queue_is_taken
 
 
 @ray.remote(num_cpus=0)
@@ -16,8 +18,9 @@ class Process:
 
 
 @pytest.fixture
-def local_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False)
+def local_ray(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With Ray's own settings as the parameter."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, _system_config=getattr(request, "param", None))
     yield
     ray.shutdown()
 
@@ -33,4 +36,14 @@ def test_a_process_of_the_engine_that_is_gone_is_told_by_its_name(local_ray: Non
     assert not watch.on_several_nodes
     for each in (other, controller):
         ray.kill(each)
-    assert watch.wait().endswith(f"No longer there: {QUEUE}.")
+    assert watch.wait() == f"{PROCESS_LOST} No longer there: {QUEUE}."
+
+
+@pytest.mark.parametrize(
+    "local_ray", [{"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 1000}], indirect=True
+)
+def test_a_process_that_ray_ended_for_memory_is_known_as_such(local_ray: None) -> None:
+    process = Process.options(name="server").remote()
+    while not (said := ends_of([process])):
+        time.sleep(0.2)
+    assert "Ray ended a process of the engine because the memory of its node" in (remedy_of(said) or said)

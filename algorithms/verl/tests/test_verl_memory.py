@@ -76,6 +76,13 @@ def test_the_table_for_the_papers_model_is_this_arithmetic(column: int) -> None:
     assert int(row["tokens whose keys and values fit"].replace(",", "")) == found.tokens_cached
 
 
+def test_a_pass_that_only_scores_can_take_more_than_one_with_gradients() -> None:
+    found = of(offload=True, tokens_per_scoring_pass=65_536)
+    assert found.training["logits"] == 2 * 65_536 * 128_256 * 4
+    assert "tokens_per_scoring_pass" in (found.verdict(80, 8192) or "")
+    assert of(offload=True, tokens_per_scoring_pass=16_384).training == of(offload=True).training
+
+
 def test_separate_gpus_and_adapters_take_less() -> None:
     beside = of(serving_gpus=1)
     assert sum(beside.serving.values()) == 0

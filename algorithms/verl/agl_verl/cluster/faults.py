@@ -64,11 +64,15 @@ def remedy_of(*texts: str) -> str | None:
     return None
 
 
-def lost(actors: Collection[str], nodes: Collection[str]) -> str:
+def lost(actors: Collection[str], nodes: Collection[str], why: str | None = None) -> str:
     """The error for Ray's actors that are gone, and nodes (by address) that are gone too.
+
+    `why`: what the actors' ends mean (`remedy_of`), where it is known.
 
     >>> print(lost(["server"], ["10.0.0.7"]))
     A node of the Ray cluster was lost (10.0.0.7), and what ran on it: server. Start Ray there again, or join another.
+    >>> print(lost(["server"], [], "Memory ran out."))
+    Memory ran out. No longer there: server.
     """
     names = ", ".join(sorted(actors))
     if nodes:
@@ -76,4 +80,4 @@ def lost(actors: Collection[str], nodes: Collection[str]) -> str:
             f"A node of the Ray cluster was lost ({', '.join(sorted(nodes))}), and what ran on it: {names}. Start Ray "
             f"there again, or join another."
         )
-    return f"{PROCESS_LOST} No longer there: {names}."
+    return f"{why or PROCESS_LOST} No longer there: {names}."

@@ -63,7 +63,7 @@ class Estimate:
     serving: Mapping[str, float]
     """While agents run."""
     training: Mapping[str, float]
-    """During an update."""
+    """During an update, in the pass that takes more: one with gradients, or one that only scores."""
     tokens_cached: int
     """Tokens whose keys and values fit into the servers' share, in each replica."""
 
@@ -93,7 +93,8 @@ class Estimate:
         remedy = (
             "Set offload = true, lower serving_memory, or give serving GPUs of its own (serving_gpus)"
             if while_serving
-            else "Lower tokens_per_micro_batch, train an adapter ([policies.NAME.model.lora])"
+            else "Lower tokens_per_micro_batch and tokens_per_scoring_pass, train an adapter "
+            "([policies.NAME.model.lora])"
         )
         return (
             f"It does not fit into {device_memory:g} GB, of which {RESERVE / GB:g} are kept for CUDA and NCCL: "
@@ -124,14 +125,18 @@ def estimate(options: VerlOptions, spec: PolicySpec, algorithm: BuiltAlgorithm, 
     # With checkpointing a layer keeps what goes into it; without, about sixteen times as much.
     kept = tokens * shape.hidden * 2 * shape.layers * (1 if options.gradient_checkpointing else 16)
     resident = 0.0 if options.offload or options.serving_gpus else state * copies
+    logits = float(shape.vocabulary * 4 * _LOGITS)
+    training = {
+        "weights and moments": state * copies,
+        "gradients": _GRADIENTS * trained / gpus * copies,
+        "logits": tokens * logits,
+        "activations": float(kept),
+    }
+    scored = options.tokens_per_scoring_pass or tokens
+    scoring = {"weights and moments": state * copies, "logits": scored * logits}
     return Estimate(
         serving={"weights and moments": resident, "servers": 0.0 if options.serving_gpus else share},
-        training={
-            "weights and moments": state * copies,
-            "gradients": _GRADIENTS * trained / gpus * copies,
-            "logits": float(tokens * shape.vocabulary * 4 * _LOGITS),
-            "activations": float(kept),
-        },
+        training=max(training, scoring, key=lambda parts: sum(parts.values())),
         tokens_cached=int((share - weights) * options.tensor_parallel / (shape.cached * bytes_served)),
     )
 

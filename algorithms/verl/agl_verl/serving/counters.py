@@ -8,6 +8,8 @@ import httpx
 
 from agl_core.errors import EngineError
 
+SECONDS_TO_ANSWER = 60.0
+"""A server on a busy machine, or amid an exchange of weights, takes its time; one that is gone is missed at once."""
 _COUNTERS = {
     "vllm:prompt_tokens_total": "tokens_prefilled",
     "vllm:prefix_cache_hits_total": "tokens_reused",
@@ -18,7 +20,7 @@ _COUNTERS = {
 def read_counters(urls: Iterable[str]) -> dict[str, float]:
     """tokens_prefilled, tokens_reused, tokens_decoded since the start, over all servers; EngineError if one is gone."""
     totals = dict.fromkeys(_COUNTERS.values(), 0.0)
-    with httpx.Client(timeout=10, trust_env=False) as client:
+    with httpx.Client(timeout=SECONDS_TO_ANSWER, trust_env=False) as client:
         for url in urls:
             try:
                 reply = client.get(f"{url.removesuffix('/v1')}/metrics")
