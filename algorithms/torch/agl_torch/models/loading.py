@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def multiplies_bfloat16() -> bool:
 
     torch versions that do not know the processor are taken to have none.
     """
-    known = getattr(torch.cpu, "get_capabilities", dict)()
+    known: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name) for name in _BFLOAT16)
 
 
