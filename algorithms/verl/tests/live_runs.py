@@ -68,7 +68,9 @@ def test_real_steps(algorithm: str, metric: str, tmp_path: Path) -> None:
     trained = [line for line in steps if line["update/transitions_trained"]]
     assert trained
     assert all(metric in line for line in trained)
-    assert all(line["update/grad_norm"] > 0 for line in trained)
+    rewarded = [line for line in trained if line["reward/mean"]]
+    assert rewarded
+    assert all(line["update/grad_norm"] > 0 for line in rewarded), "there is something to learn from"
     assert max(line["update/rollout_probs_diff_max"] for line in trained) < 1e-3, "serving and training agree"
 
 
