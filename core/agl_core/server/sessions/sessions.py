@@ -210,11 +210,11 @@ class Sessions:
             return
         session.move(AttemptState.CLOSING)
         self._forget(session)
-        self.counters.ended += 1
         missed = {UNRECORDED_CALLS: session.missed} if session.missed else {}
         session.record = replace(session.record, result={"ended_by": by, **missed})
         if not await self._write_end(session):
             self._unwritten.append(session)
+        self.counters.ended += 1
 
     async def delete(self, ids: Collection[str]) -> int:
         """Remove sessions for good; returns how many had anything recorded. ApiError 404 if one never was here."""
