@@ -7,6 +7,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from agl_core.store.codec import Row, Rows, encode
 from agl_core.store.connections import BUSY_SECONDS, transaction
 from agl_core.store.files import OpenFiles
 from agl_core.store.interface import Record
-from agl_core.store.jobs import JobThread
 from agl_core.store.pieces import Data, Pieces
 from agl_core.store.tables import PIECES, TABLES, Table, insertion
 
@@ -56,7 +56,7 @@ class GroupWriter:
         self._fold_after = 0.0
         """Before this time, folding the log in is of no use."""
         self._warned_of_readers = False
-        self._thread = JobThread("agl-store-writer")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
         self._waiting: list[tuple[Rows, asyncio.Future[None]]] = []
         self._company = 0
         self._idle = asyncio.Event()
@@ -83,8 +83,8 @@ class GroupWriter:
         """Finish what waits, then end the thread and close the connection."""
         await self._idle.wait()
         self._fold_later(None)
-        self._thread.do(self._close)
-        await self._thread.end()
+        self._thread.submit(self._close)
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def between_writes(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """What `work` returns, which has the connection for itself; then the log is folded in."""
@@ -96,7 +96,7 @@ class GroupWriter:
             finally:
                 self._fold()
 
-        return await self._thread.result(run)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     async def erase(self, work: Callable[[sqlite3.Connection, int], Result]) -> Result:
         """What `work` returns; it may remove pieces below the number that it gets.
@@ -122,12 +122,8 @@ class GroupWriter:
         self._company = _COMPANY if len(batch) > 1 else 0
         pieces = self._pieces.take()
         loop = asyncio.get_running_loop()
-
-        def write() -> None:
-            errors = self._write_each(pieces, [rows for rows, _ in batch])
-            loop.call_soon_threadsafe(self._finish, pieces, batch, errors)
-
-        self._thread.do(write)
+        running = loop.run_in_executor(self._thread, self._write_each, pieces, [rows for rows, _ in batch])
+        running.add_done_callback(lambda finished: self._finish(pieces, batch, finished.result()))
 
     def _finish(
         self,
@@ -145,7 +141,7 @@ class GroupWriter:
             else:
                 done.set_exception(error)
         if self._files.log_size >= _LARGE_LOG and time.monotonic() >= self._fold_after:
-            self._thread.do(self._fold)
+            self._thread.submit(self._fold)
         if self._waiting:
             self._gather(self._company)
         else:
@@ -160,13 +156,11 @@ class GroupWriter:
         self._folding = None if seconds is None else loop.call_later(seconds, self._fold_when_idle)
 
     def _fold_when_idle(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def folded(whole: bool) -> None:
-            if not whole and self._idle.is_set() and self._folding is not None:
+        def folded(finished: asyncio.Future[bool]) -> None:
+            if not finished.result() and self._idle.is_set() and self._folding is not None:
                 self._fold_later(_PAUSE)  # A reader is there yet.
 
-        self._thread.do(lambda: loop.call_soon_threadsafe(folded, self._fold()))
+        asyncio.get_running_loop().run_in_executor(self._thread, self._fold).add_done_callback(folded)
 
     def _fold(self) -> bool:
         """Fold the write-ahead log into the store's file, and cut it off; whether no reader prevents that.
@@ -180,10 +174,10 @@ class GroupWriter:
                 (busy, _, _) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             finally:
                 self._connection.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
-            self._files.log_was_folded_in()
         except (sqlite3.Error, StoreError) as error:
             logger.error("The log of the store %s could not be folded into it: %s", self._path, error)
             return True  # The next write raises what is wrong, if it still is.
+        self._files.log_was_folded_in()
         if not busy:
             self._fold_after, self._warned_of_readers = 0.0, False
             return True

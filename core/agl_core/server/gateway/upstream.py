@@ -44,9 +44,7 @@ class UpstreamClient:
         self.router = Router(upstream.urls)
         """Also for requests to these servers that others send."""
         self._endpoints = {
-            url: Endpoint(
-                f"{url.rstrip('/')}/chat/completions", headers, connect=_CONNECT, reply=timeout, idle=_KEEP_ALIVE
-            )
+            url: Endpoint(f"{url.rstrip('/')}/chat/completions", headers, connect=_CONNECT, idle=_KEEP_ALIVE)
             for url in upstream.urls
         }
         self._timeout = timeout
@@ -76,7 +74,8 @@ class UpstreamClient:
 
     async def _ask(self, url: str, stamp: Mapping[str, str], sent: bytes) -> tuple[bytes, Mapping[str, str]]:
         try:
-            reply = await self._endpoints[url].post(stamp, sent)
+            async with asyncio.timeout(self._timeout):
+                reply = await self._endpoints[url].post(stamp, sent)
         except TimeoutError as error:
             raise _failed(
                 504, f"The model server at {url} did not answer in {self._timeout:g} seconds.", "upstream_timeout"

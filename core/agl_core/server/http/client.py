@@ -38,29 +38,27 @@ class HttpReply:
 class Endpoint:
     """One URL to POST to, with headers that every request has.
 
-    `connect`: seconds to wait for a connection; `reply`: seconds to wait for a whole reply; `idle`: seconds to keep a
-    connection that is not used. These have to be fewer than the server's, which would otherwise close a connection just
-    when a request is sent.
+    `connect`: seconds to wait for a connection; `idle`: seconds to keep one that is not used. They have to be fewer
+    than the server's, which would otherwise close a connection just when a request is sent.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, connect: float, reply: float, idle: float) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], *, connect: float, idle: float) -> None:
         self._url = urlsplit(url)
-        self._connect, self._patience, self._keep = connect, reply, idle
+        self._connect, self._keep = connect, idle
         target = self._url.path + (f"?{self._url.query}" if self._url.query else "")
         self._head = f"POST {target} HTTP/1.1\r\nHost: {_host(self._url)}\r\n".encode() + _lines(headers)
         self._idle: deque[tuple[_Connection, float]] = deque()
         self._closed = False
 
     async def post(self, headers: Mapping[str, str], body: bytes) -> HttpReply:
-        """The reply. TimeoutError if it did not come in time, BrokenReplyError if it did not come whole, and another
-        OSError if the server cannot be reached.
+        """The reply. BrokenReplyError if it did not come whole, another OSError if the server cannot be reached.
 
         If it is cancelled, so is the request: its connection is closed.
         """
         connection = self._kept() or await self._new()
         try:
             request = b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, _lines(headers), len(body), body)
-            reply = await connection.ask(request, self._patience)
+            reply = await connection.ask(request)
         except BaseException:
             connection.close()
             raise
@@ -115,7 +113,6 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._waiting: asyncio.Future[HttpReply] | None = None
-        self._late: asyncio.TimerHandle | None = None
         self._headers: dict[str, str] = {}
         self._body: list[bytes] = []
 
@@ -123,12 +120,10 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def ask(self, request: bytes, patience: float) -> asyncio.Future[HttpReply]:
+    def ask(self, request: bytes) -> asyncio.Future[HttpReply]:
         if not self.is_open:
             raise BrokenReplyError("it closed the connection")
-        loop = asyncio.get_running_loop()
-        self._waiting = loop.create_future()
-        self._late = loop.call_later(patience, self._fail, TimeoutError(f"no reply in {patience:g} seconds"))
+        self._waiting = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._waiting
 
@@ -142,14 +137,14 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(BrokenReplyError(f"what it sent is no HTTP: {error}"))
+            self._fail(f"what it sent is no HTTP: {error}")
 
     def eof_received(self) -> None:
         if self._waiting is not None and self._ends_with_the_connection:
             self.on_message_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._fail(BrokenReplyError(str(error or "it closed the connection")))
+        self._fail(str(error or "it closed the connection"))
 
     def on_message_begin(self) -> None:
         self._headers, self._body = {}, []
@@ -164,7 +159,7 @@ class _Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < _FIRST_FINAL_STATUS:
             return
-        waiting = self._no_longer_waiting()
+        waiting, self._waiting = self._waiting, None
         if waiting is None or not self._parser.should_keep_alive():
             self.close()
         if waiting is not None and not waiting.done():
@@ -174,17 +169,11 @@ class _Connection(asyncio.Protocol):
     def _ends_with_the_connection(self) -> bool:
         return bool(self._headers) and not {"content-length", "transfer-encoding"} & self._headers.keys()
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, why: str) -> None:
         self.close()
-        waiting = self._no_longer_waiting()
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(error)
-
-    def _no_longer_waiting(self) -> asyncio.Future[HttpReply] | None:
-        if self._late is not None:
-            self._late.cancel()
         waiting, self._waiting = self._waiting, None
-        return waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(BrokenReplyError(why))
 
 
 def _host(url: SplitResult) -> str:

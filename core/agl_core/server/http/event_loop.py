@@ -14,10 +14,6 @@ except ImportError:  # Windows has none
 
 Result = TypeVar("Result")
 
-_YOUNG = 10_000
-"""Objects after which the garbage collector looks at new ones. A model call makes more than its usual 700, and leaves
-few behind."""
-
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` on uvloop's event loop where there is one: it takes less of every request's time.
@@ -32,6 +28,5 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)

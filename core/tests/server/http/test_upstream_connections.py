@@ -68,11 +68,7 @@ class RawServer:
     @contextlib.contextmanager
     def endpoint(self, *, idle: float = 60.0) -> Iterator[Endpoint]:
         endpoint = Endpoint(
-            f"http://user@127.0.0.1:{self.port}/v1/chat?x=1",
-            {"Authorization": "Bearer k"},
-            connect=10,
-            reply=60,
-            idle=idle,
+            f"http://user@127.0.0.1:{self.port}/v1/chat?x=1", {"Authorization": "Bearer k"}, connect=10, idle=idle
         )
         yield endpoint
         endpoint.close()
@@ -216,7 +212,7 @@ async def test_what_is_in_flight_ends_after_the_endpoint_was_closed() -> None:
 
 
 async def test_a_server_that_is_not_there(unused_tcp_port: int) -> None:
-    endpoint = Endpoint(f"http://127.0.0.1:{unused_tcp_port}/", {}, connect=10, reply=60, idle=1)
+    endpoint = Endpoint(f"http://127.0.0.1:{unused_tcp_port}/", {}, connect=10, idle=1)
     with pytest.raises(OSError, match=str(unused_tcp_port)) as raised:
         await endpoint.post({}, b"")
     assert not isinstance(raised.value, BrokenReplyError)
@@ -231,7 +227,7 @@ async def test_a_server_that_takes_no_connections() -> None:
             filling.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 filling.connect(listener.getsockname())
-        endpoint = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}/", {}, connect=0.2, reply=60, idle=1)
+        endpoint = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}/", {}, connect=0.2, idle=1)
         with pytest.raises(OSError, match=r"no connection in 0\.2 seconds") as raised:
             await endpoint.post({}, b"")
     assert not isinstance(raised.value, TimeoutError | BrokenReplyError)
@@ -269,9 +265,9 @@ async def test_an_upstream_over_tls_is_believed_only_with_a_known_certificate(
     app.router.add_post("/", answer)
     async with served(app, ssl_context=context) as url:
         with pytest.raises(ssl.SSLCertVerificationError):
-            await Endpoint(f"{url}/", {}, connect=10, reply=60, idle=1).post({}, b"hello")
+            await Endpoint(f"{url}/", {}, connect=10, idle=1).post({}, b"hello")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        endpoint = Endpoint(f"{url}/", {}, connect=10, reply=60, idle=1)
+        endpoint = Endpoint(f"{url}/", {}, connect=10, idle=1)
         for _ in range(2):
             assert (await endpoint.post({}, b"hello" * 100_000)).body == b"hello" * 100_000
         endpoint.close()
