@@ -79,6 +79,7 @@ def run(
     Environment variables point its LLM clients at agl, and the installed adapters attach themselves in all its Python
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
+    import agl_core.server  # noqa: F401  # If its packages are missing, say so before anything else.
     from agl_core.training.run_folder import removed_unless_begun
     from agl_core.wire.keys import take_keys
 
