@@ -2,7 +2,7 @@
 
     python -m tests.gpu                # writes the figures into docs/gpu.md, each part's when it ends
     python -m tests.gpu --part speed   # one part; the figures of the others stay
-    python -m tests.gpu --device cpu   # plays the torch engine's parts small, on the CPU, and writes nothing
+    python -m tests.gpu --device cpu   # plays the parts small, on the CPU, and writes nothing
 
 A part that needs something that is not installed is left out, and says so. The exit status is 1 if a part failed, or
 found the GPU and the CPU further apart than rounding explains.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,17 +50,15 @@ def test_every_part_is_run_or_says_by_name_why_it_was_not(part: Callable[..., Pa
         part("broken", broken),
         part("slow", slow),
         part("absent", broken, needs=("json", "verl_of_nowhere")),
-        part("for_gpus", broken, only_on_gpu=True),
         part("whole", lambda setup, seconds: TABLE),
     ]
     said: list[str] = []
     played = parts.play(chosen, "cpu", 60, said.append)
-    assert [each.failed for each in played] == [True, True, False, False, False]
-    assert [each.table for each in played] == [None, None, None, None, TABLE]
+    assert [each.failed for each in played] == [True, True, False, False]
+    assert [each.table for each in played] == [None, None, None, TABLE]
     assert played[0].remark == "**It failed: ValueError: no such luck**"
     assert "the time was over" in played[1].remark
     assert played[2].remark == "Not run: verl_of_nowhere is not installed."
-    assert played[3].remark == "Not run: it needs a CUDA GPU."
     assert "| one | two |\n| --- | --- |\n| 1 | 2 |\n" in said[-1]
 
 
@@ -156,6 +155,16 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(a_page: Path, monkeypatch: py
     with pytest.raises(SystemExit, match=r"no CUDA GPU: torch 9 finds none.*--device cpu"):
         __main__.main()
     assert a_page.read_text() == before
+
+
+def test_the_kit_is_found_where_another_package_is_called_tests(tmp_path: Path) -> None:
+    """veRL's wheel installs one."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.gpu", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert "--minutes" in done.stdout, done.stderr
 
 
 def test_a_gpu_that_computes_something_else_is_noticed() -> None:

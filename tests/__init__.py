@@ -1,0 +1,1 @@
+"""A package, so that `python -m tests.gpu` finds these tests: veRL's wheel installs a package `tests` too."""
