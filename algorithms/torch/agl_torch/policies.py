@@ -98,6 +98,7 @@ class Policies:
         component, options = find_algorithm(self._plugins, request.algorithm, request.options)
         algorithm: Algorithm = component.build(options)
         steps = policy.trainer.optimizer.steps
+        policy.sampler.release()
         torch.set_num_threads(self.threads.training)
         try:
             return policy.trainer.update(request.batch, algorithm, progress)

@@ -83,7 +83,9 @@ class SlotCache:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self._keys, *self._values))
 
-    def clear(self) -> None:
+    def release(self) -> None:
+        """Forget everything and give its memory back, until `allocate`."""
+        self._keys, self._values = [], []
         self.lengths[:] = 0
 
     def touch(self, slot: int) -> None:

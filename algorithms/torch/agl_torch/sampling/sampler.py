@@ -119,17 +119,21 @@ class Sampler:
         self._active = []
         self._cache.allocate(min(_FIRST_CAPACITY, self._context))
 
+    def release(self) -> None:
+        """Give the cache's memory to an update, after which nothing of it could be used; `new_version` takes it again."""
+        self._check_drained()
+        self._cache.release()
+
     def new_version(self, version: int) -> None:
         """The weights are now this version; what was cached for the old one is dropped."""
-        if self._active or any(row.started for waiting in self._waiting for row in waiting.job.rows):
-            raise EngineError("A new version was published while responses were in progress; drain the sampler first.")
+        self._check_drained()
         self.version = version
-        capacity = self._rounded(max(self._peak, _FIRST_CAPACITY))
-        if capacity == self._cache.capacity:
-            self._cache.clear()
-        else:
-            self._cache.allocate(capacity)
+        self._cache.allocate(self._rounded(max(self._peak, _FIRST_CAPACITY)))
         self._peak = 0
+
+    def _check_drained(self) -> None:
+        if self._active or any(row.started for waiting in self._waiting for row in waiting.job.rows):
+            raise EngineError("The weights were to change while responses were in progress; drain the sampler first.")
 
     @torch.inference_mode()
     def step(self) -> list[Generated]:
