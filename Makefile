@@ -87,7 +87,7 @@ files_with = grep -rlE '$(1)' --include='test_*.py' $(or $(TESTS),core adapters 
 # A busy machine takes longer to start Ray than the 30 seconds that Ray allows.
 test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (most of an hour, 13 GB)
 	@RAY_raylet_start_wait_time_s=300 $(VERL)/bin/python -m pytest -o python_files='test_*.py live_*.py' \
-		$(or $(TESTS),algorithms/verl/tests)
+		$(or $(TESTS),algorithms/verl/tests tests/gpu/live_gpu_kit.py)
 
 lint: install ## Check style and formatting
 	@$(BIN)/ruff check .
