@@ -47,7 +47,7 @@ quickstart: install ## Install, and train a real LangChain agent on the CPU in a
 
 quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on the CPU (half an hour, 9 GB)
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
-		--set eval.every=40 --set eval.tasks=100 --set engine.verl.gradient_checkpointing=false
+		--set engine.verl.gradient_checkpointing=false
 
 smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 7 GB)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
