@@ -120,7 +120,7 @@ class Sampler:
         self._cache.allocate(min(_FIRST_CAPACITY, self._context))
 
     def release(self) -> None:
-        """Give the cache's memory to an update, after which nothing of it could be used; `new_version` takes it again."""
+        """Give the cache's memory to an update, after which none of it could be used; `new_version` takes it again."""
         self._check_drained()
         self._cache.release()
 

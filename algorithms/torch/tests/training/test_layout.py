@@ -42,6 +42,13 @@ def make_shared(seed: int, *, groups: int = 2, members: int = 4, turns: int = 3,
     return batch_of([pairs[i] for i in rng.permutation(len(pairs))], rng)
 
 
+def make_long() -> Batch:
+    """Two long rollouts of a prompt, and two that go on from the first turn of a third."""
+    rng = np.random.default_rng(0)
+    task, turn, *rest = (rng.integers(3, 303, length).tolist() for length in (90, 50, 70, 80, 90, 60))
+    return batch_of([(task, rest[0]), (task, rest[1]), (task + turn, rest[2]), (task + turn, rest[3])], rng)
+
+
 def batch_of(pairs: list[tuple[list[int], list[int]]], rng: np.random.Generator) -> Batch:
     count, responses = len(pairs), [len(response) for _, response in pairs]
     return replace(
@@ -124,9 +131,10 @@ def test_a_prefix_is_shared_where_that_pays() -> None:
 
 
 @pytest.mark.parametrize("limits", [WIDE, replace(WIDE, tokens=150), replace(WIDE, hidden_size=None)])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(7))
 def test_scores_equal_a_plain_forward_of_each_transition(in_float64: LoadedModel, limits: Limits, seed: int) -> None:
-    batch = make_batch(None, seed=seed) if seed == 0 else make_shared(seed, alphabet=300 if seed % 2 else 3)
+    others = {0: make_batch(None), 1: make_long()}
+    batch = others[seed] if seed in others else make_shared(seed, alphabet=300 if seed % 2 else 3)
     for micro in laid_out(batch, limits):
         with torch.no_grad():
             logprobs, entropy = score(in_float64.model, micro)
@@ -138,8 +146,8 @@ def test_scores_equal_a_plain_forward_of_each_transition(in_float64: LoadedModel
         assert (entropy < np.log(320)).all()
 
 
-def test_gradients_equal_those_of_each_transition_alone(in_float64: LoadedModel) -> None:
-    batch = make_shared(3)
+@pytest.mark.parametrize("batch", [make_shared(3), make_long()], ids=["short", "long"])
+def test_gradients_equal_those_of_each_transition_alone(in_float64: LoadedModel, batch: Batch) -> None:
     weights = torch.randn(int(batch.response_offsets[-1]), dtype=torch.float64)
 
     def gradient(passes: list[MicroBatch]) -> torch.Tensor:
@@ -150,7 +158,7 @@ def test_gradients_equal_those_of_each_transition_alone(in_float64: LoadedModel)
 
     alone = [micro for i in range(len(batch)) for micro in micro_batches(batch, np.array([i]), WIDE, CPU)]
     together = laid_out(batch)
-    assert sum(micro.computed for micro in together) < 0.6 * sum(micro.computed for micro in alone)
+    assert sum(micro.computed for micro in together) < 0.7 * sum(micro.computed for micro in alone)
     expected = gradient(alone)
     # The model's own norms compute in float32, and with them the backward pass.
     assert (gradient(together) - expected).norm() < 1e-6 * expected.norm()
