@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from update_layouts import MODELS, make_model
+from update_layouts import MODELS, batch_of, make_model
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.options import GrpoOptions
 from agl_core.config.policies import OptimizerSection
-from agl_core.types import Batch, CreditKind, TransitionKey
+from agl_core.types import Batch
 from agl_torch.sampling.sampler import Sampler
 from agl_torch.sampling.types import Request, Response
 from agl_torch.training.trainer import PolicyTrainer
@@ -67,7 +67,7 @@ def ours(model: Any, prompts: list[Any]) -> list[float]:
         replies: dict[int, tuple[Response, ...]] = {}
         while not sampler.idle:
             replies |= {int(each.request.id): each.responses for each in sampler.step()}
-        result = trainer.update(batch_of(prompts, [replies[group] for group in range(PROMPTS)]), grpo)
+        result = trainer.update(sampled_batch(prompts, [replies[group] for group in range(PROMPTS)]), grpo)
         sampler.new_version(trainer.version)
         seconds.append(time.process_time() - began)
         if result.metrics["transitions_trained"] != PROMPTS * EACH:
@@ -75,30 +75,17 @@ def ours(model: Any, prompts: list[Any]) -> list[float]:
     return seconds
 
 
-def batch_of(prompts: list[Any], groups: list[tuple[Response, ...]]) -> Batch:
+def sampled_batch(prompts: list[Any], groups: list[tuple[Response, ...]]) -> Batch:
     replies = [reply for group in groups for reply in group]
-    tokens = [
-        np.concatenate([prompt, reply.ids]) for prompt, group in zip(prompts, groups, strict=True) for reply in group
-    ]
-    numbers, lengths = np.arange(len(replies)), [len(each) for each in tokens]
-    rewards = np.array([reward(reply.ids) for reply in replies])
-    return Batch(
+    numbers, rewards = np.arange(len(replies)), np.array([reward(reply.ids) for reply in replies])
+    return replace(
+        batch_of([prompt for prompt in prompts for _ in range(EACH)], [reply.ids for reply in replies]),
         step=1,
-        kind=CreditKind.RETURN,
-        tokens_T=np.concatenate(tokens).astype(np.int32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        prompt_lengths_N=np.full(len(replies), PROMPT, np.int64),
-        response_offsets=np.arange(len(replies) + 1, dtype=np.int64) * RESPONSE,
         behaviour_logprobs_R=np.concatenate([reply.logprobs for reply in replies]).astype(np.float32),
-        mask_R=np.ones(len(replies) * RESPONSE, np.bool_),
-        temperature_N=np.ones(len(replies), np.float32),
         values_N=rewards,
+        scores_N=rewards,
         group_N=numbers // EACH,
         rollout_N=numbers,
-        turn_N=np.zeros(len(replies), np.int64),
-        version_N=np.zeros(len(replies), np.int64),
-        scores_N=rewards,
-        keys=tuple(TransitionKey(f"r{number}", 0, "c", 0) for number in numbers),
     )
 
 

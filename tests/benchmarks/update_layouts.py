@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -52,24 +52,30 @@ def make_model(vocab_size: int, hidden_size: int, heads: int, **shape: int) -> A
 def make_batch(groups: int, vocabulary: int, prompt: int, response: int, observation: int, turns: int) -> Batch:
     """Groups of eight rollouts of one prompt; each turn continues the one before."""
     rng = np.random.default_rng(0)
-    tokens: list[Any] = []
-    prompts: list[int] = []
+    prompts: list[Any] = []
+    replies: list[Any] = []
     for _ in range(groups):
         task = rng.integers(0, vocabulary, prompt)
         for _ in range(8):
             conversation = task
             for _ in range(turns):
-                prompts.append(len(conversation))
-                tokens.append(np.concatenate([conversation, rng.integers(0, vocabulary, response)]))
-                conversation = np.concatenate([tokens[-1], rng.integers(0, vocabulary, observation)])
-    count, lengths = len(tokens), [len(each) for each in tokens]
+                prompts.append(conversation)
+                replies.append(rng.integers(0, vocabulary, response))
+                conversation = np.concatenate([conversation, replies[-1], rng.integers(0, vocabulary, observation)])
+    return batch_of(prompts, replies)
+
+
+def batch_of(prompts: Sequence[Any], replies: Sequence[Any]) -> Batch:
+    """All of one group, with nothing but their tokens; replies are equally long."""
+    count, response = len(prompts), len(replies[0])
+    tokens = [np.concatenate(both) for both in zip(prompts, replies, strict=True)]
     zeros = np.zeros(count, np.int64)
     return Batch(
         step=0,
         kind=CreditKind.RETURN,
         tokens_T=np.concatenate(tokens).astype(np.int32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        prompt_lengths_N=np.array(prompts, np.int64),
+        offsets=np.concatenate([[0], np.cumsum([len(each) for each in tokens])]).astype(np.int64),
+        prompt_lengths_N=np.array([len(each) for each in prompts], np.int64),
         response_offsets=np.arange(count + 1, dtype=np.int64) * response,
         behaviour_logprobs_R=np.zeros(count * response, np.float32),
         mask_R=np.ones(count * response, np.bool_),
