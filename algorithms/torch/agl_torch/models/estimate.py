@@ -28,15 +28,16 @@ _TIMED_TOKENS, _TIMED_PASSES = 128, 3
 
 
 def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: int, cache: int) -> int:
-    """The most that one policy takes, while it trains or while it samples: an update has the cache's memory."""
+    """The most that one policy takes while it trains."""
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
-    gradients = sum(weight.numel() * FULL_PRECISION for weight in trained)
-    masters = sum(weight.numel() * FULL_PRECISION for weight in trained if weight.element_size() < FULL_PRECISION)
+    training = sum(
+        weight.numel() * FULL_PRECISION * (3 + (weight.element_size() < FULL_PRECISION)) for weight in trained
+    )
     copies = int(algorithm.needs_reference and not loaded.has_adapter) + int(algorithm.needs_critic)
-    optimizers = (2 * gradients + masters) * (1 + algorithm.needs_critic)
-    update = gradients + tokens_per_pass * activation_bytes(loaded.model, loaded.device) + LOGITS
-    return int(weights * (1 + copies) + optimizers + max(update, cache))
+    critic = training if algorithm.needs_critic else 0
+    activations = tokens_per_pass * activation_bytes(loaded.model, loaded.device)
+    return int(weights * (1 + copies) + training + critic + activations + LOGITS + cache)
 
 
 def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:

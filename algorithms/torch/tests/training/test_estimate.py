@@ -50,7 +50,7 @@ def test_memory_is_more_than_the_process_and_less_than_a_small_machine_has(check
     [
         {"algorithm_options": {"beta": 0.1}},
         {"algorithm": "ppo", "algorithm_options": {}},
-        {"cache_mib": 1024, "max_rows": 4096},
+        {"cache_mib": 64, "max_rows": 4096},
         {"tokens_per_micro_batch": 10**6},
     ],
 )
