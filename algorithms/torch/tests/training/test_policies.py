@@ -117,6 +117,19 @@ def test_a_gpu_that_is_not_there(checkpoint: Path) -> None:
         load(checkpoint, device="cuda")
 
 
+def test_an_update_has_the_memory_of_the_cache(checkpoint: Path) -> None:
+    policies = load(checkpoint)
+    sampler = policies.policies["default"].sampler
+    held = {sampler.cache_nbytes}
+    policies.policies["default"].loaded.model.register_forward_pre_hook(lambda *_: held.add(sampler.cache_nbytes))
+    policies.update(UpdateRequest("default", "grpo", {"beta": 0.0}, make_batch(None)), lambda _: None)
+    assert 0 in held
+    assert sampler.cache_nbytes == max(held) > 0
+    sampler.submit(Request("a", np.array([5, 6, 7], dtype=np.int32), max_tokens=4))
+    [reply] = [done for _ in range(9) for done in sampler.step()]
+    assert reply.version == 1
+
+
 def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policies = load(checkpoint)
     policy = policies.policies["default"]
