@@ -28,20 +28,20 @@ _TIMED_TOKENS, _TIMED_PASSES = 128, 3
 
 
 def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: int, cache: int) -> int:
-    """The most that one policy takes while it trains."""
+    """The most that one policy takes: an update has the memory that sampling has for its cache."""
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
-    training = sum(
-        weight.numel() * FULL_PRECISION * (3 + (weight.element_size() < FULL_PRECISION)) for weight in trained
-    )
+    gradient = sum(weight.numel() for weight in trained) * FULL_PRECISION
+    masters = sum(weight.numel() for weight in trained if weight.element_size() < FULL_PRECISION) * FULL_PRECISION
+    learners = 1 + algorithm.needs_critic
     copies = int(algorithm.needs_reference and not loaded.has_adapter) + int(algorithm.needs_critic)
-    critic = training if algorithm.needs_critic else 0
     activations = tokens_per_pass * activation_bytes(loaded.model, loaded.device)
-    return int(weights * (1 + copies) + training + critic + activations + LOGITS + cache)
+    kept = weights * (1 + copies) + learners * (2 * gradient + masters)
+    return int(kept + max(cache, gradient + activations + LOGITS))
 
 
 def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
-    """Of sampling and training. Prompts count once for each group in sampling, once for each rollout in training."""
+    """Of sampling and training; in both, the rollouts of a group share its prompt."""
     token = token_seconds(loaded.model, loaded.device)
     rollouts = work.groups * work.group_size
     once = algorithm.epochs == 1 and algorithm.minibatches == 1
@@ -49,8 +49,9 @@ def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
     if algorithm.needs_critic:
         passes += 1 + (1 + BACKWARD) * int(getattr(algorithm, "critic_epochs", 1))
     sampled = (rollouts * work.steps + work.evaluated) * work.response_tokens * DECODING
-    read = (work.groups * work.steps + work.evaluated) * work.prompt_tokens
-    learned = rollouts * work.steps * (work.prompt_tokens + work.response_tokens) * passes
+    prompts = work.groups * work.steps * work.prompt_tokens
+    read = prompts + work.evaluated * work.prompt_tokens
+    learned = (prompts + rollouts * work.steps * work.response_tokens) * passes
     trained = sum(weight.numel() for weight in loaded.model.parameters() if weight.requires_grad)
     steps = work.steps * algorithm.epochs * algorithm.minibatches
     return float(token * (sampled + read + learned) + STEP_SECONDS * trained * steps)

@@ -8,6 +8,8 @@ forgetting; nothing else changes which slot holds what.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +63,6 @@ class SlotCache:
         """Forget everything, and hold `capacity` tokens per slot from now on."""
         self.capacity, self.slots = capacity, self.slots_at(capacity)
         self._keys, self._values = [], []  # gives the old memory back before the new is taken
-        # Zeros, not uninitialised memory: a masked NaN would still spoil a sum. Pages are taken when touched.
         self._keys = [self._zeros(s.heads, s.key_dim) for s in self._layers]
         self._values = [self._zeros(s.heads, s.value_dim) for s in self._layers]
         self.tokens: NDArray[np.int32] = np.zeros((self.slots, capacity + 1), np.int32)
@@ -73,7 +74,17 @@ class SlotCache:
         self._used: NDArray[np.int64] = np.zeros(self.slots, np.int64)
 
     def _zeros(self, heads: int, dim: int) -> Tensor:
-        return torch.zeros(self.slots, self.capacity, heads, dim, dtype=self._dtype, device=self._device)
+        """A block; not uninitialised memory, because a masked NaN would still spoil a sum.
+
+        Of a CPU's memory it takes only the pages that are written: most replies are shorter than a slot, and
+        `torch.zeros` would write them all.
+        """
+        shape = (self.slots, self.capacity, heads, dim)
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        size = math.prod(shape)
+        pages = mmap.mmap(-1, max(1, size) * self._dtype.itemsize)
+        return torch.frombuffer(pages, dtype=self._dtype)[:size].view(shape)
 
     def slots_at(self, capacity: int) -> int:
         """How many slots there would be if each held `capacity` tokens."""

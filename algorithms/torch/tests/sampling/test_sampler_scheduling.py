@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -141,6 +142,15 @@ def test_old_rows_are_forgotten_first(qwen: Loaded) -> None:
     assert drive(sampler, [requests[3]])["r3"].reused == 59
     assert drive(sampler, [requests[0]])["r0"].reused == 0
     assert sampler.cache_nbytes <= cache_bytes
+
+
+def test_a_cache_takes_the_memory_of_what_is_in_it(qwen: Loaded) -> None:
+    resident = psutil.Process().memory_info
+    before = resident().rss
+    sampler = Sampler(qwen.with_eos(), cache_bytes=1 << 30, max_rows=4096)
+    assert sampler.cache_nbytes > 1 << 29
+    drive(sampler, [Request("a", random_ids(qwen, 20, 0), max_tokens=20)])
+    assert resident().rss - before < 1 << 26
 
 
 def test_a_cache_that_cannot_hold_one_context_is_refused(qwen: Loaded) -> None:
