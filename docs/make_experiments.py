@@ -76,7 +76,7 @@ LAYOUTS = {
 COMPUTED: dict[str, Cell] = {
     "seeds": seeds_run,
     "tokens computed": average(itemgetter("tokens")),
-    "CPU seconds": spread(itemgetter("seconds"), 2),
+    "CPU seconds": spread(itemgetter("seconds")),
     "probability off, mean": lambda runs: f"{mean(map(itemgetter('gap'), runs)):.1e}",
     "gradient, cosine": spread(itemgetter("cosine")),
 }
