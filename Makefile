@@ -49,7 +49,7 @@ quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set engine.verl.gradient_checkpointing=false
 
-smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (three quarters of an hour, 7 GB)
+smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 5 GB)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
 	@$(BIN)/agl train examples/smollm/train.toml
 
