@@ -33,8 +33,19 @@ def test_seeds_are_one_line_with_a_band(working_folder: Path, agl: Agl, kind: st
     done = agl("plot", "a", "a-2", "b", "--out", f"curves.{kind}")
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"curves.{kind}: a (2 seeds); b (1 seeds)\n"
+    assert done.stdout == f"curves.{kind}: a (2 seeds); b (1 seed)\n"
     assert (working_folder / f"curves.{kind}").read_bytes().startswith(BEGINNINGS[kind])
+
+
+def test_seeds_are_named_by_what_their_names_have_in_common(working_folder: Path, agl: Agl) -> None:
+    for seed in range(2):
+        made(working_folder, f"sums-seed-{seed}", seed, (0.1, 0.5))
+        made(working_folder, f"{seed}", seed, (0.1, 0.5), "stepwise")
+    made(working_folder / "elsewhere", "sums-seed", 0, (0.1, 0.5), "air")
+
+    done = agl("plot", "sums-seed-0", "0", "sums-seed-1", "elsewhere/runs/sums-seed", "1")
+
+    assert done.stdout.split(": ")[1] == "sums-seed (2 seeds); 0 (2 seeds); elsewhere/runs/sums-seed (1 seed)\n"
 
 
 def test_a_band_is_drawn_for_several_seeds_only(working_folder: Path, agl: Agl) -> None:

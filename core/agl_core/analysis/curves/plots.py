@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
@@ -60,15 +61,18 @@ def read_curves(folder: Path, use: Use) -> Curves:
 
 
 def seeds_of(folders: Sequence[Path]) -> dict[str, list[Path]]:
-    """Runs whose configurations differ in nothing but seed and name, by the name of the first of them."""
-    names: dict[str, str] = {}
-    found: dict[str, list[Path]] = {}
+    """Runs whose configurations differ in nothing but seed and name, by what their names have in common."""
+    kinds: dict[str, list[Path]] = {}
     for folder in folders:
         config = tomllib.loads((folder / CONFIG_FILE).read_text())
         shared = {key: config[key] for key in config if key not in _OF_ITS_OWN}
-        essence = json.dumps(shared, sort_keys=True, default=str)
-        found.setdefault(names.setdefault(essence, folder.name), []).append(folder)
-    return found
+        kinds.setdefault(json.dumps(shared, sort_keys=True, default=str), []).append(folder)
+    named: dict[str, list[Path]] = {}
+    for seeds in kinds.values():
+        alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*(each.name for each in seeds), strict=False))
+        common = "".join(letters[0] for letters in alike).rstrip("-_. ")
+        named[next(name for name in (common, seeds[0].name, str(seeds[0])) if name and name not in named)] = seeds
+    return named
 
 
 def draw(kinds: Mapping[str, Sequence[Curves]], out: Path) -> None:

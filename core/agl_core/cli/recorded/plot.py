@@ -29,4 +29,5 @@ def plot(run: Runs, out: Out = Path("curves.svg")) -> None:
 
     kinds = seeds_of([find_run(each) for each in run])
     draw({name: list(map(curves, folders)) for name, folders in kinds.items()}, out)
-    Screen().print(f"{out}: " + "; ".join(f"{name} ({len(folders)} seeds)" for name, folders in kinds.items()))
+    counts = (f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})" for name, seeds in kinds.items())
+    Screen().print(f"{out}: " + "; ".join(counts))
