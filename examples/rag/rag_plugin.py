@@ -33,7 +33,7 @@ def answer_f1(episode: Episode) -> float:
 
 @agl_core.reward_rule
 def searches(episode: Episode) -> float:
-    """How many searches an episode made. Reported with weight 0: it shows whether searching lives or dies."""
+    """How many searches an episode made; its weight is what each costs."""
     return float(sum(len(each.tool_results) for each in episode.transitions))
 
 
