@@ -81,7 +81,8 @@ COMPUTED: dict[str, Cell] = {
     "gradient, cosine": spread(itemgetter("cosine")),
 }
 ONE_SEQUENCE = "all three, one sequence"
-CONCATENATED = 'plugins=["sql_tasks.py", "../../docs/concatenated.py"]'
+CONCATENATED = ('plugins=["sql_tasks.py", "../../docs/concatenated.py"]', "train.serving_gap=1")
+"""Without the second, training stops: the probabilities of tokens are not those with which they were sampled."""
 
 LEARNING: dict[str, Cell] = {
     "seeds": seeds_run,
@@ -109,7 +110,7 @@ def experiments() -> Iterator[Experiment]:
             trained = f"train.agents={list(agents)}"
             yield Experiment(EXAMPLES / "sql", label, (*SHORTER, trained), seed)
         everyone = f"train.agents={list(TRAINED[ALL_THREE])}"
-        yield Experiment(EXAMPLES / "sql", ONE_SEQUENCE, (*SHORTER, everyone, CONCATENATED), seed)
+        yield Experiment(EXAMPLES / "sql", ONE_SEQUENCE, (*SHORTER, everyone, *CONCATENATED), seed)
         for row in zip_longest(*CREDIT.values()):
             for bed, label in zip(CREDIT, row, strict=True):
                 if label is not None:
