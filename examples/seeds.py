@@ -1,7 +1,7 @@
 """Trains an example once per seed, and shows what all seeds reached.
 
     python examples/seeds.py examples/math --seeds 5
-    python examples/seeds.py examples/{math,sql,rag,smollm,smollm/calculator} --write --together curves.svg
+    python examples/seeds.py examples/{math,sql,rag,smollm{,/calculator}} --write --together docs/pictures/learning.svg
 
 Runs come one after another, each a plain `agl train … --set seed=… --set name=…`, and its result is kept in the
 example's `results.json` as soon as it ends: call it again to go on after an interruption, or for more seeds. At the

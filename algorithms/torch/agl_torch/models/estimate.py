@@ -28,16 +28,15 @@ _TIMED_TOKENS, _TIMED_PASSES = 128, 3
 
 
 def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: int, cache: int) -> int:
-    """The most that one policy takes: an update has the memory that sampling has for its cache."""
+    """The most that one policy takes, while it trains or while it samples: an update has the cache's memory."""
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
-    gradient = sum(weight.numel() for weight in trained) * FULL_PRECISION
-    masters = sum(weight.numel() for weight in trained if weight.element_size() < FULL_PRECISION) * FULL_PRECISION
-    learners = 1 + algorithm.needs_critic
+    gradients = sum(weight.numel() * FULL_PRECISION for weight in trained)
+    masters = sum(weight.numel() * FULL_PRECISION for weight in trained if weight.element_size() < FULL_PRECISION)
     copies = int(algorithm.needs_reference and not loaded.has_adapter) + int(algorithm.needs_critic)
-    activations = tokens_per_pass * activation_bytes(loaded.model, loaded.device)
-    kept = weights * (1 + copies) + learners * (2 * gradient + masters)
-    return int(kept + max(cache, gradient + activations + LOGITS))
+    optimizers = (2 * gradients + masters) * (1 + algorithm.needs_critic)
+    update = gradients + tokens_per_pass * activation_bytes(loaded.model, loaded.device) + LOGITS
+    return int(weights * (1 + copies) + optimizers + max(update, cache))
 
 
 def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
