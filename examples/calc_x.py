@@ -14,17 +14,13 @@ solution, are not read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 import agl_core
 from agl_core.errors import ConfigError
-from agl_core.registering import RegisterTaskSource
 from agl_core.types import Task
 
 COLUMNS = ("id", "question", "result", "result_float")
@@ -32,41 +28,18 @@ _SEPARATORS = str.maketrans("", "", "_,")
 """Between thousands."""
 
 
-class CalcXOptions(BaseModel):
-    """What `[tasks.…]` may say beside `source = "calc-x"`."""
+@agl_core.task_source(name="calc-x")
+def calc_x(*, path: Path) -> Iterator[Task]:
+    """The problems of a file in the format of Calc-X, .parquet as it is published (needs pyarrow) or .jsonl.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: Path = Field(
-        description="A file of the dataset, .parquet as it is published (needs pyarrow) or .jsonl, relative to the "
-        "configuration file."
-    )
-
-
-@dataclass(frozen=True)
-class CalcXTasks:
-    """The problems of one file, in its order."""
-
-    tasks: tuple[Task, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.tasks)
-
-    def task(self, index: int) -> Task:
-        """The problem at this index; its result is metadata, which the agent does not see."""
-        return self.tasks[index]
-
-
-def build(options: CalcXOptions, folder: Path, seed: int) -> CalcXTasks:
-    """The problems of a file in the format of Calc-X. ConfigError names the row that is not in it."""
-    del seed  # a file is the same for every seed
-    path = folder / options.path.expanduser()
+    A problem's result is metadata, which the agent does not see. ConfigError names the row that is not in the format.
+    """
     try:
         rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"The tasks {path} cannot be read: {error}") from error
-    return CalcXTasks(tuple(_task(row, number, f"{path}, row {number}") for number, row in enumerate(rows)))
+    for number, row in enumerate(rows):
+        yield _task(row, number, f"{path}, row {number}")
 
 
 def _parquet(path: Path) -> list[dict[str, Any]]:
@@ -101,8 +74,3 @@ def _task(row: Mapping[str, Any], number: int, where: str) -> Task:
     return Task(
         id=str(row.get("id") or number), input={"question": row["question"]}, metadata={"result": f"{result:.12g}"}
     )
-
-
-@agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    register("calc-x", build, options=CalcXOptions)

@@ -18,6 +18,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -38,6 +39,7 @@ Redacting = TypeVar("Redacting", bound=Callable[..., str])
 Making = TypeVar("Making", bound=Callable[..., Algorithm])
 Attaching: TypeAlias = Callable[[], Callable[[], Identity | None] | None]
 Listing = TypeVar("Listing", bound=Callable[..., Iterable[Task]])
+Drawing = TypeVar("Drawing", bound=Callable[..., Task])
 Logging = TypeVar("Logging", bound=Callable[..., None])
 
 
@@ -90,6 +92,11 @@ def _bringing(
         return _brought(thing, hook, made(thing), name, **declared)
 
     return decorate if function is None else decorate(function)
+
+
+def _beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with paths that are relative to the configuration's folder."""
+    return {name: folder / value.expanduser() if isinstance(value, Path) else value for name, value in settings.items()}
 
 
 @overload
@@ -191,9 +198,39 @@ def task_source(function: Any = None, *, name: str | None = None) -> Any:
     """
 
     def made(function: Listing) -> Callable[..., _ListedTasks]:
-        return lambda folder, seed, **settings: _ListedTasks.checked(function.__name__, function(**settings))
+        def listed(folder: Path, seed: int, **settings: Any) -> _ListedTasks:
+            return _ListedTasks.checked(function.__name__, function(**_beside(folder, settings)))
+
+        return listed
 
     return _bringing(function, name, "register_task_sources", made)
+
+
+def endless_task_source(*, name: str | None = None, held_out: int | None = None) -> Callable[[Drawing], Drawing]:
+    """Make `function(index, seed, *, settings…) -> Task` a task source; it is called for each task that is needed.
+
+    It must make the same task of the same index and seed, always. `seed` is the run's, so that each run trains on tasks
+    of its own. With `held_out`, the function takes the setting `split`: the split `train` has no end, and of every
+    other one there are `held_out` tasks, which are the same in all runs (their seed is 0). Settings of type `Path` are
+    relative to the configuration file.
+    """
+
+    def made(function: Drawing) -> Callable[..., _DrawnTasks]:
+        if held_out is not None and "split" not in options_of(function).model_fields:
+            raise PluginError(
+                f"The task source '{function.__name__}' has held-out tasks, but no setting that says which are wanted. "
+                "Give the function the keyword-only parameter 'split'."
+            )
+
+        def drawn(folder: Path, seed: int, **settings: Any) -> _DrawnTasks:
+            trained = held_out is None or settings["split"] == "train"
+            size = None if trained else held_out
+            return _DrawnTasks(function, seed if trained else 0, size, _beside(folder, settings))
+
+        return drawn
+
+    decorate: Callable[[Drawing], Drawing] = _bringing(None, name, "register_task_sources", made)
+    return decorate
 
 
 @overload
@@ -262,6 +299,23 @@ class _ListedTasks:
 
     def task(self, index: int) -> Task:
         return self.tasks[index]
+
+
+@dataclass(frozen=True)
+class _DrawnTasks:
+    function: Callable[..., Any]
+    seed: int
+    size: int | None
+    settings: Mapping[str, Any]
+
+    def task(self, index: int) -> Task:
+        task = self.function(index, self.seed, **self.settings)
+        if isinstance(task, Task):
+            return task
+        raise PluginError(
+            f"The task source '{self.function.__name__}' made a {type(task).__name__} for index {index}. "
+            "It must make an agl_core.Task."
+        )
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from beds import MANY, WORDS, Bed, State, advantage, letter, outcomes
-from pydantic import BaseModel, ConfigDict, Field
 
 import agl_core
-from agl_core.registering import RegisterTaskSource
 from agl_core.types import Episode, Task, Transition
-
-HELD_OUT_SIZE = 100
 
 
 @agl_core.reward_rule
@@ -52,39 +46,8 @@ def said(transition: Transition) -> str:
     return letter(transition.response.get("content"))
 
 
-class BedOptions(BaseModel):
-    """What `[tasks.…]` may say beside `source = "beds"`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    bed: Bed = Field(description="Which game is played.")
-    split: str = Field("train", description="The tasks' split; every other than train is the same in every run.")
-
-
-@dataclass(frozen=True)
-class BedTasks:
-    """Words for games of one kind."""
-
-    bed: Bed
-    split: str
-    seed: int
-
-    @property
-    def size(self) -> int | None:
-        """Training's games have no end."""
-        return None if self.split == "train" else HELD_OUT_SIZE
-
-    def task(self, index: int) -> Task:
-        rng = random.Random(f"{self.split}/{self.seed if self.split == 'train' else 0}/{index}")
-        words = rng.sample(WORDS, MANY[self.bed])
-        return Task(f"{self.bed}-{self.split}-{index}", {"bed": self.bed, "words": words}, self.split)
-
-
-def build(options: BedOptions, folder: Path, seed: int) -> BedTasks:
+@agl_core.endless_task_source(held_out=100)
+def beds(index: int, seed: int, *, bed: Bed, split: str = "train") -> Task:
     """Games with words drawn by chance."""
-    return BedTasks(options.bed, options.split, seed)
-
-
-@agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    register("beds", build, options=BedOptions)
+    words = random.Random(f"{split}/{seed}/{index}").sample(WORDS, MANY[bed])
+    return Task(f"{bed}-{split}-{index}", {"bed": bed, "words": words}, split)

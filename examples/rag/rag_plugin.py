@@ -8,15 +8,13 @@ path = "data/train.jsonl.gz"        weight = 0.9
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from musique import Question, read_questions
-from pydantic import BaseModel, ConfigDict, Field
+from musique import read_questions
 
 import agl_core
 from agl_core.errors import ConfigError
-from agl_core.registering import RegisterTaskSource
 from agl_core.types import Episode, Task
 from agl_rewards import word_f1
 
@@ -37,40 +35,13 @@ def searches(episode: Episode) -> float:
     return float(sum(len(each.tool_results) for each in episode.transitions))
 
 
-class MusiqueOptions(BaseModel):
-    """What `[tasks.…]` may say beside `source = "musique"`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: Path = Field(description="A file in MuSiQue's format, relative to the configuration.")
-    split: str = Field("train", description="The tasks' split, which their ids begin with.")
-
-
-@dataclass(frozen=True)
-class MusiqueTasks:
-    """The questions of a file. The agent is given the question alone."""
-
-    questions: list[Question]
-    split: str
-
-    @property
-    def size(self) -> int | None:
-        return len(self.questions)
-
-    def task(self, index: int) -> Task:
-        asked = self.questions[index]
-        metadata = {"answers": list(asked.answers), "hops": len(asked.question_decomposition)}
-        return Task(f"{self.split}-{asked.id}", {"question": asked.question}, self.split, metadata)
-
-
-def build(options: MusiqueOptions, folder: Path, seed: int) -> MusiqueTasks:
-    """Questions of several hops from a file in MuSiQue's format."""
+@agl_core.task_source
+def musique(*, path: Path, split: str = "train") -> Iterator[Task]:
+    """Questions of several hops from a file in MuSiQue's format. The agent is given the question alone."""
     try:
-        return MusiqueTasks(read_questions(folder / options.path), options.split)
+        questions = read_questions(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"path = '{options.path}' cannot be read: {error}") from error
-
-
-@agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    register("musique", build, options=MusiqueOptions)
+        raise ConfigError(f"path = '{path}' cannot be read: {error}") from error
+    for asked in questions:
+        metadata = {"answers": list(asked.answers), "hops": len(asked.question_decomposition)}
+        yield Task(f"{split}-{asked.id}", {"question": asked.question}, split, metadata)

@@ -7,21 +7,13 @@ split = "train"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from oracle import first_tool
-from pydantic import BaseModel, ConfigDict, Field
 from trips import Split, traveller, trip
 
 import agl_core
-from agl_core.registering import RegisterTaskSource
 from agl_core.types import Episode, Task
-
-HELD_OUT_SIZE = 200
-HELD_OUT_SEED = 0
-"""Held-out trips are the same in every run; training's depend on the run's seed."""
 
 
 @agl_core.reward_rule
@@ -30,43 +22,9 @@ def memory_first(episode: Episode) -> float:
     return float(first_tool(episode) == "memory")
 
 
-class TripOptions(BaseModel):
-    """What `[tasks.…]` may say beside `source = "trip"`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    split: Literal["train", "eval"] = Field(description="Which trips to draw.")
-
-
-@dataclass(frozen=True)
-class TripTasks:
-    """Cancelled flights of one split."""
-
-    split: Split
-    seed: int
-
-    @property
-    def size(self) -> int | None:
-        """Training's trips have no end."""
-        return None if self.split is Split.TRAIN else HELD_OUT_SIZE
-
-    def task(self, index: int) -> Task:
-        """The trip at this index. The model sees the question; the traveller's name leads the tools to the rest."""
-        name = traveller(self.split, self.seed if self.split is Split.TRAIN else HELD_OUT_SEED, index)
-        asked = trip(name)
-        return Task(
-            id=f"{self.split}-{index}",
-            input={"question": asked.question, "traveller": name},
-            split=self.split,
-            metadata={"result": asked.result},
-        )
-
-
-def build(options: TripOptions, folder: Path, seed: int) -> TripTasks:
-    """Cancelled flights, made as they are asked for."""
-    return TripTasks(Split(options.split), seed)
-
-
-@agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    register("trip", build, options=TripOptions)
+@agl_core.endless_task_source(name="trip", held_out=200)
+def cancelled_flight(index: int, seed: int, *, split: Literal["train", "eval"]) -> Task:
+    """Cancelled flights. The model sees the question; the traveller's name leads the tools to the rest."""
+    name = traveller(Split(split), seed, index)
+    asked = trip(name)
+    return Task(f"{split}-{index}", {"question": asked.question, "traveller": name}, split, {"result": asked.result})

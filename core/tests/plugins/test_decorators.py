@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,6 +161,64 @@ def test_a_task_source_that_lists_what_cannot_be_used_is_told_so(listed: list[An
 
     with pytest.raises(PluginError, match=said):
         component.build(component.options(), Path(), 0)
+
+
+def test_paths_of_a_task_source_are_relative_to_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "questions.txt").write_text("1 + 1")
+
+    @agl_core.task_source
+    def listed(*, path: Path) -> Iterator[Task]:
+        """The questions of a file."""
+        yield Task("1", path.read_text())
+
+    @agl_core.endless_task_source()
+    def drawn(index: int, seed: int, *, path: Path) -> Task:
+        """The questions of a file, again and again."""
+        return Task(str(index), path.read_text())
+
+    for source, name in ((listed, "listed"), (drawn, "drawn")):
+        component = component_of(Kind.TASK_SOURCE, source, name)
+        assert component.build(component.options(path="questions.txt"), tmp_path, 0).task(0).input == "1 + 1"
+
+
+def test_an_endless_task_source_draws_held_out_tasks_that_every_run_shares() -> None:
+    @agl_core.endless_task_source(held_out=20)
+    def numbers(index: int, seed: int, *, split: str, most: int = 10**6) -> Task:
+        """Numbers."""
+        return Task(f"{split}-{index}", str(random.Random(f"{split} {seed} {index}").randrange(most)), split)
+
+    component = component_of(Kind.TASK_SOURCE, numbers, "numbers")
+
+    def inputs(split: str, seed: int) -> list[str]:
+        source = component.build(component.options(split=split), Path(), seed)
+        return [source.task(index).input for index in range(20)]
+
+    sizes = {split: component.build(component.options(split=split), Path(), 1).size for split in ("train", "eval")}
+    assert sizes == {"train": None, "eval": 20}
+    assert inputs("train", 1) == inputs("train", 1) != inputs("train", 2)
+    assert inputs("eval", 1) == inputs("eval", 2)
+    with pytest.raises(ValidationError, match="split"):
+        component.options()
+
+
+def test_an_endless_task_source_that_makes_no_task_is_refused() -> None:
+    @agl_core.endless_task_source()
+    def numbers(index: int, seed: int) -> Task:
+        """Numbers."""
+        return str(index)  # type: ignore[return-value]
+
+    component = component_of(Kind.TASK_SOURCE, numbers, "numbers")
+    with pytest.raises(PluginError, match=r"'numbers' made a str for index 3.*must make an agl_core.Task"):
+        component.build(component.options(), Path(), 0).task(3)
+
+
+def test_held_out_tasks_need_a_setting_that_chooses_them() -> None:
+    def numbers(index: int, seed: int) -> Task:
+        """Numbers."""
+        return Task(str(index), str(seed))
+
+    with pytest.raises(PluginError, match="keyword-only parameter 'split'"):
+        agl_core.endless_task_source(held_out=20)(numbers)
 
 
 def test_a_tracker_is_called_with_the_metrics_of_each_step() -> None:

@@ -74,6 +74,9 @@ def text(episode: Episode) -> str: return ""  # not a reward
 
 @agl_core.task_source
 def inputs() -> list[str]: return []  # no tasks
+
+@agl_core.endless_task_source()
+def drawn(index: int, seed: int) -> str: return ""  # no task
 """
 
 

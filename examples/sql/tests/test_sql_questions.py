@@ -18,7 +18,7 @@ from sql_prompts import CHECK, REWRITE, WRITE
 from sql_query import describe, reading, run
 from sql_questions import KINDS, Draw, Question, question
 from sql_schemas import DATABASES, HELD_OUT, TRAINED, Table
-from sql_tasks import SqlTasks
+from sql_tasks import sql
 from sql_words import NOUNS
 
 ALL = TRAINED | HELD_OUT
@@ -81,8 +81,8 @@ def test_a_kind_of_question_is_of_its_band(band: Difficulty, kind: Callable[[Dra
 
 
 def test_evaluation_asks_other_databases_than_training() -> None:
-    trained = {SqlTasks("train", seed).task(i).metadata["database"] for seed in (0, 1) for i in range(60)}
-    held_out = {SqlTasks("eval", 0).task(i).metadata["database"] for i in range(60)}
+    trained = {sql(i, seed, split="train").metadata["database"] for seed in (0, 1) for i in range(60)}
+    held_out = {sql(i, 0, split="eval").metadata["database"] for i in range(60)}
     assert trained == {str(DATABASES / f"{name}.sqlite") for name in TRAINED}
     assert held_out == {str(DATABASES / f"{name}.sqlite") for name in HELD_OUT}
 
