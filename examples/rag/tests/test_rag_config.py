@@ -13,7 +13,8 @@ from agl_core.config.check import check
 from agl_core.config.load import LoadedConfig, load
 from agl_core.errors import ConfigError
 from agl_core.learning import ScoringRule, score
-from agl_core.types import Ending, Episode, Mode, Task
+from agl_core.testing import episodes
+from agl_core.types import Ending, Episode, Mode, Task, Transition
 
 EXAMPLE = Path(__file__).parents[1]
 VERL = EXAMPLE.parents[1] / "algorithms" / "verl"
@@ -68,13 +69,31 @@ async def test_the_reward_is_mostly_correctness_and_a_little_form(
 ) -> None:
     task = Task("1", {"question": "…"}, metadata={"answers": ["Sao Tome", "São Tomé"]})
     episode = Episode("r", 0, "g", 0, task, Mode.TRAIN, Ending.FINISHED, (), result=said)
-    rules = [ScoringRule(n, chosen.build(), config.config.rewards[n].weight) for n, chosen in config.rewards.items()]
-    scored, errors = await score(episode, rules, {Ending.FINISHED: "score"})
-    assert not errors
+    scored = await rewarded(config, episode)
     assert scored.terminal == pytest.approx(0.9 * correct + 0.1 * form)
     assert {reward.name: reward.value for reward in scored.rewards} == {
         "correctness": correct, "format": form, "searches": 0.0
     }  # fmt: skip
+
+
+async def test_each_search_costs_a_little(config: LoadedConfig) -> None:
+    task = Task("1", {"question": "…"}, metadata={"answers": ["Oslo"]})
+    first, *others = (episodes.tool_result(id) for id in "abc")
+    calls = (episodes.transition(0, first), episodes.transition(1, *others))
+
+    async def reward(*transitions: Transition) -> float | None:
+        return (await rewarded(config, episodes.episode(*transitions, task=task, result="Answer: Oslo"))).terminal
+
+    assert await reward() == pytest.approx(1.0)
+    assert await reward(*calls) == pytest.approx(1.0 - 3 * 0.02)
+
+
+async def rewarded(config: LoadedConfig, episode: Episode) -> Episode:
+    """With the rewards of `train.toml`."""
+    rules = [ScoringRule(n, chosen.build(), config.config.rewards[n].weight) for n, chosen in config.rewards.items()]
+    scored, errors = await score(episode, rules, {Ending.FINISHED: "score"})
+    assert not errors
+    return scored
 
 
 @pytest.mark.parametrize("credit", ["identical", "discounted", "stepwise", "air"])
