@@ -20,6 +20,7 @@ import ipaddress
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from starlette.requests import Request
@@ -30,6 +31,8 @@ from agl_core.types import AttemptKey
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY, ServerFile, problem_of_key, take_keys
 from agl_core.wire.operation import Right
 
+_KEPT = 4096
+"""Keys that are not made anew for each request."""
 _AGENT_HINT = (
     "Each attempt has a key of its own, which is good for that attempt only. An agent in a process of its own has it "
     "in OPENAI_API_KEY and ANTHROPIC_API_KEY. Where agents share a process, agl sets it on each request of httpx; "
@@ -182,8 +185,13 @@ class Keys:
         return self._made(f"{purpose}/{attempt.rollout}/{attempt.attempt}")
 
     def _made(self, name: str) -> str:
-        digest = hmac.digest(self.secret.encode(), name.encode(), "sha256")
-        return f"agl-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
+        return _made(self.secret, name)
+
+
+@lru_cache(_KEPT)
+def _made(secret: str, name: str) -> str:
+    digest = hmac.digest(secret.encode(), name.encode(), "sha256")
+    return f"agl-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 
 
 def _sent(request: Request) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from agl_core.errors import StoreError
 
@@ -147,75 +147,73 @@ class OpenFiles:
     """
 
     def __init__(self, store: Path, page_size: int) -> None:
-        self._store, self._log = store, log_of(store)
+        self._store, self._log = str(store), str(log_of(store))
         self._frame = _FRAME_HEADER + page_size
-        found = {file: file.stat() for file in (store, self._log, store.with_name(store.name + "-shm"))}
-        self._opened = {file: (each.st_dev, each.st_ino) for file, each in found.items()}
-        self._sizes = {file: found[file].st_size for file in (store, self._log)}
+        found = {file: os.stat(file) for file in (self._store, self._log, f"{store}-shm")}
+        self._opened = [(file, each.st_dev, each.st_ino) for file, each in found.items()]
+        self._store_size, self._log_size = found[self._store].st_size, found[self._log].st_size
         self._log_handle = os.open(self._log, os.O_RDONLY | os.O_CLOEXEC)
         self._lost: str | None = None
 
     @property
     def log_size(self) -> int:
         """Bytes of the write-ahead log, as of the last check."""
-        return self._sizes[self._log]
+        return self._log_size
 
     def check(self) -> None:
         """Raise StoreError unless their names lead to the files that were opened. For any thread.
 
         Once this, or `check_all`, has raised it, it always does.
         """
-        self._lost = self._lost or self._misplaced()
-        if self._lost:
-            raise StoreError(
-                f"The store {self._store} can no longer be written: {self._lost} Nothing is recorded any more, and no "
-                f"call is answered. Stop this process, put the file back or restore a backup of the store, then start "
-                f"it again."
-            )
+        self._sizes()
 
     def check_all(self, log_is_empty: Callable[[], bool]) -> None:
         """`check`, and raise StoreError unless all that was written is in them. For the writer's thread.
 
         `log_is_empty` asks SQLite, where the log is: another program may have folded all of it into the store.
         """
-        self.check()
-        self._lost = self._cut_off(log_is_empty)
-        self.check()
+        store_size, log_size = self._sizes()
+        if store_size < self._store_size:
+            self._lose(f"its file {self._store} was cut off, from {self._store_size} to {store_size} bytes.")
+        if log_size < self._log_size and (log_size or not log_is_empty()):
+            self._lose(f"its file {self._log} was cut off, from {self._log_size} to {log_size} bytes.")
+        if log_size >= self._log_size and self._has_a_gap():
+            self._lose(f"its file {self._log} was cut off while it was written.")
+        self._store_size, self._log_size = store_size, log_size
 
     def log_was_folded_in(self) -> None:
-        """SQLite did so by our order, and cut off what it did not need."""
-        self._sizes = self._found()
+        """SQLite did so by our order, and cut off what it did not need. StoreError as of `check`."""
+        self._store_size, self._log_size = self._sizes()
 
     def close(self) -> None:
         os.close(self._log_handle)
 
-    def _misplaced(self) -> str | None:
-        for file, opened in self._opened.items():
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of store and log; StoreError unless all names lead to the files that were opened."""
+        if self._lost:
+            self._lose(self._lost)
+        sizes = []
+        for file, device, inode in self._opened:
             try:
                 found = os.stat(file)
             except OSError as error:
-                return f"its file {file} was removed or moved ({error.strerror})."
-            if (found.st_dev, found.st_ino) != opened:
-                return f"another file was put in the place of {file}."
-        return None
-
-    def _cut_off(self, log_is_empty: Callable[[], bool]) -> str | None:
-        sizes = self._found()
-        for file, before in self._sizes.items():
-            if sizes[file] < before and (file == self._store or sizes[file] or not log_is_empty()):
-                return f"its file {file} was cut off, from {before} to {sizes[file]} bytes."
-        if sizes[self._log] >= self._sizes[self._log] and self._has_a_gap():
-            return f"its file {self._log} was cut off while it was written."
-        self._sizes = sizes
-        return None
-
-    def _found(self) -> dict[Path, int]:
-        return {self._store: os.stat(self._store).st_size, self._log: os.fstat(self._log_handle).st_size}
+                self._lose(f"its file {file} was removed or moved ({error.strerror}).")
+            if found.st_ino != inode or found.st_dev != device:
+                self._lose(f"another file was put in the place of {file}.")
+            sizes.append(found.st_size)
+        return sizes[0], sizes[1]
 
     def _has_a_gap(self) -> bool:
         """Whether zeros are where a frame was: the log was cut off, and then written on behind its end."""
-        frames = (self._sizes[self._log] - _LOG_HEADER) // self._frame
+        frames = (self._log_size - _LOG_HEADER) // self._frame
         if frames < 1:
             return False
         last = _LOG_HEADER + (frames - 1) * self._frame
-        return not all(any(os.pread(self._log_handle, 4, place)) for place in (0, last))
+        return not (any(os.pread(self._log_handle, 4, 0)) and any(os.pread(self._log_handle, 4, last)))
+
+    def _lose(self, why: str) -> NoReturn:
+        self._lost = why
+        raise StoreError(
+            f"The store {self._store} can no longer be written: {why} Nothing is recorded any more, and no call is "
+            f"answered. Stop this process, put the file back or restore a backup of the store, then start it again."
+        )

@@ -106,15 +106,7 @@ def _check_messages(messages: Any) -> None:
         where = f"messages[{place}]"
         fields.must(isinstance(message, dict), where, "an object", message)
         fields.must(isinstance(message.get("role"), str), f"{where}.role", "a string", message.get("role"))
-        content = message.get("content")
-        fields.must(
-            content is None or isinstance(content, str) or fields.is_list_of(content, dict),
-            f"{where}.content",
-            "a string or a list of parts",
-            content,
-        )
-        calls = message.get("tool_calls")
-        fields.must(calls is None or fields.is_list_of(calls, dict), f"{where}.tool_calls", "a list of objects", calls)
+        fields.check_fields(message, _OF_MESSAGES, f"{where}.")
 
 
 def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
@@ -134,6 +126,13 @@ def _is_tool_choice(value: Any) -> bool:
     return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
 
 
+_OF_MESSAGES: fields.Fields = {
+    "content": (
+        lambda value: isinstance(value, str) or fields.is_list_of(value, dict),
+        "a string or a list of parts",
+    ),
+    "tool_calls": (lambda value: fields.is_list_of(value, dict), "a list of objects"),
+}
 _FIELDS: fields.Fields = {
     **fields.COMMON,
     **fields.SAMPLING,

@@ -12,12 +12,16 @@ from agl_core.server.errors import ApiError
 Fields: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
 """By name: whether a value will do, and in words which values do."""
 
+_DEEPEST = 250
+"""Levels of nesting that orjson writes in any case."""
+
 
 def json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
         body = orjson.loads(raw)
-        orjson.dumps(body)  # what is nested more deeply than this can write could not be passed on
+        if raw.count(b"{") + raw.count(b"[") > _DEEPEST:
+            orjson.dumps(body)  # what is nested more deeply than this can write could not be passed on
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
     except orjson.JSONEncodeError as error:
@@ -29,9 +33,10 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 def check_fields(values: Mapping[str, Any], fields: Fields, place: str = "") -> None:
     """ApiError 400 for the first value that will not do; null means absent."""
-    for name, (check, expected) in fields.items():
-        value = values.get(name)
-        must(value is None or check(value), f"{place}{name}", expected, value)
+    for name, value in values.items():
+        if value is not None and name in fields:
+            check, expected = fields[name]
+            must(check(value), f"{place}{name}", expected, value)
 
 
 def must(holds: bool, place: str, expected: str, value: object) -> None:

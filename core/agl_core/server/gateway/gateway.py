@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
@@ -91,7 +92,8 @@ class Gateway:
         self.attribution = attribution
         self._store, self._relay, self._deployed = store, relay, deployed
         self._memories = ReplyMemories()
-        self._tasks: set[asyncio.Task[Reply]] = set()
+        self._calls: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
+        """Calls in flight, and the requests that make them."""
 
     def served(self, attempt: ActiveAttempt) -> Destination:
         """What answers the calls of an attempt; ApiError 503 while nothing does."""
@@ -118,8 +120,7 @@ class Gateway:
             reply = await self._reply(request, attempt, exchange, dialect, asked)
             memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply)
-            response.headers[HEADER_CALL] = reply.id
-            response.headers.update(attempt.reply_headers)
+            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers})
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except Exception as error:
             failure = as_answer(error, request.url.path)
@@ -141,16 +142,16 @@ class Gateway:
             call = exchange.call = replace(call, undelivered=not exchange.arrived)
             self.counters.undelivered += 1 if call.undelivered else -1
             with contextlib.suppress(ApiError):  # It is logged, and no client waits for an answer.
-                await self._commit(attempt, call, None)
+                await self._commit(attempt, call, None, _this_task())
         if exchange.arrived:
             exchange.call = None
             exchange.waiting.clear()
 
     async def stop(self) -> None:
         """Give up the calls that are still in flight."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for request in self._calls.values():
+            request.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
     def _exchange(
         self, request: Request, attempt: ActiveAttempt, dialect: Dialect, raw: bytes, asked: ModelRequest
@@ -172,27 +173,26 @@ class Gateway:
         self, request: Request, attempt: ActiveAttempt, exchange: Exchange, dialect: Dialect, asked: ModelRequest
     ) -> Reply:
         """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
-        if exchange.task is None or exchange.failed:
-            exchange.task = asyncio.create_task(self._call(attempt, exchange, dialect, asked, request.headers))
-            self._tasks.add(exchange.task)
-            exchange.task.add_done_callback(self._forget)
-            exchange.task.add_done_callback(lambda _: attempt.retries.ended(exchange))
-        try:
-            return await asyncio.shield(exchange.task)
-        except asyncio.CancelledError:
-            if exchange.task.cancelled():
-                raise stopping() from None
-            raise
-
-    def _forget(self, task: asyncio.Task[Reply]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # Its client may be gone; without this, asyncio logs the error.
+        if exchange.reply is None or exchange.failed:
+            reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            exchange.reply = reply
+            self._calls[reply] = _this_task()
+            try:
+                reply.set_result(await self._call(attempt, exchange, reply, dialect, asked, request.headers))
+            except asyncio.CancelledError:
+                reply.set_exception(stopping())
+            except Exception as error:
+                reply.set_exception(error)
+            del self._calls[reply]
+            attempt.retries.ended(exchange)
+            return reply.result()
+        return await asyncio.shield(exchange.reply)
 
     async def _call(
         self,
         attempt: ActiveAttempt,
         exchange: Exchange,
+        done: asyncio.Future[Reply],
         dialect: Dialect,
         asked: ModelRequest,
         stamps: Headers,
@@ -244,7 +244,7 @@ class Gateway:
                 stamped=HEADER_ROLLOUT in stamps,
                 trace=trace_of(stamps.get(HEADER_TRACE)),
             )
-            await self._commit(attempt, call, exchange.supersedes)
+            await self._commit(attempt, call, exchange.supersedes, done)
             attempt.completed_calls += not late
             exchange.call = None if late else call
             self.counters.undelivered += call.undelivered and not late
@@ -255,14 +255,14 @@ class Gateway:
                 raise attempt_closed(*attempt.key)
             return reply
 
-    async def _commit(self, attempt: ActiveAttempt, call: Call, superseded: Call | None) -> None:
-        """Write the call; an attempt that is closed meanwhile waits for it, so that the count is right.
+    async def _commit(
+        self, attempt: ActiveAttempt, call: Call, superseded: Call | None, done: asyncio.Future[Any]
+    ) -> None:
+        """Write the call; an attempt that is closed meanwhile waits until it is `done`, so that the count is right.
 
         The call that it supersedes does not count any more: its reply never arrived.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        attempt.committing.add(task)
+        attempt.committing.add(done)
         try:
             if call.late or superseded is None:
                 await attempt.keep(self._store, call)
@@ -274,7 +274,13 @@ class Gateway:
             logger.error("A call of attempt %s/%s is not recorded, nor answered: %s", *attempt.key, failed)
             raise store_failed() from failed
         finally:
-            attempt.committing.discard(task)
+            attempt.committing.discard(done)
+
+
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def _policy(served: Destination, model: str, agent: str | None) -> str:

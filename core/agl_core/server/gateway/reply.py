@@ -161,10 +161,9 @@ def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
 def _ids(values: object) -> Tokens | None:
     if values is None:
         return None
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
+    if not isinstance(values, list) or set(map(type, values)) - {int}:
         raise TypeError("token ids are not a list of integers")
-    return array.astype(np.int32)
+    return np.array(values, np.int32)
 
 
 def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprobs | None:

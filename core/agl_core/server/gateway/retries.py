@@ -51,19 +51,19 @@ class Exchange:
     """The clients that asked for it."""
     arrived: bool = False
     """Whether one of them got the reply."""
-    task: asyncio.Task[Reply] | None = None
-    """The call in flight or finished; None until it is started."""
+    reply: asyncio.Future[Reply] | None = None
+    """Of the call in flight or finished; None until it is started."""
 
     @property
     def size(self) -> int:
         """Bytes of its reply; 0 without one."""
-        return 0 if self.task is None or self.failed else self.task.result().size
+        return 0 if self.reply is None or self.failed else self.reply.result().size
 
     @property
     def failed(self) -> bool:
         """Whether it ended without a reply, so that a retry has to ask the upstream again."""
-        task = self.task
-        return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
+        reply = self.reply
+        return reply is None or (reply.done() and (reply.cancelled() or reply.exception() is not None))
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class RetryBook:
 
     def ended(self, exchange: Exchange) -> None:
         """It has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
-        if exchange not in self._by_body.get(exchange.digest, ()):
+        if exchange not in reversed(self._by_body.get(exchange.digest, [])):  # from the end: it is one of the latest
             return
         self._size += exchange.size - self._over.pop(exchange, 0)
         self._over[exchange] = exchange.size

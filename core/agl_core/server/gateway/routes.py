@@ -20,6 +20,7 @@ from agl_core.server.dialects.dialect import Dialect
 from agl_core.server.dialects.routes import DIALECTS
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.passthrough import Passthrough, is_passed_on
+from agl_core.server.http.request import CallRequest
 
 _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?P<route>/v1/.+)")
 
@@ -51,7 +52,7 @@ class ModelCalls:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place, method = find_place(scope["path"]), scope["method"]
         dialect = DIALECTS.get(place.route) if place is not None and method == "POST" else None
-        request = Request(scope, receive)
+        request = CallRequest(scope, receive)
         if place is not None and dialect is not None:
             scope["path_params"] = place.parameters
             response = await self._gateway.answer(request, dialect)

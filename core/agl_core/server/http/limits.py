@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_core.server.dialects.chat import openai_error
@@ -37,15 +39,15 @@ class RequestLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         url = len(scope["raw_path"]) + len(scope["query_string"])
-        size = url + sum(len(name) + len(value) for name, value in headers)
+        size = url + sum(map(len, chain.from_iterable(headers)))
         if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
             await openai_error(head_too_large())(scope, receive, send)
             return
         path = scope["path"]
         is_agents = not path.startswith("/agl/")
         most = _LARGEST.get(path, self._of_agents if is_agents and self._of_agents else MAX_BODY)
-        too_large = _too_large(most, _REMEDY if is_agents and self._of_agents else "")
-        await self._app(scope, _checked(headers, receive, None if path.endswith(_OWN_LIMIT) else most, too_large), send)
+        remedy = _REMEDY if is_agents and self._of_agents else ""
+        await self._app(scope, _checked(headers, receive, None if path.endswith(_OWN_LIMIT) else most, remedy), send)
 
 
 def head_too_large() -> ApiError:
@@ -58,7 +60,7 @@ def head_too_large() -> ApiError:
     )
 
 
-def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None, too_large: ApiError) -> Receive:
+def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None, remedy: str) -> Receive:
     declared = dict(headers).get(b"content-length", b"")
     announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     arrived, is_whole = 0, False
@@ -66,14 +68,14 @@ def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | N
     async def read() -> Message:
         nonlocal arrived, is_whole
         if most is not None and announced > most:
-            raise too_large
+            raise _too_large(most, remedy)
         message = await receive()
         if message["type"] == "http.disconnect" and not is_whole:
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
         is_whole |= not message.get("more_body", False)
         arrived += len(message.get("body", b""))
         if most is not None and arrived > most:
-            raise too_large
+            raise _too_large(most, remedy)
         return message
 
     return read

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError
 from agl_core.server.gateway.retries import RetryBook
@@ -52,7 +53,7 @@ class ActiveAttempt:
     last_failure: str | None = None
     """The error of the last request that failed."""
     retries: RetryBook = field(default_factory=RetryBook)
-    committing: set[asyncio.Task[object]] = field(default_factory=set)
+    committing: set[asyncio.Future[Any]] = field(default_factory=set)
     """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
     closing: asyncio.Task[CloseReply] | None = None
     reported: Ending | None = None
@@ -97,7 +98,7 @@ class ActiveAttempt:
 
     def call_id(self, prefix: str) -> str:
         """The id of a new call, which begins as its API wants it."""
-        return f"{prefix}{uuid.uuid4().hex}"
+        return f"{prefix}{os.urandom(16).hex()}"
 
     async def keep(self, store: Store, *calls: Call) -> None:
         """Record calls, all or none. StoreError if that failed."""

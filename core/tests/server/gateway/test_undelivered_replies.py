@@ -53,8 +53,10 @@ async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: RunningAttempt
     stack.upstream.script(hold, Say("in time"))
     with attempt.running():
         client = stack.client()
+        asked = asyncio.create_task(ask(client))
+        await until(hold.arrived.is_set)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(client), 0.2)
+            await asyncio.wait_for(asked, 0.01)
         hold.release.set()
         assert (await ask(client)).choices[0].message.content == "in time"
     await recorded(attempt, True, False)
