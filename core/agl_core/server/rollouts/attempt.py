@@ -13,7 +13,7 @@ from agl_core.server.gateway.retries import RetryBook
 from agl_core.server.rollouts.lifecycle import ATTEMPT, AttemptState, step
 from agl_core.store.interface import Record, Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, ToolResult
-from agl_core.wire.workers import CloseReply, CloseRequest
+from agl_core.wire.workers import CloseRequest
 
 _TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
 _NO_CALL = (
@@ -55,7 +55,8 @@ class ActiveAttempt:
     retries: RetryBook = field(default_factory=RetryBook)
     committing: set[asyncio.Future[Any]] = field(default_factory=set)
     """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
-    closing: asyncio.Task[CloseReply] | None = None
+    closing: asyncio.Task[None] | None = None
+    """While its end is being written."""
     reported: Ending | None = None
     """The ending with which it was closed, as reported."""
 
@@ -71,6 +72,11 @@ class ActiveAttempt:
     def closed(self) -> bool:
         """Whether its calls no longer count."""
         return self.state is not AttemptState.OPEN
+
+    @property
+    def over(self) -> bool:
+        """Whether its end is recorded."""
+        return not ATTEMPT[self.state]
 
     @property
     def due(self) -> float:

@@ -323,19 +323,20 @@ class RolloutQueue:
 
     async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
         """End an attempt, unless it has ended; the first request decides how."""
-        if active.closing is None:
-            if not active.closed:
-                active.move(AttemptState.CLOSING)
-            active.reported = request.ending
-            active.closing = asyncio.create_task(self._close(active, request))
-        try:
-            reply = await asyncio.shield(active.closing)
-        except Exception:
-            active.closing = None
-            raise
-        return reply if request.ending is active.reported else CloseReply(counted=False)
+        if not active.over:
+            if active.closing is None:
+                if not active.closed:
+                    active.move(AttemptState.CLOSING)
+                active.reported = request.ending
+                active.closing = asyncio.create_task(self._close(active, request))
+            try:
+                await asyncio.shield(active.closing)
+            except Exception:
+                active.closing = None
+                raise
+        return CloseReply(counted=active.state is AttemptState.COUNTED and request.ending is active.reported)
 
-    async def _close(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
+    async def _close(self, active: ActiveAttempt, request: CloseRequest) -> None:
         if active.committing:
             await asyncio.wait(active.committing)
         ending, error = decided(active, request)
@@ -355,7 +356,7 @@ class RolloutQueue:
         undelivered = await self._undelivered(active.key, request)
         await self._store.put(*reported(active.key, request), *undelivered, record, rollout)
         active.move(AttemptState.SUPERSEDED if again else AttemptState.COUNTED)
-        active.record = record
+        active.rollout, active.record, active.closing = rollout, record, None
         active.retries.clear()
         del self._running[active.key]
         self._remember(active.key)
@@ -367,7 +368,6 @@ class RolloutQueue:
             self._changed.set()
         else:
             self._finish(rollout)
-        return CloseReply(counted=not again)
 
     async def _undelivered(self, key: AttemptKey, request: CloseRequest) -> list[Call]:
         """The calls whose replies the agent did not read to their end, marked so."""
