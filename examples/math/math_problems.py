@@ -24,6 +24,8 @@ LARGEST = 999
 HELD_OUT_NUMBERS = range(13, 99, 9)
 STEPS = {2: 0.55, 3: 0.35, 4: 0.1}
 """How often a problem has so many steps."""
+TRIES = 100_000
+"""Hardly any numbers fit some sequences of operators: after so many, another sequence is drawn."""
 
 
 class Split(StrEnum):
@@ -148,12 +150,13 @@ def problem(split: Split, seed: int, index: int, lengths: Mapping[int, float] = 
     rng = random.Random(f"{split}/{seed}/{index}")
     kind = rng.choice(list(Kind))
     [length] = rng.choices(list(lengths), list(lengths.values()))
-    operators = _operators(rng, length)
-    while operators_are_held_out(operators) is not (split is Split.EVAL_STEPS):
+    found = None
+    while found is None:
         operators = _operators(rng, length)
-    start, steps, results = _numbers(rng, operators, kind)
-    while not _fits(split, start, steps, results):
-        start, steps, results = _numbers(rng, operators, kind)
+        if operators_are_held_out(operators) is (split is Split.EVAL_STEPS):
+            tried = (_numbers(rng, operators, kind) for _ in range(TRIES))
+            found = next((numbers for numbers in tried if _fits(split, *numbers)), None)
+    start, steps, results = found
     phrasing = HELD_OUT if split is Split.EVAL_PHRASES else TRAINED
     question, written = _asked(rng, phrasing, kind, start, steps)
     return Problem(question, written, start, steps, results)
