@@ -17,6 +17,19 @@ from itertools import groupby
 
 from agl_core.types import Episode, Transition
 
+EQUAL_WITHIN = 1e-9
+"""Values are equal if they differ by no more than this share of the largest: 0.3 and 0.1 + 0.2 are one reward."""
+
+
+def are_equal(values: Iterable[float]) -> bool:
+    """Whether all are equal but for rounding, so that a comparison has nothing to learn from.
+
+    >>> are_equal([0.3, 0.1 + 0.2]), are_equal([0.3, 0.3001]), are_equal([])
+    (True, False, True)
+    """
+    listed = list(values)
+    return not listed or max(listed) - min(listed) <= EQUAL_WITHIN * max(map(abs, listed))
+
 
 def episode_return(episode: Episode) -> float:
     """The undiscounted return: the terminal reward plus what every call earned, the mean over its choices."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from agl_algorithms.interface import Samples
 from agl_algorithms.options import WhiteningUnit
+from agl_core.returns import EQUAL_WITHIN
 
 WHITENING_EPSILON = 1e-8
 """Added to the variance, as veRL's `masked_whiten` does."""
@@ -62,6 +63,8 @@ def group_statistics(samples: Samples) -> GroupStatistics:
         μ  = 1/G · Σ_i 1/T_i · Σ_t v_it
         σ² = 1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − μ)²
 
+    Values that differ by rounding alone (`agl_core.returns.EQUAL_WITHIN`) are equal, and deviate by exactly zero.
+
     If credit is identical within rollouts (v_it = R_i), these are the usual mean and unbiased standard deviation of R.
     If it is not, σ also contains the spread inside rollouts: the standard deviation of the rollouts' means alone could
     vanish while the deviations do not.
@@ -76,6 +79,9 @@ def group_statistics(samples: Samples) -> GroupStatistics:
     smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=values_N.device)
     smallest = smallest.scatter_reduce(0, group_N, values_N, "amin")
     shifted_N = values_N - smallest[group_N]
+    largest = torch.stack([shifted_N, values_N.abs()])
+    spread, scale = (torch.zeros_like(smallest).scatter_reduce(0, group_N, each_N, "amax") for each_N in largest)
+    shifted_N = torch.where((spread < EQUAL_WITHIN * scale)[group_N], 0.0, shifted_N)
     mean = segment_sum(shifted_N * share_N, group_N, groups) / rollouts_of_group
     deviation_N = shifted_N - mean[group_N]
     variance = segment_sum(deviation_N.square() * share_N, group_N, groups) / (rollouts_of_group - 1).clamp(min=1)
@@ -109,7 +115,7 @@ def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
         σ² = 1/(K−1) · Σ_r s_r · (v_r − μ)²
         (v_r − μ) / √(σ² + 1e-8)
 
-    Equal values, and the values of a single unit, become exactly zero.
+    Values that are equal (`agl_core.returns.EQUAL_WITHIN`), and those of a single unit, become exactly zero.
     """
     mask_R = samples.mask_R
     transitions = samples.values_N.numel()
@@ -122,6 +128,8 @@ def whitened(values_R: Tensor, samples: Samples, over: WhiteningUnit) -> Tensor:
         return torch.zeros_like(share_R)
     unmasked_R = values_R.to(torch.float64).masked_fill(~mask_R, 0.0)
     shifted_R = torch.where(mask_R, unmasked_R - unmasked_R[mask_R].min(), 0.0)
+    if shifted_R.max() <= EQUAL_WITHIN * unmasked_R.abs().max():
+        return torch.zeros_like(share_R)
     deviation_R = torch.where(mask_R, shifted_R - (share_R * shifted_R).sum() / units, 0.0)
     variance = (share_R * deviation_R.square()).sum() / (units - 1)
     return deviation_R * torch.rsqrt(variance + WHITENING_EPSILON)
@@ -141,7 +149,7 @@ def explained_variance(values_R: Tensor, targets_R: Tensor, weights_R: Tensor) -
     share_R = weights_R[counted_R].to(torch.float64)
     share_R = share_R / share_R.sum()
     target_R = targets_R[counted_R].to(torch.float64)
-    if not target_R.numel() or target_R.min() == target_R.max():
+    if not target_R.numel() or target_R.max() - target_R.min() <= EQUAL_WITHIN * target_R.abs().max():
         return float("nan")
     left = variance(target_R - values_R[counted_R].to(torch.float64))
     return float(1 - left / variance(target_R))

@@ -124,13 +124,20 @@ def test_unequal_credit_inside_equal_rollouts_stays_bounded() -> None:
     assert (advantages != 0).all()
 
 
-def test_equal_groups_have_exactly_zero_advantage() -> None:
-    rows = [Row(0, i, 0.1, (True,)) for i in (0, 0, 0, 1, 2)]
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e6, 1e-6])
+def test_equal_groups_have_exactly_zero_advantage(scale: float) -> None:
+    """Also where the last bits differ, since the parts of a reward were added in another order."""
+    rewards = [0.3, 0.1 + 0.2, 0.3, 0.6 - 0.3, 0.1 + 0.1 + 0.1]
+    assert len(set(rewards)) > 1
+    rows = [Row(0, i, scale * reward, (True,)) for i, reward in zip((0, 0, 0, 1, 2), rewards, strict=True)]
     samples = make_samples(rows)
     grpo = Grpo(GrpoOptions(beta=0))
     advantages = grpo.advantages(samples)
     assert (advantages == 0).all()
     assert not grpo.keep(samples, advantages).any()
+    assert not Grpo(GrpoOptions(drop_equal_groups=True)).weights(samples).any()
+    near = make_samples([Row(0, i, scale * reward, (True,)) for i, reward in enumerate((0.3, 0.300001))])
+    assert (Grpo(GrpoOptions(epsilon=1e-12)).advantages(near) != 0).all(), "a small difference is one"
 
 
 def test_a_lone_rollout_has_nothing_to_compare_with() -> None:

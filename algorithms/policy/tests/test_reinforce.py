@@ -100,7 +100,8 @@ def test_equals_the_padded_definition(transitions: list[tuple[float, int]]) -> N
 
 
 def test_equal_returns_have_exactly_zero_advantage_and_are_not_computed() -> None:
-    samples = make_samples([Row(0, i, 0.1, (True, i % 2 == 0)) for i in range(5)])
+    rewards = [0.3, 0.1 + 0.2, 0.3, 0.6 - 0.3, 0.1 + 0.1 + 0.1]  # They differ by rounding alone.
+    samples = make_samples([Row(0, i, reward, (True, i % 2 == 0)) for i, reward in enumerate(rewards)])
     for options in (ReinforceOptions(), ReinforceOptions(whitening="transitions")):
         reinforce = Reinforce(options)
         assert (reinforce.advantages(samples) == 0).all()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from agl_core.analysis.comparisons.side_by_side import Row, Side, align, sides_of
 from agl_core.analysis.filters import Query, matching
 from agl_core.analysis.rollouts import GroupCredit, RolloutEntry, entries_of, group_credit
+from agl_core.returns import are_equal
 from agl_core.store.interface import Store
 from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
 from agl_core.types import Mode, RolloutState, Task, TrainingRecord
@@ -132,8 +133,7 @@ def _group(members: Sequence[Member]) -> Group:
     mean = math.fsum(rewards) / len(rewards) if rewards else None
     std = None
     if mean is not None and len(rewards) > 1:
-        is_equal = len(set(rewards)) == 1
-        std = 0.0 if is_equal else math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+        std = 0.0 if are_equal(rewards) else math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
     return Group(first.group, first.task, first.mode, first.step, members, mean, std)
 
 

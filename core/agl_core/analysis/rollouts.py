@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from agl_core.errors import StoreRefusedError
 from agl_core.learning import Health, build_episode, health_of
 from agl_core.learning.rewards import RECORDED_SOURCES
+from agl_core.returns import are_equal
 from agl_core.store.interface import Store
 from agl_core.training.rollouts.episodes import by_rollout, counted_attempts
 from agl_core.types import (
@@ -65,6 +66,8 @@ class GroupCredit:
     def of(cls, step: int, policy: str, credit: Mapping[str, Sequence[float]]) -> GroupCredit:
         """The credit of a group, with its mean and deviation."""
         mean = math.fsum(math.fsum(values) / len(values) for values in credit.values()) / len(credit)
+        if are_equal(value for values in credit.values() for value in values):
+            return cls(step, policy, credit, mean, 0.0)
         squares = [math.fsum((v - mean) ** 2 for v in values) / len(values) for values in credit.values()]
         return cls(step, policy, credit, mean, math.sqrt(math.fsum(squares) / max(len(squares) - 1, 1)))
 

@@ -33,7 +33,7 @@ from agl_core.builtin.fifo import Fifo
 from agl_core.learning import staleness
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.registering import Capability
-from agl_core.returns import episode_return
+from agl_core.returns import are_equal, episode_return
 from agl_core.types import Episode
 
 
@@ -122,7 +122,9 @@ def prioritised_needs(options: PrioritisedOptions) -> set[Capability]:
 def spread(group: Sequence[Episode]) -> float:
     """p of the module's formulas: the mean absolute deviation of the returns; 0 if that is not finite."""
     returns = [episode_return(episode) for episode in group]
-    middle = mean(returns)  # Exact: equal returns must not differ in the last bit.
+    if are_equal(returns):
+        return 0.0
+    middle = mean(returns)
     deviation = mean(abs(each - middle) for each in returns)
     return deviation if math.isfinite(deviation) else 0.0
 

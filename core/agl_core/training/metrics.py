@@ -20,7 +20,7 @@ from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import health_of, staleness
 from agl_core.learning.health import answer, has_failed, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.protocols import KeepingTracker, Tracker
-from agl_core.returns import episode_return
+from agl_core.returns import are_equal, episode_return
 from agl_core.training.alarms import Alarm
 from agl_core.types import Ending, Episode, FinishReason, Mode
 
@@ -95,7 +95,7 @@ def health_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 def contrast_metrics(groups: Iterable[Sequence[Episode]]) -> dict[str, float]:
     """The share of groups in which all rewards are equal, so that a comparison has nothing to learn from."""
     rewards = [[e.terminal or 0.0 for e in group] for group in groups if len(group) > 1]
-    return {"groups/no_contrast": mean(len(set(each)) == 1 for each in rewards)} if rewards else {}
+    return {"groups/no_contrast": mean(map(are_equal, rewards))} if rewards else {}
 
 
 def staleness_metrics(episodes: Sequence[Episode], versions: Mapping[str, int]) -> dict[str, float]:

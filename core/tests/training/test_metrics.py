@@ -9,7 +9,7 @@ import pytest
 
 from agl_core.hooks import hookimpl
 from agl_core.plugins import Plugins
-from agl_core.training.metrics import drop_metrics, episode_metrics, staleness_metrics
+from agl_core.training.metrics import contrast_metrics, drop_metrics, episode_metrics, staleness_metrics
 from agl_core.types import (
     DropReason,
     Ending,
@@ -35,6 +35,11 @@ def test_rewards_are_of_all_rollouts_and_one_without_counts_as_nothing() -> None
     assert (found["rollouts"], found["reward/mean"]) == (3, 0.5)
     assert found["reward/std"] == pytest.approx((1 / 6) ** 0.5)
     assert (found["ending/finished"], found["ending/crashed"]) == (2, 1)
+
+
+def test_a_group_whose_rewards_differ_by_rounding_alone_has_no_contrast() -> None:
+    groups = [[episode(terminal=each) for each in rewards] for rewards in ((0.3, 0.1 + 0.2), (0.3, 0.31), (0.0, 0.0))]
+    assert contrast_metrics(groups) == {"groups/no_contrast": pytest.approx(2 / 3)}
 
 
 def test_a_rules_reward_is_its_sum_over_the_rollouts() -> None:

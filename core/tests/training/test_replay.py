@@ -79,7 +79,7 @@ THREE = {"wide": (0.0, 1.0), "half": (0.0, 0.5), "quarter": (0.0, 0.25)}
 def test_priorities_worked_by_hand() -> None:
     assert [spread(group(name, returns)) for name, returns in THREE.items()] == [0.5, 0.25, 0.125]
     assert spread(group("uneven", (1.0, 0.0, 0.0, 0.0))) == 0.375
-    assert spread(group("equal", (0.1,) * 3)) == 0.0
+    assert spread(group("equal", (0.1,) * 3)) == spread(group("rounded", (0.3, 0.1 + 0.2))) == 0.0
     assert spread(group("alone", (7.0,))) == 0.0
     assert spread(group("endless", (0.0, float("inf")))) == 0.0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from agl_core.analysis.export.selecting import Exported, Selection
 from agl_core.analysis.export.tables import Row
+from agl_core.returns import are_equal
 from agl_core.types import Json, Transition
 
 
@@ -38,7 +39,7 @@ def preference_rows(group: Sequence[Exported], selection: Selection) -> Iterator
             replies.setdefault(_said(transition.response), []).append((transition, reward))
         worth = {said: sum(reward for _, reward in found) / len(found) for said, found in replies.items()}
         best, worst = max(worth, key=worth.__getitem__), min(worth, key=worth.__getitem__)
-        if worth[best] > worth[worst]:
+        if not are_equal(worth.values()):
             first = same[0][0]
             yield {
                 **_prompt(first),
