@@ -35,6 +35,7 @@ class Task:
     input: Json
     """What the agent is called with."""
     split: str = "train"
+    """A held-out task has the name of its set, unless its source gives it another split."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
     """What rewards need and the agent must not see, for instance the expected answer."""
 

@@ -211,6 +211,31 @@ def test_sft_has_a_prompt_and_a_completion_for_each_call(trained: Any) -> None:
     assert rows[0].keys() == {"prompt", "completion", "tools"}
 
 
+@pytest.mark.parametrize("to", ["sft", "preferences"])
+def test_what_is_trained_on_elsewhere_is_not_what_this_run_is_evaluated_on(trained: Any, to: str) -> None:
+    def count(name: str, *arguments: str) -> int:
+        exported(trained, *arguments, to=to, out=name)
+        return len(lines(trained.folder / name))
+
+    if to == "sft":
+        assert "left out: 1 rollouts that are evaluations" in exported(trained, to=to, out="said").stdout
+        assert count("all", "--split", "eval") == count("mode", "--mode", "eval-greedy") == 2
+    rows = count("of training")
+    assert rows == count("train", "--mode", "train") > 0
+
+
+def test_of_what_is_no_training_run_everything_is_exported(run: Any) -> None:
+    caught = run.folder / "runs" / "caught"
+    caught.mkdir()
+    (caught / "config.toml").write_text("[capture]\n")
+    rollout, *others = run.trained(1, "m0")
+    run.put(replace(rollout, mode=Mode.EVAL_SAMPLED), *others, to=caught / "store.sqlite")
+
+    run.agl("export", "caught", "--to", "sft", "--out", "sft.jsonl")
+
+    assert len(lines(run.folder / "sft.jsonl")) == 2
+
+
 def test_tools_go_with_the_conversations(trained: Any) -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     records = trained.trained(3, "m0")
@@ -254,7 +279,7 @@ def test_pruned_calls_are_named_and_are_no_conversations(trained: Any) -> None:
     rows = lines(trained.folder / "out" / "transitions.jsonl")
     assert [row["pruned"] for row in rows if row["step"] == 1] == [True] * 6
     exported(trained, to="sft", out="sft.jsonl")
-    assert len(lines(trained.folder / "sft.jsonl")) == 6
+    assert len(lines(trained.folder / "sft.jsonl")) == 4
 
 
 class TestRefused:

@@ -184,6 +184,7 @@ def _nothing(run: Path, to: Format, left_out: LeftOut) -> str:
     reasons = {
         "not done": left_out.unfinished,
         "superseded by a later restart": left_out.superseded,
+        "evaluations": left_out.held_out,
         "not what the filters ask for": left_out.unwanted,
     }
     why = "; ".join(f"{count} {reason}" for reason, count in reasons.items() if count)

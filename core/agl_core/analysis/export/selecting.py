@@ -30,6 +30,8 @@ class Selection:
     """One that made a call. Of a transition: the one that made its call."""
     verdict: Verdict | None = None
     """Of its health."""
+    held_out: bool = True
+    """Whether evaluations are selected; if not, they are only where nothing else was recorded."""
 
     def takes(self, report: AttemptReport) -> bool:
         """Whether a rollout with the right step, mode, split and reward is selected."""
@@ -51,6 +53,8 @@ class LeftOut:
     """A later restart of the run resumed from before their step."""
     unwanted: int = 0
     """The filters do not ask for them."""
+    held_out: int = 0
+    """They are evaluations, which are not to be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Selected:
     store: Store
     selection: Selection
     left_out: LeftOut = field(default_factory=LeftOut)
+    _others: bool | None = field(default=None, init=False)
 
     async def pages(self) -> AsyncIterator[list[Exported]]:
         """All of them, some at a time, in the order in which they were made."""
@@ -91,10 +96,13 @@ class Selected:
         left_out.unfinished += len(rollouts) - len(done)
         entries = []
         asked = self.selection
+        leaves_evaluations = not asked.held_out and await self._has_others()
         query = Query(split=asked.split, low=asked.low, high=asked.high)
         for entry in await entries_of(self.store, done):
             if entry.superseded:
                 left_out.superseded += 1
+            elif leaves_evaluations and entry.rollout.mode.evaluates:
+                left_out.held_out += 1
             elif not matches_itself(query, entry):
                 left_out.unwanted += 1
             else:
@@ -111,3 +119,10 @@ class Selected:
             else:
                 found.append(Exported(entry, report))
         return found
+
+    async def _has_others(self) -> bool:
+        """Whether anything but evaluations was recorded: what `agl run` records is of their mode."""
+        if self._others is None:
+            modes = [mode for mode in Mode if not mode.evaluates]
+            self._others = any([await self.store.rollouts(mode=mode, newest=1) for mode in modes])
+        return self._others

@@ -52,8 +52,8 @@ def export(
     """Write what was recorded of a run for other tools: tables, or conversations to train on.
 
     parquet, hf (Hugging Face datasets), jsonl and csv are folders with a table each of transitions, episodes, rewards,
-    credits and metrics. sft and preferences are what TRL's SFTTrainer and DPOTrainer take. What is written appears
-    whole or not at all.
+    credits and metrics. sft and preferences are what TRL's SFTTrainer and DPOTrainer take, and leave evaluations out
+    unless --mode or --split asks for them. What is written appears whole or not at all.
 
     For instance: agl export calc --to sft --min-reward 1 --out sft.jsonl
     """
@@ -64,7 +64,8 @@ def export(
 
     for unknown in set(table) - set(TABLES):
         raise ConfigError(f"--table {unknown}: there is no such table. {nearest(unknown, TABLES)}")
-    selection = Selection(_steps(step), mode, split, min_reward, max_reward, agent, verdict)
+    held_out = to.is_tables or mode is not None or split is not None
+    selection = Selection(_steps(step), mode, split, min_reward, max_reward, agent, verdict, held_out)
     found = asyncio.run(export_run(find_run(run), to, out, selection, table or tuple(TABLES)))
     if as_json:
         print_json(found)
@@ -78,6 +79,7 @@ def _say(found: Export) -> None:
     for count, why in (
         (left_out.unfinished, "are not done"),
         (left_out.superseded, "were superseded by a later restart"),
+        (left_out.held_out, "are evaluations (--mode or --split takes them)"),
         (left_out.unwanted, "are not what the filters ask for"),
     ):
         if count:

@@ -55,14 +55,16 @@ def plan_groups(
 ) -> list[list[Rollout]]:
     """Evaluation's rollouts, `repeat` for each task, the first task at `position` of the evaluation.
 
-    Each is scored by itself, as a group of one; those of a task differ in their sampling seeds.
+    Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each is scored by itself, as a group of one; those of a task differ in their sampling seeds.
     """
     name = f"s{step}-{split}{_SHORT[mode]}"
+    tasks = [source.task(index) for index in indices]
+    tasks = [replace(task, split=split) if task.split == "train" else task for task in tasks]
     return [
         [rollout]
-        for n, index in enumerate(indices)
+        for n, task in enumerate(tasks)
         for rollout in _group(
-            Rollout("", run, restart, f"{name}-g{n}", source.task(index), mode, step, 0, position=position + n), repeat
+            Rollout("", run, restart, f"{name}-g{n}", task, mode, step, 0, position=position + n), repeat
         )
     ]
 

@@ -70,6 +70,20 @@ def test_members_of_a_group_share_the_task_and_all_ids_are_unique() -> None:
     assert len(groups) == len(evaluated) + len(trained)
 
 
+def test_a_held_out_task_has_the_split_of_its_set_unless_its_source_gives_it_one() -> None:
+    class Named(Numbers):
+        def task(self, index: int) -> Task:
+            return Task(f"t{index}", index, "test")
+
+    def splits(source: Numbers) -> set[str]:
+        groups = plan_groups(
+            source, [0, 1], run="x", restart=0, step=0, mode=Mode.EVAL_GREEDY, split="hard", position=0
+        )
+        return {rollout.task.split for group in groups for rollout in group}
+
+    assert (splits(Numbers(None)), splits(Named(None))) == ({"hard"}, {"test"})
+
+
 def seeds_of(restart: int) -> list[int]:
     """Of the first calls of two steps' training, four groups of one single task, and of an evaluation of it."""
     trained = [
