@@ -65,6 +65,9 @@ class PolicyServer:
         try:
             self._check(request)
             asked = dialect.parse(await request.body(), self._memory)
+            if not asked.model:
+                policies = {each.reference.name for each in self._shelf.wanted}
+                asked = asked.named(request.path_params.get("deployment"), policies)
             served = self._shelf.served(asked.model)
             with served.answering():
                 reply = await unless_gone(request, self._reply(dialect, asked, served.model, served.max_tokens))
@@ -72,7 +75,7 @@ class PolicyServer:
                 return Response(status_code=499)
             self._memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply)
-            response.headers[HEADER_ANSWERED] = str(served.version)
+            response.headers.update({HEADER_ANSWERED: str(served.version), **asked.notes})
             return response
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))

@@ -24,6 +24,8 @@ HEADER_TRACE = "traceparent"
 """W3C trace context: what OpenTelemetry's instrumentations of HTTP clients send with each request."""
 HEADER_CALL = "x-agl-call"
 """On the server's reply: the id of the call that it answers."""
+HEADER_IGNORED = "x-agl-ignored"
+"""On the server's reply: the fields of the request that only tune a hosted service, and were ignored."""
 HEADER_POLICY = "x-agl-policy-version"
 """On an upstream's reply: the policy version that sampled it."""
 

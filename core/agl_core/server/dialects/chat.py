@@ -28,7 +28,6 @@ class ChatCompletions:
         fields.check_fields(body, _FIELDS)
         if body.get("top_logprobs") is not None and not body.get("logprobs"):
             raise fields.wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
-        fields.need(body, "model")
         _check_messages(body.get("messages"))
         for place, tool in enumerate(body.get("tools") or ()):
             _check_tool(place, tool)

@@ -38,7 +38,6 @@ class Completions:
         for name, (neutral, why) in _NOT_SERVED.items():
             if body.get(name) is not None and not fields.is_one_of(body[name], neutral):
                 raise fields.unsupported(name, f"= {fields.shown(body[name])} {why}")
-        fields.need(body, "model")
         prompt = _prompt(fields.need(body, "prompt"))
         logprobs = body.get("logprobs")
         translated = {

@@ -1,18 +1,24 @@
-"""What an API dialect is to the gateway; each API is a module of its own."""
+"""What an API dialect is to the gateway; each API is a module of its own.
+
+A dialect honours a field, refuses it by name if it asks for a service that is not here, or ignores it if it only tunes
+a hosted service. What is ignored is noted, on the reply and in the log. All other fields go to the model server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
 
+from agl_core.server.dialects import fields
 from agl_core.server.dialects.replies import Message, ReplyMemory
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.reply import Reply
 from agl_core.types import Json, Sampling
+from agl_core.wire.headers import HEADER_IGNORED
 
 OWN_FIELDS = frozenset(
     {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
@@ -33,12 +39,26 @@ class ModelRequest:
     """What is recorded: the body with its conversation, tools and format as a chat completion has them, so that
     whatever reads `messages` of a recorded request (tool results, transitions, rewards) need not know the API."""
     model: str
+    """Empty if the request names none."""
     stream: bool
     logprobs: bool
     """Whether the agent wants to see log-probabilities."""
     requested: Sampling
     conversation: Sequence[Message] | None = None
     """The messages that a later request may continue by the reply's id; None if none may."""
+    ignored: Collection[str] = ()
+    """The fields that only tune a hosted service."""
+
+    def named(self, deployment: str | None, models: Collection[str]) -> ModelRequest:
+        """With a model in any case: its own, its path's, or the only one that is served. ApiError 400 without any."""
+        only = next(iter(models)) if len(models) == 1 else None
+        model = self.model or deployment or only
+        return replace(self, model=model or fields.need(self.body, "model"))
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Headers for the reply that say what was ignored."""
+        return {HEADER_IGNORED: ", ".join(sorted(self.ignored))} if self.ignored else {}
 
 
 def asked(
@@ -49,17 +69,19 @@ def asked(
     max_tokens: int | None,
     logprobs: bool = False,
     conversation: Sequence[Message] | None = None,
+    ignored: Collection[str] = (),
 ) -> ModelRequest:
     """A checked request whose sampling is that of its body; of `chat` what the gateway sets itself is left out."""
     return ModelRequest(
         body=body,
         chat={name: value for name, value in chat.items() if name not in OWN_FIELDS and value is not None},
         recorded=recorded,
-        model=body["model"],
+        model=body.get("model") or "",
         stream=bool(body.get("stream")),
         logprobs=logprobs,
         requested=Sampling(body.get("temperature"), body.get("top_p"), max_tokens, body.get("seed")),
         conversation=conversation,
+        ignored=ignored,
     )
 
 

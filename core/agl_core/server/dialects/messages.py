@@ -2,8 +2,8 @@
 
 `system` becomes a system message, each `tool_result` a `tool` message; the model does not see `is_error`, but it is
 recorded, as the `status` of that message, and decides what became of the tool. `stop_sequences` becomes `stop`,
-`output_config` becomes `response_format` and `reasoning_effort`; hints about caching are ignored. Fields
-that this module does not know are passed on as they are, as with chat completions.
+`output_config` becomes `response_format` and `reasoning_effort`; hints about caching are ignored. Whether and how much
+a model thinks is its chat template's affair here, so `thinking` is ignored too.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ class Messages:
         body = fields.json_object(raw)
         fields.check_fields(body, _FIELDS)
         _refuse(body)
-        fields.need(body, "model")
         limit = fields.need(body, "max_tokens")
-        messages = [*read_system(body.get("system")), *read_messages(fields.need(body, "messages"), memory)]
+        ignored = {name for name in _IGNORED if body.get(name) is not None}
+        messages = [*read_system(body.get("system")), *read_messages(fields.need(body, "messages"), memory, ignored)]
         chat = {
             **{name: value for name, value in body.items() if name not in _TRANSLATED and value is not None},
-            **_translated(body),
+            **_translated(body, ignored),
         }
         recorded = {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat}
         request = asked(
-            body, {**chat, "messages": unmarked(messages)}, {**recorded, "messages": messages}, max_tokens=limit
+            body,
+            {**chat, "messages": unmarked(messages)},
+            {**recorded, "messages": messages},
+            max_tokens=limit,
+            ignored=ignored,
         )
         return replace(request, requested=replace(request.requested, seed=None))  # This API has none.
 
@@ -76,23 +80,17 @@ def _refuse(body: Mapping[str, Any]) -> None:
     if body.get("thread"):
         # Anthropic's tool runner asks for one, and after this very code it sends whole conversations instead.
         raise fields.wrong("thread", "is not served: send the whole conversation", code="thread_unsupported_request")
-    thinking = body.get("thinking")
-    if thinking is not None and thinking.get("type") != "disabled":
-        raise fields.unsupported(
-            "thinking.type",
-            f"is {fields.shown(thinking.get('type'))}: whether a model thinks is its chat template's affair here. "
-            "Leave 'thinking' out",
-        )
 
 
-def _translated(body: Mapping[str, Any]) -> dict[str, Json]:
+def _translated(body: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
     """The fields that chat completions name or write differently, without those that are unset."""
     choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
     fields.check_fields(choice, _CHOICE_FIELDS, "tool_choice.")
     fields.check_fields(output, _OUTPUT_FIELDS, "output_config.")
+    ignored.update(f"output_config.{name}" for name in output if name not in _OUTPUT_FIELDS)
+    tools = fields.each_object(body.get("tools") or [], "tools")
     chat = {
-        "tools": [read_tool(place, tool) for place, tool in fields.each_object(body.get("tools") or [], "tools")]
-        or None,
+        "tools": [read_tool(place, tool, ignored) for place, tool in tools] or None,
         "tool_choice": _tool_choice(choice),
         "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
         "stop": body.get("stop_sequences") or None,
@@ -202,14 +200,18 @@ _FIELDS: fields.Fields = {
     "stop_sequences": (lambda value: fields.is_list_of(value, str), "a list of strings"),
     "tools": (fields.is_a(list), "a list of tools"),
     "tool_choice": (fields.is_a(dict), "an object with a 'type'"),
-    "thinking": (fields.is_a(dict), "an object with a 'type'"),
     "output_config": (fields.is_a(dict), "an object"),
 }
 _CHOICE_FIELDS: fields.Fields = {"disable_parallel_tool_use": (fields.is_a(bool), "true or false")}
 _OUTPUT_FIELDS: fields.Fields = {"format": (fields.is_a(dict), "an object"), "effort": (fields.is_a(str), "a string")}
 _REWRITTEN = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"})
 """Fields that are recorded as a chat completion has them."""
-_TRANSLATED = _REWRITTEN | {"thinking", "cache_control", "container", "context_management", "mcp_servers"}
+_IGNORED = frozenset(
+    {"billing_policy", "compaction", "context_management", "diagnostics", "fallback_credit_token", "fallbacks"}
+    | {"inference_geo", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id"}
+)
+"""Fields that tune Anthropic's service."""
+_TRANSLATED = _REWRITTEN | _IGNORED | {"cache_control", "container", "mcp_servers"}
 """Fields that are not passed on under their own names."""
 _ELSEWHERE: Mapping[str, str] = {
     "max_completion_tokens": "'max_tokens'",
@@ -217,7 +219,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "response_format": "'output_config': {'format': …}",
     "stop": "'stop_sequences'",
 }
-_NOT_SERVED = ("container", "context_management", "mcp_servers", "prefill")
+_NOT_SERVED = ("container", "mcp_servers", "prefill")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",

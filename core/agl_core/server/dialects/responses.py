@@ -3,8 +3,8 @@
 Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
 becomes `reasoning_effort`. Fields that this module does not know are passed on as they are, as with chat completions.
 Tools that are no functions go to the model server as they are, which may refuse them. What would need OpenAI's own
-servers (stored prompts and conversations, background) is refused. Nothing here summarises or encrypts reasoning, so
-what asks for that is ignored.
+servers (stored prompts and conversations, background) is refused. Nothing here summarises or encrypts reasoning, or
+shortens a conversation that is too long, so what asks for that is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Responses:
         body = fields.json_object(raw)
         fields.check_fields(body, _FIELDS)
         _refuse(body)
-        fields.need(body, "model")
+        ignored = {name for name in _IGNORED if body.get(name) not in (None, "disabled")}
         messages = [*_earlier(body, memory), *read_input(fields.need(body, "input"), memory)]
         if not messages:
             raise fields.wrong(
@@ -59,6 +59,7 @@ class Responses:
             max_tokens=body.get("max_output_tokens"),
             logprobs=_wants_logprobs(body),
             conversation=None if body.get("store") is False else messages,
+            ignored=ignored,
         )
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
@@ -325,10 +326,13 @@ _FIELDS: fields.Fields = {
 _TEXT_FIELDS: fields.Fields = {"format": (fields.is_a(dict), "an object"), "verbosity": (fields.is_a(str), "a string")}
 _REWRITTEN = frozenset({"input", "instructions", "tools", "tool_choice", "text"})
 """Fields that are recorded as a chat completion has them."""
-_TRANSLATED = _REWRITTEN | {
-    *("reasoning", "include", "store", "previous_response_id", "max_output_tokens", "max_tool_calls", "top_logprobs"),
-    *("background", "context_management", "truncation"),
-}
+_IGNORED = frozenset({"access_programs", "context_management", "max_tool_calls", "truncation"})
+"""Fields that tune OpenAI's service; its limit of tool calls is of those that it makes itself."""
+_TRANSLATED = (
+    _REWRITTEN
+    | _IGNORED
+    | {"reasoning", "include", "store", "previous_response_id", "max_output_tokens", "top_logprobs", "background"}
+)
 """Fields that are not passed on under their own names."""
 _ELSEWHERE: Mapping[str, str] = {
     "messages": "'input'",
@@ -339,14 +343,11 @@ _ELSEWHERE: Mapping[str, str] = {
     "n": "one request for each response",
 }
 _NOT_SERVED: Mapping[str, tuple[Json, ...]] = {
-    "access_programs": (),
     "background": (False,),
-    "context_management": ([],),
     "conversation": (),
     "image": (),
     "moderation": (),
     "prompt": (),
-    "truncation": ("disabled",),
 }
 """Fields that cannot be served, and the values with which they ask for nothing."""
 _WRITTEN: Mapping[str, tuple[str, str]] = {

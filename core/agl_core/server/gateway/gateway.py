@@ -75,6 +75,7 @@ class _Delivery(Response):
 
     def __init__(self, reply: Response, client: CorkedHttp, report: Callable[[bool], Awaitable[None]]) -> None:
         self._reply, self._client, self._report = reply, client, report
+        self.raw_headers = reply.raw_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = False
@@ -114,13 +115,15 @@ class Gateway:
             raw = await request.body()
             memory = self._memories.of(attempt)
             asked = dialect.parse(raw, memory)
+            if not asked.model:
+                asked = asked.named(request.path_params.get("deployment"), self.models(attempt))
             exchange = self._exchange(request, attempt, dialect, raw, asked)
             client: CorkedHttp = request.scope[CONNECTION]
             exchange.waiting.append(client)
             reply = await self._reply(request, attempt, exchange, dialect, asked)
             memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply)
-            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers})
+            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **asked.notes})
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except Exception as error:
             failure = as_answer(error, request.url.path)

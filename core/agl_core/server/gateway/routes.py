@@ -3,6 +3,7 @@ clients of model APIs get at other paths."""
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +22,12 @@ from agl_core.server.dialects.routes import DIALECTS
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.passthrough import Passthrough, is_passed_on
 from agl_core.server.http.request import CallRequest
+from agl_core.wire.headers import HEADER_IGNORED
 
+logger = logging.getLogger(__name__)
+
+_NOTES = 100
+"""Different notes that are logged."""
 _PATH = re.compile(r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?P<route>/v1/.+)")
 
 
@@ -48,6 +54,7 @@ class ModelCalls:
 
     def __init__(self, app: ASGIApp, gateway: Answering, passthrough: Passthrough | None = None) -> None:
         self._app, self._gateway, self._passthrough = app, gateway, passthrough
+        self._noted: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place, method = find_place(scope["path"]), scope["method"]
@@ -56,6 +63,7 @@ class ModelCalls:
         if place is not None and dialect is not None:
             scope["path_params"] = place.parameters
             response = await self._gateway.answer(request, dialect)
+            self._note(place.route, response.headers.get(HEADER_IGNORED))
         elif place is not None and self._passthrough is not None and is_passed_on(method, place.route):
             scope["path_params"] = place.parameters
             response = await self._passthrough.answer(request, place.route)
@@ -63,6 +71,12 @@ class ModelCalls:
             await self._app(scope, receive, send)
             return
         await response(scope, receive, send)
+
+    def _note(self, route: str, ignored: str | None) -> None:
+        """Log once what requests ask for and do not get."""
+        if ignored is not None and (note := f"{route}: {ignored}") not in self._noted and len(self._noted) < _NOTES:
+            self._noted.add(note)
+            logger.warning("Ignored in requests to %s, since it only tunes a hosted service.", note)
 
 
 def find_place(path: str) -> Place | None:

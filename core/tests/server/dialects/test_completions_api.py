@@ -112,7 +112,6 @@ async def test_the_clients_retries_are_one_call(stack: Stack) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": None}, "model"),
     ({"model": 3}, "model"),
     ({"prompt": None}, "prompt"),
     ({"prompt": 3}, "prompt"),

@@ -1,17 +1,25 @@
-"""What common agents ask for beside text and functions: hosted and custom tools, summaries of reasoning, images."""
+"""What common agents ask for beside text and functions: hosted and custom tools, summaries of reasoning, images,
+tools and blocks of Anthropic's, and what only tunes a hosted service."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import openai
 import pytest
+from anthropic.types.beta import BetaMemoryTool20250818Command
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from agl_core.testing.scripts import Fail, Raw, Say
-from agl_core.testing.server import Stack
-from agl_core.types import AttemptKey, Ending, Episode
+from agl_core.testing.scripts import CallTools, Fail, Raw, Say
+from agl_core.testing.server import Stack, running_stack
+from agl_core.types import AttemptKey, Ending, Episode, Mode
+from agl_core.wire.headers import HEADER_IGNORED
 from agl_core.wire.workers import CloseRequest
+
+from ..api_oracles import client_of, post_each
 
 HOSTED: Any = {"type": "web_search", "search_context_size": "low"}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
@@ -32,6 +40,7 @@ REPLY = {
         }
     ],
 }
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
 USES_CUSTOM = Raw(json.dumps(REPLY).encode())
 
 
@@ -130,7 +139,140 @@ async def test_custom_tools_of_the_responses_api(stack: Stack, stream: bool) -> 
     assert [each.tool for each in episode.transitions[0].tool_results] == ["shell"]
 
 
-async def _closed(stack: Stack, key: AttemptKey) -> Episode:
+CLAUDE_CODES: dict[str, Any] = {
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 64_000}},
+    "tools": [{"name": "add", "input_schema": {"type": "object"}, "defer_loading": True}],
+    "messages": [{"role": "user", "content": "hello"}, {"role": "system", "content": "Agents: none."}],
+}
 
+
+async def test_what_tunes_anthropics_service_is_ignored_and_noted(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = await stack.lease(mode=Mode.EVAL_SAMPLED)
+    client = client_of(stack, key)
+    for _ in range(2):
+        raw = await client.beta.messages.with_raw_response.create(model="claude", max_tokens=9, **CLAUDE_CODES)
+    noted = "context_management, output_config.task_budget, thinking, tools.defer_loading"
+    assert raw.headers[HEADER_IGNORED] == noted
+    assert [each.count(noted) for each in caplog.messages if "/v1/messages" in each] == [1], "once in the log"
+    body = stack.upstream.received[0].body
+    assert body["messages"] == CLAUDE_CODES["messages"], "the system may speak in mid-conversation"
+    assert body["tools"] == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    assert body["reasoning_effort"] == "high"
+    assert not {"thinking", "context_management", "output_config"} & body.keys()
+    assert [call.request["thinking"] for call in await stack.calls(key)] == [{"type": "adaptive"}] * 2
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    await client.messages.create(model="claude", max_tokens=2048, messages=CLAUDE_CODES["messages"], thinking=thinking)
+
+
+async def test_what_tunes_openais_service_is_ignored_and_noted(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    asked: Any = {"truncation": "auto", "context_management": [{"type": "compaction"}], "max_tool_calls": 3}
+    raw = await client.responses.with_raw_response.create(**ASKED, **asked)
+    assert raw.headers[HEADER_IGNORED] == "context_management, max_tool_calls, truncation"
+    assert raw.parse().truncation == "disabled"
+    plain = await client.responses.with_raw_response.create(**ASKED, truncation="disabled")
+    assert HEADER_IGNORED not in plain.headers
+
+
+async def test_no_field_of_a_client_reaches_a_model_server_that_does_not_know_it(stack: Stack) -> None:
+    """Each field of the clients' own types is translated, refused by name, ignored, or one of chat completions."""
+    known = {*get_type_hints(CompletionCreateParamsBase), "stream", "top_k", "return_token_ids"}
+    url = stack.url(await stack.lease())
+    for route, asked, params in (
+        ("messages", {**CHAT, "max_tokens": 9}, MessageCreateParamsBase),
+        ("responses", ASKED, ResponseCreateParamsBase),
+    ):
+        for name in get_type_hints(params).keys() - asked.keys() - {"betas"}:
+            for value in ("x", {"type": "x"}, [{"type": "x"}], 1):
+                stack.upstream.received.clear()
+                (response,) = await post_each(stack, f"{url}/{route}", [{**asked, name: value}])
+                if response.status_code == 200:
+                    assert stack.upstream.received[0].body.keys() <= known, name
+                else:
+                    assert (response.status_code, f"'{name}" in response.text) == (400, True), response.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("bash_20250124", "bash"),
+        ("text_editor_20250728", "str_replace_based_edit_tool"),
+        ("memory_20250818", "memory"),
+    ],
+)
+async def test_tools_that_anthropic_defines_and_the_agent_runs(stack: Stack, kind: str, name: str) -> None:
+    key = await stack.lease()
+    tools: Any = [{"type": kind, "name": name}]
+    arguments = {"command": "view", "path": "/memories"}
+    stack.upstream.script(CallTools([(name, arguments)]))
+    client = client_of(stack, key)
+    message = await client.beta.messages.create(model="m", max_tokens=90, messages=CHAT["messages"], tools=tools)
+    (block,) = message.content
+    assert (block.type, block.name, block.input) == ("tool_use", name, arguments)
+    (tool,) = stack.upstream.received[0].body["tools"]
+    assert tool["function"]["name"] == name
+    assert tool["function"]["description"]
+    assert "command" in tool["function"]["parameters"]["properties"]
+
+
+async def test_the_memory_tools_commands_are_the_clients_own(stack: Stack) -> None:
+    client = client_of(stack, await stack.lease())
+    tools: Any = [{"type": "memory_20250818", "name": "memory"}]
+    await client.beta.messages.create(model="m", max_tokens=90, messages=CHAT["messages"], tools=tools)
+    schema = stack.upstream.received[0].body["tools"][0]["function"]["parameters"]
+    commands = get_args(get_args(BetaMemoryTool20250818Command)[0])
+    assert {*schema["properties"]} == {name for command in commands for name in command.model_fields}
+    assert {*schema["properties"]["command"]["enum"]} == {
+        get_args(command.model_fields["command"].annotation)[0] for command in commands
+    }
+
+
+async def test_documents_and_results_of_searches_are_text_where_they_can_be(stack: Stack) -> None:
+    key = await stack.lease()
+    content: Any = [
+        {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": "D"}},
+        {"type": "document", "source": {"type": "content", "content": "whole"}},
+        {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "part"}]}},
+        {"type": "search_result", "title": "S", "source": "here", "content": [{"type": "text", "text": "hit"}]},
+        {"type": "document", "title": "p.pdf", "citations": {"enabled": True}, "source": PDF},
+    ]
+    messages: Any = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "ok"}]},
+        {"role": "user", "content": "go on"},
+    ]
+    raw = await client_of(stack, key).messages.with_raw_response.create(model="m", max_tokens=9, messages=messages)
+    assert raw.headers[HEADER_IGNORED] == "citations, redacted_thinking"
+    asked, answered, _ = stack.upstream.received[0].body["messages"]
+    assert [each["text"] for each in asked["content"][:-1]] == ["T", "C", "D", "whole", "part", "S", "here", "hit"]
+    file = {"filename": "p.pdf", "file_data": "data:application/pdf;base64,AAAA"}
+    assert asked["content"][-1] == {"type": "file", "file": file}
+    assert answered == {"role": "assistant", "content": "ok"}
+
+
+async def test_a_model_need_not_be_named_where_there_is_one(stack: Stack) -> None:
+    url = stack.url(await stack.lease())
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": CHAT["messages"]},
+        "completions": {"prompt": "hello"},
+        "responses": {"input": "hello"},
+        "messages": {"messages": CHAT["messages"], "max_tokens": 9},
+    }
+    for route, body in bodies.items():
+        (response,) = await post_each(stack, f"{url}/{route}", [body])
+        assert (response.status_code, response.json()["model"]) == (200, "default"), route
+    two = {"models": {"one": "a", "two": "b"}}
+    async with running_stack(upstream_fields=lambda _: two) as several:
+        url = several.url(await several.lease())
+        for route, body in bodies.items():
+            (response,) = await post_each(several, f"{url}/{route}", [body])
+            assert (response.status_code, "'model' is missing" in response.text) == (400, True), route
+
+
+async def _closed(stack: Stack, key: AttemptKey) -> Episode:
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
     return await stack.episode(key)
