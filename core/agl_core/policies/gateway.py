@@ -73,12 +73,17 @@ class PolicyServer:
                 reply = await unless_gone(request, self._reply(dialect, asked, served.model, served.max_tokens))
             if reply is None:
                 return Response(status_code=499)
-            self._memory.add(reply, asked.conversation)
-            response = dialect.render(asked, reply)
+            if not dialect.counts:
+                self._memory.add(reply, asked.conversation)
+            response = dialect.render(asked, reply, self._memory)
             response.headers.update({HEADER_ANSWERED: str(served.version), **asked.notes})
             return response
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))
+
+    async def memory(self, request: Request) -> ReplyMemory:
+        self._check(request)
+        return self._memory
 
     async def _reply(self, dialect: Dialect, asked: ModelRequest, model: str, max_tokens: int) -> Reply:
         limit = max_tokens if asked.requested.max_tokens is None else asked.requested.max_tokens

@@ -195,9 +195,11 @@ def _made(secret: str, name: str) -> str:
 
 
 def _sent(request: Request) -> list[str]:
-    """The bearer token and, as many of Anthropic's clients send it, `x-api-key`; one of them is enough."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+    """The bearer token, `x-api-key` (many of Anthropic's clients) and `api-key` (Azure's); one of them is enough."""
+    headers = request.headers
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return [key for key in (bearer, headers.get("x-api-key"), headers.get("api-key")) if key]
 
 
 def carries(request: Request, key: str) -> bool:

@@ -22,6 +22,7 @@ class ChatCompletions:
 
     api = "chat.completions"
     id_prefix = "chatcmpl-"
+    counts = False
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
         body = fields.json_object(raw)
@@ -40,7 +41,7 @@ class ChatCompletions:
             logprobs=bool(body.get("logprobs")),
         )
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
         completion = {**reply.completion, "model": request.model}
         if not request.stream:
             return rendered(completion)

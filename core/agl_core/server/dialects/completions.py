@@ -31,6 +31,7 @@ class Completions:
 
     api = "completions"
     id_prefix = "cmpl-"
+    counts = False
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
         body = fields.json_object(raw)
@@ -53,7 +54,7 @@ class Completions:
             logprobs=logprobs is not None,
         )
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
         completion = {**reply.completion, "object": "text_completion", "model": request.model}
         choices: Any = reply.completion["choices"]
         completion["choices"] = [_choice(choice) for choice in choices]

@@ -97,6 +97,8 @@ class Dialect(Protocol):
     """Its name, as recorded with each call."""
     id_prefix: str
     """What the ids of its replies begin with."""
+    counts: bool
+    """Whether it only counts the tokens of a prompt: by a reply of one token, which is nobody's action."""
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
         """Check a request body and translate it; ApiError 400 names the field that is wrong.
@@ -104,8 +106,11 @@ class Dialect(Protocol):
         `memory` has the replies of the attempt so far: an echo of one becomes the upstream's own message again.
         """
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
-        """The reply as this API's clients expect it, streamed if they asked for it; no extras of agl are in it."""
+    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
+        """The reply as this API's clients expect it, streamed if they asked for it; no extras of agl are in it.
+
+        `memory` has the reply, and keeps what its client may fetch later.
+        """
 
     def refuse(self, error: ApiError) -> Response:
         """The error in this API's shape."""

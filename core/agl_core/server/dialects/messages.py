@@ -28,14 +28,17 @@ from agl_core.types import FinishReason, Json
 class Messages:
     """`POST /v1/messages`. Anthropic's client adds `/v1` itself: its base URL is the attempt's without it."""
 
-    api = "messages"
     id_prefix = "msg_"
+
+    def __init__(self, *, counts: bool = False) -> None:
+        self.counts = counts
+        self.api = "messages/count_tokens" if counts else "messages"
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
         body = fields.json_object(raw)
         fields.check_fields(body, _FIELDS)
         _refuse(body)
-        limit = fields.need(body, "max_tokens")
+        limit = 1 if self.counts else fields.need(body, "max_tokens")
         ignored = {name for name in _IGNORED if body.get(name) is not None}
         messages = [*read_system(body.get("system")), *read_messages(fields.need(body, "messages"), memory, ignored)]
         chat = {
@@ -52,7 +55,9 @@ class Messages:
         )
         return replace(request, requested=replace(request.requested, seed=None))  # This API has none.
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
+        if self.counts:
+            return rendered({"input_tokens": reply.usage.prompt})
         message = _message(request, reply)
         if request.stream:
             return event_stream(_stream_events(message))

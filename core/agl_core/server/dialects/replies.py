@@ -24,6 +24,8 @@ Message: TypeAlias = Mapping[str, Json]
 
 _REFERENCE = 8
 """Bytes."""
+_ECHOED = ("instructions", "text", "tools")
+"""Fields of a response that repeat its request's."""
 _FEW = 64
 """Memories of closed attempts that are kept in any case."""
 KEPT = 1000
@@ -32,17 +34,27 @@ KEPT_BYTES = 16 << 20
 """And so many bytes of them, as JSON, and of the conversations that they answered."""
 
 
+NOT_KEPT = (
+    f"agl keeps the last {KEPT} responses of an attempt in memory ({KEPT_BYTES >> 20} MiB at most), except those with "
+    "'store': false, and a restart forgets them."
+)
+
+
 @dataclass(slots=True, eq=False)
 class _Remembered:
     """What is forgotten together: one reply, and the conversation up to it if a later request may continue that."""
 
     said: tuple[Any, ...]
     """Keys in `_own`."""
+    message: Message
+    """Of the first choice."""
     asked: frozenset[str]
     """Tool calls."""
     conversation: tuple[bytes, ...] | None
     """Keys in `_messages`."""
     size: int
+    response: tuple[bytes, ...] = ()
+    """Keys in `_messages`: the reply as its client got it, in two parts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +89,40 @@ class ReplyMemory:
             self._asked.setdefault(tool_call, set()).add(reply.id)
         known = None if conversation is None else tuple(self._share(each) for each in (*conversation, own[0]))
         size = sum(len(_text(message)) for message in own) + _REFERENCE * len(known or ())
-        self._replies[reply.id] = _Remembered(tuple(map(_key, own)), asked, known, size)
+        self._replies[reply.id] = _Remembered(tuple(map(_key, own)), own[0], asked, known, size)
         self._size += size
+        self._bound()
+
+    def keep(self, reply_id: str, response: Message) -> None:
+        """Keep a reply as its client got it, if a later request may continue it."""
+        kept = self._replies.get(reply_id)
+        if kept is None or kept.conversation is None or kept.response:
+            return
+        echo = {name: response[name] for name in _ECHOED}  # These are the same in most replies of an agent.
+        rest = {name: value for name, value in response.items() if name not in _ECHOED}
+        kept.response = (self._share(echo), self._share(rest))
+        self._bound()
+
+    def response(self, reply_id: str) -> dict[str, Json] | None:
+        """A reply as its client got it; None if there is no such reply, or it is forgotten."""
+        kept = self._replies.get(reply_id)
+        if kept is None or not kept.response:
+            return None
+        echo, rest = (self._messages[key].message for key in kept.response)
+        return {**rest, **echo}
+
+    def drop(self, reply_id: str) -> None:
+        """Let nobody fetch or continue a reply any more; its echoes are still known."""
+        kept = self._replies[reply_id]
+        self._release((*(kept.conversation or ()), *kept.response))
+        kept.conversation, kept.response = None, ()
+
+    def message(self, reply_id: str) -> Message | None:
+        """The upstream's own message of a reply; None if there is no such reply, or it is forgotten."""
+        kept = self._replies.get(reply_id)
+        return None if kept is None else kept.message
+
+    def _bound(self) -> None:
         while len(self._replies) > 1 and (len(self._replies) > KEPT or self._size > KEPT_BYTES):
             self._forget_oldest()
 
@@ -126,7 +170,10 @@ class ReplyMemory:
             self._asked[tool_call].discard(reply_id)
             if not self._asked[tool_call]:
                 del self._asked[tool_call]
-        for shared in forgotten.conversation or ():
+        self._release((*(forgotten.conversation or ()), *forgotten.response))
+
+    def _release(self, keys: Sequence[bytes]) -> None:
+        for shared in keys:
             self._messages[shared].uses -= 1
             if not self._messages[shared].uses:
                 self._size -= self._messages.pop(shared).size

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from agl_core.server.dialects import fields
 from agl_core.server.dialects.chat import openai_error
 from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
-from agl_core.server.dialects.replies import KEPT, KEPT_BYTES, Message, ReplyMemory
+from agl_core.server.dialects.replies import NOT_KEPT, Message, ReplyMemory
 from agl_core.server.dialects.responses_input import item_id, read_input
 from agl_core.server.dialects.sse import event_stream, pieces
 from agl_core.server.errors import ApiError
@@ -32,15 +32,18 @@ _ENCRYPTED = "reasoning.encrypted_content"
 class Responses:
     """`POST /v1/responses`."""
 
-    api = "responses"
     id_prefix = "resp_"
+
+    def __init__(self, *, counts: bool = False) -> None:
+        self.counts = counts
+        self.api = "responses/input_tokens" if counts else "responses"
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
         body = fields.json_object(raw)
         fields.check_fields(body, _FIELDS)
         _refuse(body)
         ignored = {name for name in _IGNORED if body.get(name) not in (None, "disabled")}
-        messages = [*_earlier(body, memory), *read_input(fields.need(body, "input"), memory)]
+        messages = [*_earlier(body, memory), *read_input(fields.need(body, "input"), memory, ignored)]
         if not messages:
             raise fields.wrong(
                 "input", "must be a string or a list with at least one item", code="missing_required_parameter"
@@ -56,14 +59,17 @@ class Responses:
             body,
             chat,
             {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat},
-            max_tokens=body.get("max_output_tokens"),
+            max_tokens=1 if self.counts else body.get("max_output_tokens"),
             logprobs=_wants_logprobs(body),
             conversation=None if body.get("store") is False else messages,
             ignored=ignored,
         )
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
+    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
+        if self.counts:
+            return rendered({"object": "response.input_tokens", "input_tokens": reply.usage.prompt})
         response = _response(request, reply)
+        memory.keep(reply.id, response)
         if request.stream:
             return event_stream(_stream_events(response))
         return rendered(response)
@@ -95,9 +101,7 @@ def _earlier(body: Mapping[str, Any], memory: ReplyMemory) -> tuple[Message, ...
     if found is None:
         raise fields.wrong(
             "previous_response_id",
-            f"names {previous!r}, which this attempt cannot continue. agl keeps the last {KEPT} responses of an "
-            f"attempt in memory ({KEPT_BYTES >> 20} MiB at most), except those with 'store': false, and a restart "
-            "forgets them. Send the whole input instead",
+            f"names {previous!r}, which this attempt cannot continue. {NOT_KEPT} Send the whole input instead",
             code="previous_response_not_found",
         )
     return found

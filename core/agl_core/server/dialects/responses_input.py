@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from agl_core.server.dialects import fields
-from agl_core.server.dialects.replies import Message, ReplyMemory
+from agl_core.server.dialects.replies import NOT_KEPT, Message, ReplyMemory
 from agl_core.server.errors import ApiError
+from agl_core.server.gateway.reply import reasoning_of
 from agl_core.types import Json
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Where the parts that are text have it."""
-_ITEM_ID = re.compile("(?:msg|rs|fc|ctc)_([0-9a-f]{32})(?:_[0-9]+)?")
+_ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})(?:_([0-9]+))?")
+"""Kind, reply and number of an item; a reply of a session is named after it."""
 
 
 def item_id(kind: str, reply_id: str, number: int | None = None) -> str:
@@ -31,11 +33,14 @@ def item_id(kind: str, reply_id: str, number: int | None = None) -> str:
     return f"{kind}_{unique}" if number is None else f"{kind}_{unique}_{number}"
 
 
-def read_input(items: Json, memory: ReplyMemory) -> list[Message]:
-    """The chat messages that `input` stands for; ApiError 400 names the item that cannot be translated."""
+def read_input(items: Json, memory: ReplyMemory, ignored: set[str]) -> list[Message]:
+    """The chat messages that `input` stands for; ApiError 400 names the item that cannot be translated.
+
+    What is left out is added to `ignored`.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    reader = _Reader(memory)
+    reader = _Reader(memory, ignored)
     for place, item in fields.each_object(items, "input"):
         reader.read(place, item)
     return reader.finish()
@@ -44,8 +49,8 @@ def read_input(items: Json, memory: ReplyMemory) -> list[Message]:
 class _Reader:
     """Puts items together, in order."""
 
-    def __init__(self, memory: ReplyMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: ReplyMemory, ignored: set[str]) -> None:
+        self._memory, self._ignored = memory, ignored
         self._messages: list[dict[str, Any]] = []
         self._reply: dict[str, Any] | None = None
         """The last assistant message; it may still grow."""
@@ -67,8 +72,19 @@ class _Reader:
                 call_id = fields.need_text(item, "call_id", f"{place}.")
                 content = _content(fields.need(item, "output", f"{place}."), f"{place}.output")
                 self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-            case "reasoning":
+            case "reasoning" if item.get("content"):
                 self._assistant("reasoning_content", item)["reasoning_content"] = _reasoning(place, item)
+            case "reasoning":
+                if not self._refer(item):  # Encrypted, or only a summary: no model here can read it.
+                    self._ignored.add("input.reasoning")
+            case "item_reference":
+                fields.need_text(item, "id", f"{place}.")
+                if not self._refer(item):
+                    raise fields.wrong(
+                        place,
+                        f"refers to {fields.shown(item['id'])}, which is not kept. {NOT_KEPT} Send the item itself",
+                        code="item_not_found",
+                    )
             case _:
                 raise _unknown_item(place, kind)
 
@@ -90,6 +106,26 @@ class _Reader:
         call = {"id": fields.need_text(item, "call_id", f"{place}."), "type": kind, kind: tool}
         self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
 
+    def _refer(self, item: Mapping[str, Any]) -> bool:
+        """Take a part of a reply from memory, by its item's id alone; False if memory does not have it."""
+        matched = _ITEM_ID.fullmatch(item["id"]) if isinstance(item.get("id"), str) else None
+        own = self._memory.message(f"resp_{matched[2]}") if matched else None
+        if matched is None or own is None:
+            return False
+        if matched[1] in ("fc", "ctc"):
+            calls: Any = own.get("tool_calls") or ()
+            called = calls[int(matched[3]) : int(matched[3]) + 1] if matched[3] else ()
+            if called:
+                self._assistant("tool_calls", item).setdefault("tool_calls", []).extend(called)
+            return bool(called)
+        part, value = {
+            "msg": ("content", own.get("content")),
+            "rs": ("reasoning_content", reasoning_of(own)),
+        }[matched[1]]
+        if value is not None:
+            self._assistant(part, item)[part] = value
+        return value is not None
+
     def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
         """The assistant message that an item is part of: the last one, or a new one."""
         reply_id = self._reply_id_of(item)
@@ -110,7 +146,7 @@ class _Reader:
         own = item.get("id")
         matched = _ITEM_ID.fullmatch(own) if isinstance(own, str) else None
         if matched:
-            return f"resp_{matched[1]}"
+            return f"resp_{matched[2]}"
         call_id = item.get("call_id")
         return self._memory.reply_of(call_id) if isinstance(call_id, str) else None
 
@@ -149,11 +185,6 @@ def _joined(parts: list[dict[str, Any]]) -> Json:
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
-    if not item.get("content"):
-        raise fields.unsupported(
-            place,
-            "is a reasoning item without 'content': agl cannot read encrypted or summarised reasoning. Leave it out",
-        )
     return "".join(
         fields.need_text(part, "text", f"{where}.")
         for where, part in fields.each_object(item["content"], f"{place}.content")
@@ -161,12 +192,8 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
 
 
 def _unknown_item(place: str, kind: Json) -> ApiError:
-    if kind == "item_reference":
-        return fields.unsupported(
-            place, "refers to an item by its id: send the item itself, or use 'previous_response_id'"
-        )
     return fields.unsupported(
         f"{place}.type",
         f"is {fields.shown(kind)}: agl can pass on items of type message, function_call, function_call_output, "
-        "custom_tool_call, custom_tool_call_output and reasoning",
+        "custom_tool_call, custom_tool_call_output, reasoning and item_reference",
     )

@@ -13,6 +13,8 @@ from agl_core.server.dialects.responses import Responses
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
     "/v1/responses": Responses(),
+    "/v1/responses/input_tokens": Responses(counts=True),
     "/v1/messages": Messages(),
+    "/v1/messages/count_tokens": Messages(counts=True),
     "/v1/completions": Completions(),
 }

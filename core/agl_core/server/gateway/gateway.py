@@ -25,7 +25,7 @@ from agl_core.capture import unpack_variables
 from agl_core.config.policies import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
-from agl_core.server.dialects.replies import ReplyMemories
+from agl_core.server.dialects.replies import ReplyMemories, ReplyMemory
 from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.reply import Reply, read_reply
@@ -117,12 +117,14 @@ class Gateway:
             asked = dialect.parse(raw, memory)
             if not asked.model:
                 asked = asked.named(request.path_params.get("deployment"), self.models(attempt))
+            if dialect.counts:
+                return dialect.render(asked, await self._counted(attempt, dialect, asked, request.headers), memory)
             exchange = self._exchange(request, attempt, dialect, raw, asked)
             client: CorkedHttp = request.scope[CONNECTION]
             exchange.waiting.append(client)
             reply = await self._reply(request, attempt, exchange, dialect, asked)
             memory.add(reply, asked.conversation)
-            response = dialect.render(asked, reply)
+            response = dialect.render(asked, reply, memory)
             response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **asked.notes})
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except Exception as error:
@@ -130,6 +132,20 @@ class Gateway:
             if attempt is not None:
                 attempt.count_failure(failure)
             return dialect.refuse(failure)
+
+    async def memory(self, request: Request) -> ReplyMemory:
+        """What is kept of the replies to the attempt that a request belongs to; ApiError as of `Attribution.open`."""
+        return self._memories.of(await self.attribution.open(request))
+
+    async def _counted(self, attempt: ActiveAttempt, dialect: Dialect, asked: ModelRequest, stamps: Headers) -> Reply:
+        """A reply to no call, which says how long the prompt is."""
+        attempt.passed_through[dialect.api] = attempt.passed_through.get(dialect.api, 0) + 1
+        self.counters.passed_through += 1
+        with self._to(attempt).answering(attempt) as served:
+            policy = _policy(served, asked.model, _agent(stamps))
+            body = forwarded(served.upstream, asked.chat, asked.requested, policy, trains=False)
+            payload, headers = await served.client.complete(body, None)
+            return read_reply(payload, headers, "", logprobs=False)
 
     async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
         """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""

@@ -108,7 +108,7 @@ async def test_the_server_tells_it_to_anybody(stack: Stack) -> None:
     for method, path in (("POST", "/agl/v1/leases"), ("PUT", "/agl/v1/upstream"), ("POST", "/v1/messages")):
         assert (method, path) in described
     routes = {path for _, path in described}
-    assert len(described) == len(routes) == 16 + 2 * 6
+    assert len(described) == len(routes) == 16 + 2 * 8
 
 
 def test_every_route_says_what_it_does_and_whose_key_it_takes() -> None:

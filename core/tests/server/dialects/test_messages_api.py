@@ -335,8 +335,8 @@ async def test_errors_are_anthropics(stack: Stack) -> None:
             await client.messages.create(**GOOD)
         assert (raised.value.status_code, raised.value.type) == (status, kind)
         assert ("prompt is too long" in str(raised.value)) == (step is OVERFLOW)
-    with pytest.raises(anthropic.NotFoundError, match="does not serve POST") as unknown:
-        await client.messages.count_tokens(model="default", messages=HELLO)
+    with pytest.raises(anthropic.NotFoundError, match="does not serve GET") as unknown:
+        await client.messages.batches.list()
     assert unknown.value.type == "not_found_error"
     with pytest.raises(anthropic.NotFoundError, match="without it, as Anthropic's"):
-        await client_of(stack, key, base_url=stack.url(key)).messages.create(**GOOD)
+        await client_of(stack, key, base_url=f"{stack.url(key)}/v2").messages.create(**GOOD)

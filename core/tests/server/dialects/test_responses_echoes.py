@@ -10,9 +10,11 @@ import pytest
 from agl_core.server.dialects.replies import KEPT
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack
-from agl_core.types import AttemptKey
+from agl_core.types import AttemptKey, Ending
+from agl_core.wire.headers import HEADER_IGNORED
+from agl_core.wire.workers import CloseRequest
 
-from ..api_oracles import OWN, call, reply
+from ..api_oracles import OWN, call, client_of, reply
 
 PARALLEL = OWN["text and parallel calls"]
 
@@ -114,7 +116,7 @@ async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None
         assert (raised.value.code, raised.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-@pytest.mark.parametrize(("limit", "value"), [("KEPT", 2), ("KEPT_BYTES", 11_000)])
+@pytest.mark.parametrize(("limit", "value"), [("KEPT", 2), ("KEPT_BYTES", 16_000)])
 async def test_the_oldest_responses_are_forgotten(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
@@ -219,3 +221,87 @@ async def test_content_is_passed_on_in_parts(stack: Stack) -> None:
         {"role": "assistant", "content": "no"},
         {"role": "tool", "tool_call_id": "c", "content": "t"},
     ]
+
+
+@pytest.mark.parametrize("store", [True, False])
+async def test_items_are_known_by_their_ids(stack: Stack, store: bool) -> None:
+    """Clients name what they got by its id, and leave the rest to the server."""
+    for name, own in OWN.items():
+        client = stack.client(await stack.lease())
+        stack.upstream.script(reply(own))
+        response: Any = await client.responses.create(model="m", input=[user()], store=store)
+        referred: list[Any] = [{"type": "item_reference", "id": item.id} for item in response.output]
+        raw = await client.responses.with_raw_response.create(
+            model="m", input=[user(), *referred, *outputs(response), user()]
+        )
+        assert forwarded(stack) == [user(), own, *tool_messages(own), user()], name
+        assert HEADER_IGNORED not in raw.headers
+
+
+async def test_reasoning_without_its_text_is_the_replys_own_or_left_out(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    own = OWN["reasoning"]
+    stack.upstream.script(reply(own))
+    response: Any = await client.responses.create(model="m", input=[user()], store=False)
+    reasoning, text = (item.model_dump() for item in response.output)
+    bare = {"type": "reasoning", "id": reasoning["id"], "summary": [], "encrypted_content": None}
+    await client.responses.create(model="m", input=[user(), bare, text, user()])
+    assert forwarded(stack)[1] == own
+    foreign = {**bare, "id": "rs_68a", "encrypted_content": "x"}
+    raw = await client.responses.with_raw_response.create(model="m", input=[user(), foreign, text, user()])
+    assert forwarded(stack)[1] == {"role": "assistant", "content": own["content"]}
+    assert raw.headers[HEADER_IGNORED] == "input.reasoning"
+
+
+async def test_an_item_of_another_attempt_is_not_known(stack: Stack) -> None:
+    response = await stack.client(await stack.lease()).responses.create(model="m", input=[user()])
+    referred: Any = {"type": "item_reference", "id": response.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="Send the item itself") as raised:
+        await stack.client(await stack.lease()).responses.create(model="m", input=[user(), referred])
+    assert (raised.value.code, raised.value.param) == ("item_not_found", "input[1]")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, streamed: bool) -> None:
+    client = stack.client(await stack.lease())
+    asked: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
+    if streamed:
+        response: Any = [event async for event in await client.responses.create(**asked, stream=True)][-1].response
+    else:
+        response = await client.responses.create(**asked)
+    assert await client.responses.retrieve(response.id) == response
+    echo: Any = [user(), *response.output, user()]
+    await client.responses.delete(response.id)
+    for asking in (client.responses.retrieve(response.id), client.responses.delete(response.id)):
+        with pytest.raises(openai.NotFoundError, match="agl keeps the last") as raised:
+            await asking
+        assert raised.value.code == "response_not_found"
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(model="m", input="y", previous_response_id=response.id)
+    await client.responses.create(model="m", input=echo)
+    unstored = await client.responses.create(**asked, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(unstored.id)
+    other = stack.client(await stack.lease())
+    stored = await client.responses.create(**asked)
+    with pytest.raises(openai.NotFoundError):
+        await other.responses.retrieve(stored.id)
+
+
+async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
+    key = await stack.lease()
+    client, anthropics = stack.client(key), client_of(stack, key)
+    tools: list[Any] = [{"type": "function", "name": "f", "parameters": {}, "strict": True}]
+    counted = await client.responses.input_tokens.count(model="m", input="hello", tools=tools)
+    called = await client.responses.create(model="m", input="hello", tools=tools)
+    assert called.usage is not None
+    assert counted.input_tokens == called.usage.input_tokens > 0
+    asked: Any = {"model": "m", "messages": [user()], "system": "Be brief."}
+    also = await anthropics.messages.count_tokens(**asked)
+    message = await anthropics.messages.create(max_tokens=9, **asked)
+    assert also.input_tokens == message.usage.input_tokens > 0
+    assert [call.id for call in await stack.calls(key)] == [called.id, message.id]
+    assert stack.upstream.received[0].body["max_tokens"] == 1
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    [attempt] = await stack.store.attempts(key.rollout)
+    assert attempt.passed_through == {"responses/input_tokens": 1, "messages/count_tokens": 1}
