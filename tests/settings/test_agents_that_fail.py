@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
+from typer.testing import CliRunner
 
+from agl_core.analysis.runs import read_entry
+from agl_core.cli import app
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
 from agl_core.training.progress import Silent
 from agl_core.training.run import train
@@ -29,8 +33,10 @@ def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[s
     (bench.folder / f"{name}.py").write_text(agent)
     loaded = bench.load({"agent.entry": f"{name}:solve", "train.steps": 4, "train.patience": 2, **given})
     observer = Said()
+    run_dir = new_run_dir(loaded)
     with pytest.raises(AglError) as raised:
-        asyncio.run(train(loaded, new_run_dir(loaded), observer))
+        asyncio.run(train(loaded, run_dir, observer))
+    assert not run_dir.exists() or read_entry(run_dir).state == "failed"
     return raised.value, observer.lines
 
 
@@ -96,6 +102,49 @@ def test_tasks_that_cannot_be_made_are_found_out_before_the_engine_starts(benche
     assert isinstance(error, ConfigError)
     assert "[tasks.train]: the first task cannot be made (IndexError" in str(error)
     assert "starting the engine" not in lines
+
+
+CALLING = """
+import httpx
+
+async def solve(task, context):
+    async with httpx.AsyncClient(base_url=context.base_url, trust_env=False, timeout=60) as client:
+        asked = {"model": "default", "messages": [{"role": "user", "content": str(task)}]}
+        headers = {"Authorization": f"Bearer {context.api_key}"}
+        (await client.post("chat/completions", json=asked, headers=headers)).raise_for_status()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "state", "told"),
+    [
+        ("raise KeyError('Ghent')", 1, "failed", "cannot: no rollout finished; all 8 ended as crashed."),
+        ("return 'ten'", 0, "finished", "cannot: no group had contrast: all rewards that were compared were equal "),
+    ],
+    ids=["crashed", "equal"],
+)
+def test_a_run_that_learned_nothing_says_so_and_why(
+    benches: tuple[Bench, Bench], end: str, status: int, state: str, told: str
+) -> None:
+    """Also where the engine says that it trained on every transition, each with an advantage of 0."""
+    folder = benches[0].folder
+    (folder / f"ending_{state}.py").write_text(f"{CALLING}    {end}\n")
+    given = {"agent.entry": f"ending_{state}:solve", "name": state, "eval.every": 0, "trackers.tensorboard": False}
+    benches[0].load(given)
+
+    ended = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
+
+    assert ended.exit_code == status, ended.output
+    assert f"verdict: {told}" in ended.output
+    assert "8 trained on (8 of them with an advantage of 0)" in ended.output
+    summary = json.loads((folder / "runs" / state / "summary.json").read_text())
+    assert summary["verdict"]["word"] == "cannot"
+    listed = json.loads(CliRunner().invoke(app, ["runs", "list", str(folder / "runs"), "--json"]).output)
+    [entry] = [each for each in listed if each["folder"].endswith(f"/{state}")]
+    assert (entry["state"], entry["verdict"]) == (state, summary["verdict"])
+    seen = CliRunner().invoke(app, ["doctor", str(folder / "runs" / state)])
+    assert f"verdict: {told}".rstrip(".") in seen.output
+    assert seen.exit_code == status
 
 
 def test_no_run_is_stopped_by_a_step_that_has_something(benches: tuple[Bench, Bench]) -> None:

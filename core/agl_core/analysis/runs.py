@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from agl_core.analysis.curves.metrics import MetricsLine, read_metrics
+from agl_core.analysis.health import RunVerdict, verdict_of
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import load_store
 from agl_core.errors import ConfigError, StoreError
 from agl_core.store.files import is_written
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.checkpoints import Checkpoints
+from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.summary import SUMMARY_FILE
 from agl_core.wire.keys import SERVER_FILE
 
@@ -25,9 +26,10 @@ _Found = TypeVar("_Found")
 RUNS = Path("runs")
 """Where commands look for runs."""
 
-RunStatus: TypeAlias = Literal["running", "finished", "stopped", "capture"]
+RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed", "capture"]
 """running: a process of this machine writes its store; finished: all steps made, though `agl eval` may write to it;
-stopped: can be resumed; capture: by `agl run`."""
+stopped: can be resumed; failed: it died, by an error or a kill, and can be resumed, or no rollout of it finished;
+capture: by `agl run`."""
 
 
 @runtime_checkable
@@ -57,6 +59,8 @@ class RunEntry:
     """The reward of the first evaluation, on the headline set."""
     reward_after: float | None
     """The reward of the last evaluation; None if there was only one."""
+    verdict: RunVerdict | None
+    """What it came to so far; None before its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +176,17 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
     planned = None if "capture" in config else int(config.get("train", {}).get("steps", 0))
     rewards = [line.headline for line in lines if line.kind == "eval" and line.headline is not None]
     all_made = planned is not None and 0 < planned <= steps
+    # What trains a run removes its summary at the start, and writes it at the end, unless it dies.
+    has_ended = (folder / SUMMARY_FILE).exists()
+    has_died = not has_ended and (folder / CHECKPOINTS).exists() and has_store(folder)
+    verdict = None if planned is None else verdict_of(lines)
     state: RunStatus = "stopped"
-    if is_written(folder / "store.sqlite") and not (all_made and (folder / SUMMARY_FILE).exists()):
+    if is_written(folder / "store.sqlite") and not (all_made and has_ended):
         state = "running"
     elif planned is None:
         state = "capture"
+    elif has_died or (verdict is not None and verdict.failed):
+        state = "failed"
     elif all_made:
         state = "finished"
     return RunEntry(
@@ -187,6 +197,7 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
         size=_size(folder),
         reward_before=rewards[0] if rewards else None,
         reward_after=rewards[-1] if len(rewards) > 1 else None,
+        verdict=verdict,
     )
 
 

@@ -260,6 +260,9 @@ def _run(run: Path) -> Iterator[Finding]:
     folder = find_run(run)
     entry, health = read_entry(folder), read_health(folder)
     yield Finding("run", f"{folder}: {entry.state}, {entry.steps} steps made")
+    if entry.verdict is not None:
+        why, _, remedy = entry.verdict.text.partition(". ")
+        yield Finding("verdict", why, remedy, is_needed=entry.verdict.failed)
     for line in health.damaged:
         remedy = f"mend or remove line {line}; the others are read, and a run is not resumed with such a line"
         yield Finding("metrics", f"line {line} of {folder / 'metrics.jsonl'} is no line of metrics", remedy)

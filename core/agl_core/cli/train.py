@@ -15,6 +15,7 @@ from agl_core.cli.shared.options import Seed, ServerUrl, Set
 from agl_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from agl_core.analysis.health import RunVerdict
     from agl_core.cli.shared.screen import ConsoleObserver, Screen
     from agl_core.client import ServerAddress
     from agl_core.config import LoadedConfig
@@ -54,6 +55,9 @@ def train(
     whole: Whole = False,
 ) -> None:
     """Train the agent that CONFIG names, and print the reward before and after.
+
+    At the end it says what the run came to: learned, not yet, or cannot, and why. If no rollout finished, the exit
+    status is 1.
 
     Everything runs on this machine: the engine in a process of its own, server and workers in this one. The address
     that is printed at the start shows the run in a browser. Ctrl-C stops the run and saves a checkpoint (exit status
@@ -105,6 +109,9 @@ def trained(
     go_on: str | None = None,
 ) -> None:
     """Train while the browser can show the run, and print what came of it; for `go_on` see `print_summary`."""
+    from agl_core.analysis.curves.metrics import read_metrics
+    from agl_core.analysis.health import verdict_of
+    from agl_core.analysis.text.plain import plain
     from agl_core.cli.shared.screen import ConsoleObserver
     from agl_core.cli.shared.viewing import shown
     from agl_core.server.http.event_loop import run
@@ -114,10 +121,13 @@ def trained(
             return await training(ConsoleObserver(console, loaded.config.train.steps, pages.serves))
 
     summary = run(work())
-    summary.write()
-    print_summary(console, summary, go_on)
+    verdict = verdict_of(read_metrics(run_dir))
+    summary.write(plain(verdict))
+    print_summary(console, summary, go_on, verdict)
     if summary.stopped_by is not None:
         raise typer.Exit(128 + summary.stopped_by)
+    if verdict is not None and verdict.failed:
+        raise typer.Exit(1)
 
 
 def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
@@ -168,8 +178,10 @@ def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
     return folder, Checkpoints(folder / CHECKPOINTS, keep=1).named(target.name)
 
 
-def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -> None:
-    """Reward before and after, what it cost, where everything is, and what to do next.
+def print_summary(
+    console: Screen, summary: Summary, go_on: str | None = None, verdict: RunVerdict | None = None
+) -> None:
+    """Reward before and after, what it came to and cost, where everything is, and what to do next.
 
     `go_on` is the command that goes on with a run that was stopped; None: that of `agl train`.
     """
@@ -186,8 +198,10 @@ def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -
             rewards.add_row(name, mode, score(found["before"][mode]), score(found["after"][mode]))
     if summary.sets:
         console.print(rewards)
+    console.print(f"verdict: {verdict.text if verdict else 'none, for no step was made'}", style="bold")
     facts = Table(show_header=False, box=None)
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(state.dropped.items())) or "none"
+    idle = f" ({state.without_advantage} of them with an advantage of 0)" if state.without_advantage else ""
     for name, value in {
         "steps": str(state.step),
         "time": f"{state.seconds:.0f} s",
@@ -195,7 +209,7 @@ def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -
         "rollouts": ", ".join(f"{count} {ending}" for ending, count in sorted(state.endings.items())) or "none",
         "LLM calls": f"{state.llm_calls}",
         **({"passed through": f"{state.passed_through} requests"} if state.passed_through else {}),
-        "transitions": f"{state.kept} trained on; dropped: {dropped}",
+        "transitions": f"{state.kept} trained on{idle}; dropped: {dropped}",
         "checkpoint": str(summary.checkpoint or "none"),
         "model": ", ".join(map(str, summary.models)) or "none",
         "store": f"that of {summary.server}" if summary.server else str(summary.run_dir / "store.sqlite"),

@@ -189,6 +189,7 @@ class Trainer:
         training_records = await self._record(step, prepared, results, drawn.rollouts)
         alarms = await self._alarms(drawn, training_records)
         drops = Counter(record.dropped for record in training_records if record.dropped)
+        idle = sum(record.dropped is None and record.advantage == 0 for record in training_records)
         found = episode_metrics(drawn.new)
         stats = await self.session.engine.stats()
         metrics = {
@@ -204,6 +205,7 @@ class Trainer:
             **{f"episodes_dropped/{reason}": float(count) for reason, count in prepared.episodes_dropped.items()},
             "transitions/kept": float(len(training_records) - drops.total()),
             "transitions/dropped": float(drops.total()),
+            "transitions/without_advantage": float(idle),
             "transitions/without_logprobs": float(sum((~b.sampled_N).sum() for b in prepared.batches.values())),
             "groups/in_flight": float(drawn.in_flight),
             "groups/carried_over": float(drawn.carried_over),
@@ -223,6 +225,7 @@ class Trainer:
         state.llm_calls += sum(len({t.key.call for t in e.transitions}) for e in drawn.new)
         state.passed_through += int(found["calls/passed_through"])
         state.kept += len(training_records) - drops.total()
+        state.without_advantage += idle
         state.count_dropped(drops)
         state.train_rewards.append(found["reward/mean"])
         self.observer.say(step_line(step, settings.steps, metrics))

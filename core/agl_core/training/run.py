@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 
+from agl_core import private
 from agl_core.client import RemoteServer, ServerAddress
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
@@ -26,7 +27,7 @@ from agl_core.training.progress import Observer
 from agl_core.training.run_folder import is_new, removed_unless_begun
 from agl_core.training.server import TrainingServer, local_server
 from agl_core.training.session import open_session
-from agl_core.training.summary import Summary
+from agl_core.training.summary import SUMMARY_FILE, Summary
 from agl_core.wire.trainers import FinishRequest
 
 
@@ -78,6 +79,8 @@ async def train(
                 loaded, run_dir, server, observer, weights=weights, resumed_step=resumed
             ) as session:
                 begun()
+                private.make_folder(checkpoints.folder, exist_ok=True)
+                (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # Without one, a run that is over has died.
                 log.restart = session.restart
                 earlier = log.forget_after(state.step if weights else -1)
                 if resume:

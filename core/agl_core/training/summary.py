@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import orjson
 
 from agl_core import private
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
+from agl_core.types import Json
 
 SUMMARY_FILE = "summary.json"
 
@@ -61,9 +63,10 @@ class Summary:
     def headline(self) -> str:
         return HEADLINE_SET if HEADLINE_SET in self.sets or not self.sets else self.sets[0]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, verdict: Mapping[str, Json] | None = None) -> dict[str, Any]:
         state = self.state
         return {
+            "verdict": verdict,
             "reward": self.rewards(self.headline),
             "rewards": {name: self.rewards(name) for name in self.sets},
             "steps": state.step,
@@ -72,7 +75,11 @@ class Summary:
             "rollouts": state.endings,
             "llm_calls": state.llm_calls,
             "passed_through": state.passed_through,
-            "transitions": {"kept": state.kept, "dropped": state.dropped},
+            "transitions": {
+                "kept": state.kept,
+                "without_advantage": state.without_advantage,
+                "dropped": state.dropped,
+            },
             "seed": self.seed,
             "interrupted": self.stopped_by is not None,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
@@ -83,5 +90,6 @@ class Summary:
             "train_rewards": state.train_rewards,
         }
 
-    def write(self) -> None:
-        private.replace(self.file, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
+    def write(self, verdict: Mapping[str, Json] | None = None) -> None:
+        """Write the file, with what the run came to (`agl_core.analysis.health.verdict_of`)."""
+        private.replace(self.file, orjson.dumps(self.as_json(verdict), option=orjson.OPT_INDENT_2))

@@ -38,6 +38,7 @@ def trained(run: Any) -> Any:
     """Three steps with rollouts, checkpoints and metrics; the second checkpoint is the best."""
     run.put(*(record for step in (2, 3) for member in ("m0", "m1") for record in run.trained(step, member)))
     add_checkpoints(run.store.parent, [0.2, 0.9, 0.4])
+    (run.store.parent / "summary.json").write_text("{}")
     write_metrics(run.store.parent, [0.1, 0.2, 0.9, 0.4])
     return run
 
@@ -60,9 +61,86 @@ def test_runs_are_listed_with_what_became_of_them(trained: Any) -> None:
     assert (by_name["caught"]["state"], by_name["caught"]["of_steps"]) == ("capture", None)
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 4})
     assert {each["state"] for each in listed(run)} == {"stopped", "capture"}
+    (run.store.parent / "summary.json").unlink()
+    assert {each["state"] for each in listed(run)} == {"failed", "capture"}, "what died wrote none"
     table = run.agl("runs", "list").stdout
     assert "runs/calc" in table
     assert "3/4" in table
+
+
+SOME = {"rollouts": 16.0, "reward/mean": 0.3, "reward/std": 0.46, "transitions/kept": 16.0, "groups/no_contrast": 0.25}
+"""A step of training."""
+EVALUATED = {"eval/greedy/rollouts": 20.0, "eval/greedy/reward/std": 0.4}
+VERDICTS: dict[str, tuple[list[dict[str, float]], list[float], str]] = {
+    "a rise on held-out tasks": (
+        [SOME] * 3,
+        [0.1, 0.9],
+        "learned: the held-out reward (eval/greedy) rose from 0.1 to 0.9",
+    ),
+    "a rise within chance": (
+        [SOME] * 3,
+        [0.3, 0.35],
+        "not yet: the held-out reward (eval/greedy) went from 0.3 to 0.35, which is no more than chance",
+    ),
+    "a fall": ([SOME] * 3, [0.9, 0.1], "not yet: the held-out reward (eval/greedy) fell from 0.9 to 0.1"),
+    "a rise in training": (
+        [SOME, {**SOME, "reward/mean": 1.0, "reward/std": 0.0}],
+        [],
+        "learned: the training reward rose from 0.3 to 1",
+    ),
+    "one step": ([SOME], [], "not yet: one step shows no change"),
+    "few groups to learn from": (
+        [{**SOME, "groups/no_contrast": 0.75}] * 2,
+        [],
+        "not yet: the training reward went from 0.3 to 0.3, which is no more than chance; 75% of the groups had no "
+        "contrast: all their rewards were equal",
+    ),
+    "equal rewards": (
+        [{**SOME, "transitions/kept": 0.0, "dropped/no_advantage": 16.0, "groups/no_contrast": 1.0}] * 3,
+        [0.3, 0.3],
+        "cannot: no group had contrast: all rewards that were compared were equal (mean reward 0.3), so",
+    ),
+    "advantages of 0": (
+        [{**SOME, "transitions/without_advantage": 16.0, "groups/no_contrast": 1.0}] * 3,
+        [],
+        "cannot: no group had contrast",
+    ),
+    "one reason": (
+        [{**SOME, "transitions/kept": 0.0, "dropped/untrained_agent": 16.0}] * 3,
+        [],
+        "cannot: nothing was trained on; dropped: 48 untrained_agent. Name agents in train.agents",
+    ),
+    "crashes": (
+        [{**SOME, "ending/crashed": 15.0, "ending/timed_out": 1.0}] * 3,
+        [],
+        "cannot: no rollout finished; 45 of 48 ended as crashed. Mend what the agent raises.",
+    ),
+    "no reward": (
+        [{**SOME, "transitions/kept": 0.0, "dropped/no_advantage": 16.0, "alarm/no_reward": 1.0}] * 3,
+        [],
+        "cannot: no rule in [rewards] had anything to say, and no agent reported a reward. Name a rule in [rewards]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_a_run_has_a_verdict_in_words(run: Any, case: str) -> None:
+    steps, held_out, text = VERDICTS[case]
+    lines: list[dict[str, Any]] = [
+        {"step": step, "kind": "train", "ending/finished": 0.0 if "crash" in case else 16.0, **values}
+        for step, values in enumerate(steps, 1)
+    ]
+    for step, reward in zip((0, len(steps)), held_out, strict=False):
+        lines.append({"step": step, "kind": "eval", **EVALUATED, "eval/greedy/reward/mean": reward})
+    (run.store.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": len(steps)})
+
+    [entry] = listed(run)
+
+    verdict = entry["verdict"]
+    assert f"{verdict['word']}: {verdict['why']}".startswith(text)
+    assert entry["state"] == ("failed" if case == "crashes" else "finished")
+    assert verdict["word"] in run.agl("runs", "list").stdout
 
 
 def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
@@ -108,6 +186,7 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "open\n"
+        (run.store.parent / "summary.json").unlink()
         assert listed(run)[0]["state"] == "running"
         (run.store.parent / "summary.json").write_text("{}")
         assert listed(run)[0]["state"] == "finished", "it is evaluated again, and its training is over"

@@ -25,7 +25,7 @@ def test_runs_have_state_progress_and_evaluations(runs: Folder) -> None:
 
     page = said(runs.page("/"))
 
-    assert "calc stopped 1 / 4" in page
+    assert "calc stopped not yet 1 / 4" in page
     assert "0.250 0.750" in page
 
 

@@ -24,11 +24,15 @@ class MetricsLine:
     values: Mapping[str, float]
 
     @property
+    def headline_set(self) -> str | None:
+        """Of an evaluation: the set `eval`, else the first one, and the first mode: `eval/greedy`."""
+        sets = [key.removesuffix(_REWARD) for key in self.values if key.endswith(_REWARD)]
+        return next((name for name in sets if name.startswith(f"{HEADLINE_SET}/")), sets[0] if sets else None)
+
+    @property
     def headline(self) -> float | None:
-        """Of an evaluation: the reward of the set `eval`, else of the first one; in the first mode."""
-        rewards = {key: value for key, value in self.values.items() if key.endswith(_REWARD)}
-        of_set = [value for key, value in rewards.items() if key.startswith(f"{HEADLINE_SET}/")]
-        return next(iter(of_set or rewards.values()), None)
+        """The reward of the headline set."""
+        return self.values.get(f"{self.headline_set}{_REWARD}")
 
 
 def read_metrics(folder: Path) -> list[MetricsLine]:

@@ -25,7 +25,7 @@ runs = typer.Typer(help="List runs, and make them smaller.", no_args_is_help=Tru
 
 @runs.command("list")
 def list_(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
-    """List the runs: their state, steps, size, and evaluation before and after training."""
+    """List the runs: their state, what they came to, steps, size, and evaluation before and after training."""
     from rich.table import Table
 
     from agl_core.analysis.runs import list_runs
@@ -35,13 +35,15 @@ def list_(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
     if as_json:
         print_json(entries)
         return
-    table = Table("run", "state")
+    table = Table("run", "state", "verdict")
     for column in ("steps", "size", "before", "after"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in entries:
         steps = f"{each.steps}" if each.of_steps is None else f"{each.steps}/{each.of_steps}"
         rewards = score(each.reward_before), score(each.reward_after)
-        table.add_row(str(each.folder), each.state, steps, size(each.size), *rewards)
+        table.add_row(
+            str(each.folder), each.state, each.verdict.word if each.verdict else "–", steps, size(each.size), *rewards
+        )
     Screen().print(table)
 
 

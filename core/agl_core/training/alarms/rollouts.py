@@ -19,7 +19,7 @@ from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm, raised
 from agl_core.types import AlarmName, DropReason, Ending, Episode, TrainingRecord
 
-_REMEDIES: Mapping[Ending | DropReason, str] = {
+REMEDIES: Mapping[Ending | DropReason, str] = {
     Ending.CRASHED: "Mend what the agent raises.",
     Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
     Ending.CONTEXT_OVERFLOW: "Shorten what the agent asks, or train a model with a longer context.",
@@ -33,6 +33,7 @@ _REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.PLUGIN: "See which `episode_built` hook takes them out.",
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
 }
+"""What to do about what keeps rollouts from being trained on."""
 _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 
@@ -107,7 +108,7 @@ async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
     errors = [a.error for a in await store.attempts(first.rollout) if a.attempt == first.attempt and a.error]
     details = f"The first, {first.rollout}:\n{errors[0]}" if errors else ""
     seen = f"{count} of {len(episodes)} rollouts ended as {ending.value}"
-    return raised(AlarmName.FAILURES, seen, remedy=_REMEDIES.get(ending, ""), details=details)
+    return raised(AlarmName.FAILURES, seen, remedy=REMEDIES.get(ending, ""), details=details)
 
 
 def why_nothing(
@@ -160,6 +161,6 @@ class Patience:
         what = "all rollouts ended as" if isinstance(reason, Ending) else "all was dropped for one reason:"
         steps = f"step {step}" if self._count == 1 else f"steps {step - self._count + 1} to {step}"
         raise TrainingError(
-            f"There was nothing to train on in {steps}: {what} {reason.value}. {_REMEDIES.get(reason, '')} See "
+            f"There was nothing to train on in {steps}: {what} {reason.value}. {REMEDIES.get(reason, '')} See "
             f"docs/bad-input.md. The run can be resumed; train.patience = N lets N such steps pass, 0 any number."
         )

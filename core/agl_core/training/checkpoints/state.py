@@ -34,6 +34,8 @@ class RunState:
     """Requests that were passed on and not recorded."""
     kept: int = 0
     """Transitions trained on."""
+    without_advantage: int = 0
+    """Those among them whose advantage was 0: only a KL term or a critic learned from them."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Transitions dropped, by reason."""
     endings: dict[str, int] = field(default_factory=dict)

@@ -55,7 +55,8 @@ def plan_groups(
 ) -> list[list[Rollout]]:
     """Evaluation's rollouts, `repeat` for each task, the first task at `position` of the evaluation.
 
-    Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each is scored by itself, as a group of one; those of a task differ in their sampling seeds.
+    Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each
+    rollout is scored by itself, as a group of one; those of a task differ in their sampling seeds.
     """
     name = f"s{step}-{split}{_SHORT[mode]}"
     tasks = [source.task(index) for index in indices]
