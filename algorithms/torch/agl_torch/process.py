@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from agl_core.engines.child import Host
 from agl_core.memory import peak_rss_bytes
-from agl_core.protocols import EngineContext, Progress, UpdateResult
+from agl_core.protocols import Progress, UpdateResult
 from agl_core.types import Batch
 from agl_core.types.estimates import Needs, Workload
 from agl_core.types.recorded import RecordedReply, TokenizedReply
@@ -39,17 +38,18 @@ def main() -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with host.starting():
         host.stage("loading the weights")
-        engine = ServedPolicies(host.options, host.context)
+        engine = ServedPolicies(host)
     host.serve(engine)
 
 
 class ServedPolicies:
     """The policies behind an HTTP server, which has a thread of its own; see `agl_core.engines.child.Served`."""
 
-    def __init__(self, options: TorchOptions, context: EngineContext) -> None:
+    def __init__(self, host: Host[TorchOptions]) -> None:
+        options, context = host.options, host.context
         self._policies = Policies.load(options, context)
         policies = self._policies.policies
-        self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()})
+        self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()}, host.lost)
         served = {name: ModelServer(name, policy.loaded) for name, policy in policies.items()}
         self._served = served
         versions = Versions(options, self._loop, served, threads=self._policies.threads.training)
@@ -61,7 +61,7 @@ class ServedPolicies:
         self.urls = (f"http://{options.url_host}:{listener.getsockname()[1]}/v1",)
         self.context_length = self._policies.context_length
         self._loop.start()
-        threading.Thread(target=_serve, args=(server, listener), name="agl-http", daemon=True).start()
+        threading.Thread(target=_serve, args=(server, listener, host), name="agl-http", daemon=True).start()
         _log.info("Serving %s at %s.", ", ".join(served) or "nothing yet", *self.urls)
 
     def update(self, request: UpdateRequest, progress: Progress) -> UpdateResult:
@@ -102,13 +102,12 @@ class ServedPolicies:
         }
 
 
-def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+def _serve(server: uvicorn.Server, listener: socket.socket, host: Host[TorchOptions]) -> None:
     """Until the process ends; without its server the engine is of no use."""
     try:
         asyncio.run(server.serve(sockets=[listener]))
     finally:
-        _log.error("The HTTP server ended.")
-        os._exit(1)
+        host.lost("The engine's HTTP server ended.")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ _SLOTS_PER_ROW = 4
 class Sampler:
     """Answers requests with one set of weights. Not thread-safe: one thread drives it.
 
+    Whatever touches the cache does so in inference mode: a tensor that was made in it cannot be changed outside of it.
+
     `cache_bytes` bounds the keys and values; `max_rows` how many responses are decoded at the same time;
     `prefill_tokens` the prompt tokens of one forward pass, and about those of one step. With `deterministic`, every
     row is computed by itself and from its own prompt alone, so that not one bit of it depends on what else is in
@@ -42,6 +44,7 @@ class Sampler:
                 ...
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         loaded: SampledModel,
@@ -107,12 +110,14 @@ class Sampler:
         job.rows = [Row(job, Uniforms(request.seed, choice), limit) for choice in range(request.n)]
         self._waiting.extend(job.rows)
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """Forget a request; it will not be among the finished. An unknown or finished one is no error."""
         self._waiting = deque(row for row in self._waiting if row.request.id != request_id)
         if any(row.request.id == request_id for row in self._active):
             self._keep([row for row in self._active if row.request.id != request_id])
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Forget every request and the whole cache: what an error in the middle of a step leaves cannot be trusted."""
         self._waiting.clear()
@@ -124,6 +129,7 @@ class Sampler:
         self._check_drained()
         self._cache.release()
 
+    @torch.inference_mode()
     def new_version(self, version: int) -> None:
         """The weights are now this version; what was cached for the old one is dropped."""
         self._check_drained()

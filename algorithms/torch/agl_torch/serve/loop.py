@@ -41,17 +41,18 @@ class EngineLoop:
     """Drives the samplers of an engine, one per model, from one thread.
 
     Requests that arrived before an exclusive job are answered before it runs; later ones wait until it is over. So a
-    job may change weights, and no response sees two versions of them.
+    job may change weights, and no response sees two versions of them. `lost` is told the reason if an error ends the
+    thread: nothing would be answered any more.
 
-        loop = EngineLoop({"default": sampler})
+        loop = EngineLoop({"default": sampler}, host.lost)
         loop.start()
         generated = await loop.generate("default", request)
         metrics = await asyncio.wrap_future(loop.run_exclusive(lambda: trainer.update(batch)))
         await loop.stop()
     """
 
-    def __init__(self, samplers: Mapping[str, Sampler]) -> None:
-        self._samplers = dict(samplers)
+    def __init__(self, samplers: Mapping[str, Sampler], lost: Callable[[str], object]) -> None:
+        self._samplers, self._lost = dict(samplers), lost
         self._inbox: deque[_Submit | _Abort | _Exclusive] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -129,6 +130,10 @@ class EngineLoop:
                     if not sampler.idle:
                         self._step(name, sampler)
                 self._let_go()
+        except BaseException as error:
+            _log.exception("The thread that samples and trains ended.")
+            self._lost(f"The thread that samples and trains ended by {type(error).__name__}: {error}")
+            raise
         finally:
             self._fail_all()
 

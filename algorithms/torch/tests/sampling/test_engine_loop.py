@@ -40,7 +40,7 @@ def sampler(qwen: Loaded) -> Watched:
 
 @pytest.fixture
 async def loop(sampler: Watched) -> AsyncIterator[EngineLoop]:
-    running = EngineLoop({"m": sampler})
+    running = EngineLoop({"m": sampler}, pytest.fail)
     running.start()
     yield running
     await running.stop()
@@ -119,7 +119,7 @@ async def test_a_request_that_cannot_be_taken_fails_alone(qwen: Loaded, loop: En
 
 
 async def test_stopping_fails_what_is_unanswered(qwen: Loaded, sampler: Watched) -> None:
-    loop = EngineLoop({"m": sampler})
+    loop = EngineLoop({"m": sampler}, pytest.fail)
     loop.start()
     asking = asyncio.create_task(loop.generate("m", request(qwen, "a", max_tokens=400)))
     await asyncio.to_thread(sampler.began.wait)

@@ -25,7 +25,7 @@ EXTRAS = {"return_token_ids": True}
 
 @asynccontextmanager
 async def serving(loaded: Loaded) -> AsyncIterator[tuple[str, EngineLoop]]:
-    loop = EngineLoop({"policy": Sampler(loaded)})
+    loop = EngineLoop({"policy": Sampler(loaded)}, pytest.fail)
     loop.start()
     app = create_app({"policy": ModelServer("policy", loaded)}, loop, api_key="secret")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
@@ -129,15 +129,25 @@ async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpe
 
 
 async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded) -> None:
+    def chat(max_tokens: int, n: int) -> dict[str, object]:
+        # Sequences longer than the slots that a sampler begins with.
+        messages = [{"role": "user", "content": "5" * 260}]
+        return {"model": "policy", "messages": messages, "max_tokens": max_tokens, "n": n}
+
     async with serving(qwen.with_eos()) as (url, loop):
-        headers = {"authorization": "Bearer secret"}
-        async with httpx.AsyncClient(base_url=url, headers=headers) as plain:
-            body = {"model": "policy", "messages": [USER], "max_tokens": 400, "n": 64}
-            asking = asyncio.create_task(plain.post("/v1/chat/completions", json=body, timeout=60))
-            while loop.counters()["decoded"] == 0:  # noqa: ASYNC110  counters change on another thread
+
+        async def begun(after: int) -> None:
+            while loop.counters()["reused"] <= after:  # noqa: ASYNC110  counters change on another thread
                 await asyncio.sleep(0)
+
+        headers = {"authorization": "Bearer secret"}
+        async with httpx.AsyncClient(base_url=f"{url}/v1", headers=headers, timeout=60) as plain:
+            asking = asyncio.create_task(plain.post("/chat/completions", json=chat(200, n=64)))
+            await begun(after=0)
+            beside = asyncio.create_task(plain.post("/chat/completions", json=chat(100, n=1)))
+            await begun(after=loop.counters()["reused"])
             asking.cancel()
-            reply = await plain.post("/v1/chat/completions", json={**body, "max_tokens": 1, "n": 1}, timeout=60)
-            assert reply.status_code == 200
+            for reply in (await beside, await plain.post("/chat/completions", json=chat(1, n=1))):
+                assert reply.status_code == 200
         await asyncio.wrap_future(loop.run_exclusive(lambda: None))
-        assert loop.counters()["decoded"] < 64 * 400
+        assert loop.counters()["decoded"] < 64 * 200

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import psutil
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_torch.sampling import Request, Sampler
+from agl_torch.sampling import Generated, Request, Sampler
 
 from .conftest import Loaded, drive, random_ids, recomputed
 
@@ -105,6 +108,71 @@ def test_an_aborted_request_is_not_answered_and_frees_its_row(qwen: Loaded) -> N
     assert set(done) == {"r1", "r2"}
     for generated in done.values():
         np.testing.assert_allclose(generated.responses[0].logprobs, recomputed(qwen, generated), atol=1e-4)
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 300), st.integers(1, 80), st.integers(1, 3)),
+    st.tuples(st.just("step"), st.integers(1, 30)),
+    st.tuples(st.just("abort"), st.integers(0, 7)),
+    st.sampled_from([("reset",), ("new_version",), ("submit too much",)]),
+)
+GROWN = ("submit", 250, 40, 2), ("submit", 9, 60, 1), ("step", 10)
+"""Sequences longer than the slots that a sampler begins with, which have 256 tokens."""
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(MOVES, max_size=20), st.booleans())
+@example([*GROWN, ("abort", 0), ("step", 5)], False)
+@example([*GROWN, ("reset",), *GROWN, ("abort", 2), ("new_version",), *GROWN], False)
+@example([*GROWN, ("abort", 1), *GROWN, ("abort", 0)], True)
+def test_whatever_leaves_and_whenever_what_stays_is_answered_exactly(
+    qwen: Loaded, moves: Sequence[tuple], deterministic: bool
+) -> None:
+    cache_bytes = 6 * 256 * qwen.token_bytes
+    sampler = Sampler(
+        qwen.with_eos(), cache_bytes=cache_bytes, max_rows=5, prefill_tokens=128, deterministic=deterministic
+    )
+    count = version = 0
+    expected: dict[str, int] = {}
+    """Requests that are to be answered, and by which version."""
+
+    def take(done: Sequence[Generated]) -> None:
+        for generated in done:
+            assert generated.version == expected.pop(generated.request.id)
+            for choice, response in enumerate(generated.responses):
+                again = recomputed(qwen, generated, choice)
+                np.testing.assert_allclose(response.logprobs, again, atol=1e-4)
+
+    for move, *values in moves:
+        if move == "submit":
+            length, max_tokens, n = values
+            # Every other prompt begins as another does.
+            prompt = random_ids(qwen, length, count % 2 and count)
+            sampler.submit(Request(str(count), prompt, max_tokens=max_tokens, n=n, seed=count))
+            expected[str(count)] = version
+            count += 1
+        elif move == "submit too much":
+            with pytest.raises(EngineError, match="512 tokens"):
+                sampler.submit(Request("long", random_ids(qwen, 512, 0), max_tokens=1))
+        elif move == "step":
+            for _ in range(values[0]):
+                take(sampler.step())
+        elif move == "abort":
+            sampler.abort(str(values[0]))
+            expected.pop(str(values[0]), None)
+        elif move == "reset":
+            sampler.reset()
+            expected.clear()
+        else:
+            while not sampler.idle:
+                take(sampler.step())
+            sampler.release()
+            version += 1
+            sampler.new_version(version)
+        assert sampler.cache_nbytes <= cache_bytes
+    while not sampler.idle:
+        take(sampler.step())
+    assert not expected
 
 
 def test_a_response_ends_at_any_end_token_and_keeps_it(qwen: Loaded) -> None:

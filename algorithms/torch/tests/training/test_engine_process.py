@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import openai
@@ -223,6 +223,36 @@ async def test_a_start_has_a_deadline(tmp_path: Path, checkpoint: Path) -> None:
     assert engine.pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(engine.pid, 0)
+
+
+DYING = """
+from agl_torch import process
+from agl_torch.sampling import Sampler
+
+def abort(self, request_id):
+    raise RuntimeError("no such luck")
+
+Sampler.abort = abort
+process.main()
+"""
+
+
+async def test_an_engine_whose_thread_died_ends_with_the_reason(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dying_engine.py").write_text(DYING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(TorchEngine, "module", "dying_engine")
+    async with running(context(tmp_path, checkpoint)) as (engine, upstream):
+        with pytest.raises(openai.APIConnectionError):
+            await chat(upstream, "Tom", n=100, timeout=0.01)
+        with pytest.raises(EngineError, match=r"exit code 1.*thread.* ended by RuntimeError: no such luck"):
+            await ask_for_ever(engine)
+
+
+async def ask_for_ever(engine: TorchEngine) -> NoReturn:
+    while True:
+        await engine.stats()
 
 
 async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:
