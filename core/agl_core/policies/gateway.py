@@ -76,7 +76,7 @@ class PolicyServer:
             if not dialect.counts:
                 self._memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply, self._memory)
-            response.headers.update({HEADER_ANSWERED: str(served.version), **asked.notes})
+            response.headers.update({HEADER_ANSWERED: str(served.version), **asked.notes(reply)})
             return response
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))

@@ -51,6 +51,8 @@ class ScriptedUpstream:
         self.models = ["served"]
         self.agl: Mapping[str, Any] | None = None
         """Merged into each reply's top level, as agl's own engine does."""
+        self.more: Mapping[str, Any] = {}
+        """More fields of each reply."""
         self.headers: dict[str, str] = {}
         """These go onto each reply."""
         self.reply_id: str | None = None
@@ -153,6 +155,7 @@ class ScriptedUpstream:
             },
             "prompt_token_ids": prompt_ids,
             "kv_transfer_params": None,
+            **self.more,
         }
         if self.agl is not None:
             completion["agl"] = self.agl

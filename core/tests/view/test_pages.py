@@ -92,7 +92,7 @@ def test_filters_are_in_the_address(runs: Folder, asked: str, number: int) -> No
     assert f"{number} of {0 if asked in ('mode=eval-greedy', 'step=2') else 4} rollouts" in page
 
 
-@pytest.mark.parametrize("asked", ["step=x", "mode=other", "ending=2", "low=much"])
+@pytest.mark.parametrize("asked", ["step=x", "step=inf", "step=nan", "step=1e40", "mode=other", "ending=2", "low=much"])
 def test_a_filter_that_cannot_be_read_is_named(runs: Folder, asked: str) -> None:
     runs.trained()
 

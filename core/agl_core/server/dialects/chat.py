@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
 from agl_core.server.dialects import fields
-from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered, returned, usages
 from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import chunk_stream, pieces
 from agl_core.server.errors import ApiError
@@ -39,14 +39,17 @@ class ChatCompletions:
             body,
             max_tokens=body.get("max_tokens") if limit is None else limit,
             logprobs=bool(body.get("logprobs")),
+            returns=True,
         )
 
     def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
+        of_prompt, of_choices = returned(request, reply)
         completion = {**reply.completion, "model": request.model}
+        raw: Any = reply.completion["choices"]
         if not request.stream:
-            return rendered(completion)
-        usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
-        return chunk_stream(_chunks(completion, usage))
+            completion["choices"] = [{**choice, **more} for choice, more in zip(raw, of_choices, strict=True)]
+            return rendered({**completion, **of_prompt})
+        return chunk_stream(_chunks(completion, of_prompt, of_choices, *usages(request, completion.get("usage"))))
 
     def refuse(self, error: ApiError) -> Response:
         return openai_error(error)
@@ -58,20 +61,24 @@ def openai_error(error: ApiError) -> Response:
     return Response(orjson.dumps({"error": body}), error.status, error.headers, "application/json")
 
 
-def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Json]]:
-    """A finished reply as the chunks of a stream."""
+def _chunks(
+    completion: Mapping[str, Any],
+    of_prompt: Mapping[str, Json],
+    of_choices: Sequence[Mapping[str, Json]],
+    usage: Mapping[str, Json],
+    ends_with_usage: bool,
+) -> Iterator[dict[str, Json]]:
+    """A finished reply as the chunks of a stream. What it says of the prompt is in the first chunk."""
     head = {name: value for name, value in completion.items() if name not in ("object", "choices", "usage")}
-    head["object"] = "chat.completion.chunk"
-    if usage:
-        head["usage"] = None
-    for choice in completion["choices"]:
+    head |= {"object": "chat.completion.chunk", **usage}
+    for choice, more in zip(completion["choices"], of_choices, strict=True):
         logprobs = choice["logprobs"]
         for delta in _deltas(choice["message"]):
             carried = None if "role" in delta else logprobs
-            yield {**head, "choices": [_chunk_choice(choice, delta, carried, None)]}
-            logprobs = None if carried else logprobs
-        yield {**head, "choices": [_chunk_choice(choice, {}, logprobs, choice["finish_reason"])]}
-    if usage:
+            yield {**head, **of_prompt, "choices": [_chunk_choice(choice, delta, carried, None)]}
+            logprobs, of_prompt = None if carried else logprobs, {}
+        yield {**head, "choices": [{**_chunk_choice(choice, {}, logprobs, choice["finish_reason"]), **more}]}
+    if ends_with_usage:
         yield {**head, "choices": [], "usage": completion.get("usage")}
 
 
@@ -146,5 +153,6 @@ _FIELDS: fields.Fields = {
     "logprobs": (fields.is_a(bool), "true or false"),
     "top_logprobs": (fields.is_int(0, 20), "an integer from 0 to 20"),
     "response_format": (fields.is_a(dict), "an object"),
+    **fields.RETURNED,
 }
 """Fields whose types are checked here; all others are passed on as they are."""

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from agl_core.server.dialects import fields
 from agl_core.server.dialects.chat import openai_error
-from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
+from agl_core.server.dialects.dialect import ModelRequest, asked, rendered, returned, usages
 from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.dialects.sse import chunk_stream, pieces
 from agl_core.server.errors import ApiError
@@ -52,16 +52,19 @@ class Completions:
             {**{name: value for name, value in body.items() if name != "prompt"}, **translated},
             max_tokens=body.get("max_tokens"),
             logprobs=logprobs is not None,
+            returns=True,
         )
 
     def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
         completion = {**reply.completion, "object": "text_completion", "model": request.model}
+        of_prompt, of_choices = returned(request, reply)
         choices: Any = reply.completion["choices"]
-        completion["choices"] = [_choice(choice) for choice in choices]
+        completion["choices"] = [
+            {**_choice(choice), **of_prompt, **more} for choice, more in zip(choices, of_choices, strict=True)
+        ]
         if not request.stream:
             return rendered(completion)
-        usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
-        return chunk_stream(_chunks(completion, usage))
+        return chunk_stream(_chunks(completion, *usages(request, completion.get("usage"))))
 
     def refuse(self, error: ApiError) -> Response:
         return openai_error(error)
@@ -108,17 +111,18 @@ def _logprobs(logprobs: Mapping[str, Any] | None) -> dict[str, Json] | None:
     }
 
 
-def _chunks(completion: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Json]]:
-    head = {name: value for name, value in completion.items() if name not in ("choices", "usage")}
-    if usage:
-        head["usage"] = None
+def _chunks(
+    completion: Mapping[str, Any], usage: Mapping[str, Json], ends_with_usage: bool
+) -> Iterator[dict[str, Json]]:
+    """A finished reply as the chunks of a stream. All but the text of a choice is in its first chunk."""
+    head = {**{name: value for name, value in completion.items() if name not in ("choices", "usage")}, **usage}
     for choice in completion["choices"]:
-        carried = {"index": choice["index"], "logprobs": choice["logprobs"]}
+        carried = {name: value for name, value in choice.items() if name not in ("text", "finish_reason")}
         for piece in pieces(choice["text"]):
             yield {**head, "choices": [{**carried, "text": piece, "finish_reason": None}]}
-            carried = {**carried, "logprobs": None}
+            carried = {"index": choice["index"], "logprobs": None}
         yield {**head, "choices": [{**carried, "text": "", "finish_reason": choice["finish_reason"]}]}
-    if usage:
+    if ends_with_usage:
         yield {**head, "choices": [], "usage": completion.get("usage")}
 
 
@@ -128,6 +132,7 @@ _FIELDS: fields.Fields = {
     "max_tokens": (fields.is_int(1), "an integer of at least 1"),
     "n": (fields.is_int(1, 128), "an integer from 1 to 128"),
     "logprobs": (fields.is_int(0, 5), "an integer from 0 to 5"),
+    **fields.RETURNED,
 }
 _NOT_SERVED: Mapping[str, tuple[tuple[Json, ...], str]] = {
     "echo": ((False,), "would repeat a prompt that the model did not see like this: put it before the text yourself"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import orjson
 from starlette.responses import Response
@@ -20,11 +21,15 @@ from agl_core.server.gateway.reply import Reply
 from agl_core.types import Json, Sampling
 from agl_core.wire.headers import HEADER_IGNORED
 
+_LONGEST_NOTE = 1000
+"""Characters."""
 OWN_FIELDS = frozenset(
     {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
-    | {"return_token_ids", "prompt_logprobs"}
 )
-"""Fields of a chat completion that the gateway sets itself or keeps from the upstream."""
+"""Fields of a chat completion that the gateway sets itself."""
+_RETURNED = ("return_token_ids", "prompt_logprobs")
+"""Fields that ask for more in a reply than only chat completions and completions have room for."""
+_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +60,11 @@ class ModelRequest:
         model = self.model or deployment or only
         return replace(self, model=model or fields.need(self.body, "model"))
 
-    @property
-    def notes(self) -> dict[str, str]:
-        """Headers for the reply that say what was ignored."""
-        return {HEADER_IGNORED: ", ".join(sorted(self.ignored))} if self.ignored else {}
+    def notes(self, reply: Reply) -> dict[str, str]:
+        """Headers for the reply that say what was ignored, here and by the model server."""
+        own = quote(", ".join(sorted(self.ignored)), safe=", ")  # A name may be anything, and a header may not.
+        notes = ", ".join(filter(None, (own, reply.ignored)))[:_LONGEST_NOTE]
+        return {HEADER_IGNORED: notes} if notes else {}
 
 
 def asked(
@@ -70,8 +76,18 @@ def asked(
     logprobs: bool = False,
     conversation: Sequence[Message] | None = None,
     ignored: Collection[str] = (),
+    returns: bool = False,
 ) -> ModelRequest:
-    """A checked request whose sampling is that of its body; of `chat` what the gateway sets itself is left out."""
+    """A checked request whose sampling is that of its body; of `chat` what the gateway sets itself is left out.
+
+    `returns`: whether a reply has room for token ids and the prompt's log-probabilities.
+    """
+    for name in _RETURNED:
+        if body.get(name) and not returns:
+            raise fields.unsupported(name, "is for chat completions and completions alone. Leave it out")
+    if body.get("prompt_logprobs") is not None and body.get("stream"):
+        raise fields.unsupported("prompt_logprobs", "is for replies that are not streamed")
+    options = body.get("stream_options") or {}
     return ModelRequest(
         body=body,
         chat={name: value for name, value in chat.items() if name not in OWN_FIELDS and value is not None},
@@ -81,8 +97,32 @@ def asked(
         logprobs=logprobs,
         requested=Sampling(body.get("temperature"), body.get("top_p"), max_tokens, body.get("seed")),
         conversation=conversation,
-        ignored=ignored,
+        ignored={*ignored, *(f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS)},
     )
+
+
+def returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], list[dict[str, Json]]]:
+    """The token ids and the prompt's log-probabilities, if the agent asks for them: of the prompt, and of each choice.
+
+    They are null where the model server gave none.
+    """
+    of_prompt: dict[str, Json] = {}
+    of_choices: list[dict[str, Json]] = [{} for _ in reply.choices]
+    if request.body.get("return_token_ids"):
+        of_prompt["prompt_token_ids"] = None if reply.prompt_ids is None else reply.prompt_ids.tolist()
+        ids = [choice.response_ids for choice in reply.choices]
+        of_choices = [{"token_ids": None if each is None else each.tolist()} for each in ids]
+    if request.body.get("prompt_logprobs") is not None:
+        of_prompt["prompt_logprobs"] = reply.prompt_logprobs
+    return of_prompt, of_choices
+
+
+def usages(request: ModelRequest, usage: Json) -> tuple[dict[str, Json], bool]:
+    """What each chunk of a stream says about tokens, and whether the last one has them: the whole reply is known."""
+    options: Any = request.body.get("stream_options") or {}
+    if not options.get("include_usage"):
+        return {}, False
+    return {"usage": usage if options.get("continuous_usage_stats") else None}, True
 
 
 def rendered(body: Mapping[str, Json]) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -12,6 +13,10 @@ from agl_core.server.errors import ApiError
 Fields: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
 """By name: whether a value will do, and in words which values do."""
 
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape in a JSON string; in its group, half of a surrogate pair."""
 _DEEPEST = 250
 """Levels of nesting that orjson writes in any case."""
 
@@ -19,7 +24,7 @@ _DEEPEST = 250
 def json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
-        body = orjson.loads(raw)
+        body = loads(raw)
         if raw.count(b"{") + raw.count(b"[") > _DEEPEST:
             orjson.dumps(body)  # what is nested more deeply than this can write could not be passed on
     except orjson.JSONDecodeError as error:
@@ -29,6 +34,22 @@ def json_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"The request body must be a JSON object, not {shown(body)}.", code="invalid_json")
     return body
+
+
+def loads(text: bytes | str) -> Any:
+    r"""JSON as a value; half of a surrogate pair, which clients write where they cut a text, becomes U+FFFD.
+
+    >>> loads(rb'["\ud83c\udf0d", "\ud83c!", "\\ud83c"]') == ["🌍", "\ufffd!", r"\ud83c"]
+    True
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        raw = text.encode() if isinstance(text, str) else text
+        whole = _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw)
+        if whole == raw:
+            raise
+        return orjson.loads(whole)
 
 
 def check_fields(values: Mapping[str, Any], fields: Fields, place: str = "") -> None:
@@ -112,7 +133,8 @@ def is_bias(value: Any) -> bool:
 
 
 def is_stream_options(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("include_usage"), bool | None)
+    flags = ("include_usage", "continuous_usage_stats")
+    return isinstance(value, dict) and all(isinstance(value.get(flag), bool | None) for flag in flags)
 
 
 def is_one_of(value: Any, values: Iterable[Any]) -> bool:
@@ -138,10 +160,19 @@ SAMPLING: Fields = {
 COMMON: Fields = {
     "model": (is_a(str), "a string"),
     "stream": (is_a(bool), "true or false"),
-    "stream_options": (is_stream_options, "an object, with true or false for 'include_usage'"),
+    "stream_options": (
+        is_stream_options,
+        "an object of true and false",
+    ),
     "user": (is_a(str), "a string"),
     "metadata": (is_a(dict), "an object"),
 }
+
+RETURNED: Fields = {
+    "return_token_ids": (is_a(bool), "true or false"),
+    "prompt_logprobs": (is_int(0), "an integer of at least 0"),
+}
+"""What vLLM returns beyond OpenAI's APIs."""
 
 FUNCTION: Fields = {
     "description": (is_a(str), "a string"),

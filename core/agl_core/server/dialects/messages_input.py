@@ -135,7 +135,7 @@ def tool_input(arguments: str) -> dict[str, Any]:
     ({'city': 'Bern'}, {'INVALID_JSON': '{"city'})
     """
     try:
-        value = orjson.loads(arguments)
+        value = fields.loads(arguments)
         orjson.dumps(value)  # it may be nested too deeply to be written
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return {_UNPARSED: arguments}

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
+from agl_core.server.dialects import fields
 from agl_core.server.gateway.reply import Reply, called, reasoning_of
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.types import Json
@@ -218,6 +219,6 @@ def _arguments(message: Message) -> list[Json]:
 
 def _value(arguments: str) -> Json:
     try:
-        return orjson.loads(arguments)
+        return fields.loads(arguments)
     except orjson.JSONDecodeError:
         return arguments

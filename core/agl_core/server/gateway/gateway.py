@@ -125,7 +125,7 @@ class Gateway:
             reply = await self._reply(request, attempt, exchange, dialect, asked)
             memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply, memory)
-            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **asked.notes})
+            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **asked.notes(reply)})
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except Exception as error:
             failure = as_answer(error, request.url.path)

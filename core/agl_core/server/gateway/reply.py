@@ -11,7 +11,7 @@ import orjson
 
 from agl_core.server.errors import ApiError
 from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
-from agl_core.wire.headers import HEADER_POLICY
+from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
 
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
@@ -45,6 +45,10 @@ class Reply:
     """Bytes of what the upstream sent."""
     stop_sequence: str | None = None
     """The stop string that ended the first choice, if the upstream names it."""
+    prompt_logprobs: Json = None
+    """As the upstream has them; most requests ask for none."""
+    ignored: str | None = None
+    """The fields of the request that the upstream says it ignored."""
 
     @property
     def usage(self) -> Usage:
@@ -104,6 +108,8 @@ def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, log
             reused=int(extras.get("reused", 0)),
             size=len(payload),
             stop_sequence=_text(body["choices"][0].get("stop_reason")),
+            prompt_logprobs=body.get("prompt_logprobs"),
+            ignored=headers.get(HEADER_IGNORED),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ApiError(
@@ -149,13 +155,34 @@ def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
     ids = _ids(raw.get("token_ids"))
     return Choice(
         index=int(raw["index"]),
-        message=message,
+        message=_with_distinct_ids(message),
         finish_reason=FinishReason(raw["finish_reason"]),
         response_ids=ids,
         logprobs=_logprobs(raw.get("logprobs"), ids),
         mask=_mask(extra.get("mask"), ids),
         parse_error=extra.get("parse_error"),
     )
+
+
+def _with_distinct_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose tool calls can be told apart: agents join results to calls by their ids.
+
+    >>> calls = [{"id": "c"}, {"id": "c"}, {"id": "d"}]
+    >>> [call["id"] for call in _with_distinct_ids({"tool_calls": calls})["tool_calls"]]
+    ['c', 'c-1', 'd']
+    """
+    calls = message.get("tool_calls") or ()
+    ids = [call.get("id") for call in calls]
+    if len({*ids} - {None}) == len(ids) - ids.count(None):
+        return message
+    distinct: list[str | None] = []
+    for id in ids:
+        own, number = id, 0
+        while own is not None and (own in distinct or (number and own in ids)):
+            number += 1
+            own = f"{id}-{number}"
+        distinct.append(own)
+    return {**message, "tool_calls": [{**call, "id": own} for call, own in zip(calls, distinct, strict=True)]}
 
 
 def _ids(values: object) -> Tokens | None:

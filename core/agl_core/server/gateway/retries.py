@@ -156,7 +156,7 @@ class RetryBook:
 def retry_count(headers: Headers) -> int:
     """How often the client's SDK has sent this request before."""
     value = headers.get(HEADER_STAINLESS, "0")
-    return int(value) if value.isascii() and value.isdigit() else 0
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0
 
 
 def _digest(api: str, body: bytes) -> bytes:

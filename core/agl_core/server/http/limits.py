@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from itertools import chain
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,8 @@ MAX_HEADER_BYTES = 64 << 10
 """Of names, values and the URL."""
 MAX_HEAD_BYTES = 96 << 10
 """Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
+TOO_LARGE = "agl.too_large"
+"""In a request's scope: how many bytes its body may have, and the answer to one that has more."""
 _OWN_LIMIT = "/v1/traces"
 _REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
 _LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_TRAINERS, *OF_ONLINE)}
@@ -45,9 +48,29 @@ class RequestLimits:
             return
         path = scope["path"]
         is_agents = not path.startswith("/agl/")
-        most = _LARGEST.get(path, self._of_agents if is_agents and self._of_agents else MAX_BODY)
+        most: int | None = _LARGEST.get(path, self._of_agents if is_agents and self._of_agents else MAX_BODY)
         remedy = _REMEDY if is_agents and self._of_agents else ""
-        await self._app(scope, _checked(headers, receive, None if path.endswith(_OWN_LIMIT) else most, remedy), send)
+        most = None if path.endswith(_OWN_LIMIT) else most
+        scope[TOO_LARGE] = most, _too_large(most or MAX_BODY, remedy)
+        await self._app(scope, _checked(headers, receive, most, remedy), send)
+
+
+def decompressed(body: bytes, encoding: str, most: int, too_large: ApiError) -> bytes:
+    """A body without its content encoding, of `most` bytes at most; ApiError 415, 413 or 400."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "gzip":
+        raise ApiError(415, f"Content-Encoding {encoding!r} is not known here: send gzip or none.")
+    inflater = zlib.decompressobj(wbits=31)
+    try:
+        plain = inflater.decompress(body, most + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({error}).") from error
+    if len(plain) > most:
+        raise too_large
+    if not inflater.eof:
+        raise ApiError(400, "The gzip body is cut off.")
+    return plain
 
 
 def head_too_large() -> ApiError:

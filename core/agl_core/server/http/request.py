@@ -9,6 +9,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
+from agl_core.server.http.limits import TOO_LARGE, decompressed
+
 
 class CallRequest(Request):
     """The request of a model call: it is asked for a dozen headers, most of them absent, and its body is read once."""
@@ -23,7 +25,8 @@ class CallRequest(Request):
             message = await self.receive()
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
-        return b"".join(parts)
+        encoding = self.headers.get("content-encoding", "").strip().lower()
+        return decompressed(b"".join(parts), encoding, *self.scope[TOO_LARGE])
 
 
 class _FoundHeaders(Headers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,24 +29,6 @@ def too_large() -> ApiError:
         f"The export is larger than {MAX_BYTES >> 20} MiB. Export smaller batches (OTEL_BSP_MAX_EXPORT_BATCH_SIZE).",
         code="export_too_large",
     )
-
-
-def decompressed(body: bytes, encoding: str) -> bytes:
-    """The body without its content encoding; ApiError 415, 413 or 400."""
-    if encoding in ("", "identity"):
-        return body
-    if encoding != "gzip":
-        raise ApiError(415, f"Content-Encoding {encoding!r} is not known here: send gzip or none.")
-    inflater = zlib.decompressobj(wbits=31)
-    try:
-        plain = inflater.decompress(body, MAX_BYTES + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({error}).") from error
-    if len(plain) > MAX_BYTES:
-        raise too_large()
-    if not inflater.eof:
-        raise ApiError(400, "The gzip body is cut off.")
-    return plain
 
 
 def decode_protobuf(body: bytes) -> ExportTraceServiceRequest:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from agl_core.errors import StoreError
 from agl_core.server.errors import ApiError
+from agl_core.server.http.limits import decompressed
 from agl_core.server.otlp import decoding
 from agl_core.server.otlp.service import TraceService
 
@@ -61,7 +62,7 @@ async def _export(request: Request, kind: str, service: TraceService) -> Respons
         raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
     body = await _body(request)
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    plain = await asyncio.to_thread(decoding.decompressed, body, encoding)
+    plain = await asyncio.to_thread(decompressed, body, encoding, decoding.MAX_BYTES, decoding.too_large())
     decode = decoding.decode_json if kind == _JSON else decoding.decode_protobuf
     return _response(await service.export(await asyncio.to_thread(decode, plain), sender), kind)
 

@@ -35,6 +35,8 @@ Chosen = TypeVar("Chosen", bound=StrEnum)
 
 _MOST_ROLLOUTS, _MOST_OF_A_STEP = 400, 1000
 """A page of rollouts looks at so many, the newest."""
+_MOST_WHOLE = 1 << 53
+"""Larger numbers in an address are not whole for certain."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
 """Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
 
@@ -168,9 +170,9 @@ class Pages:
     async def call(self, request: Request) -> Response:
         _, folder = self.found(request)
         asked = request.query_params
-        attempt = number(asked.get("attempt", "0"), "attempt")
+        attempt = whole(asked.get("attempt", "0"), "attempt")
         async with self.folders.open_store(folder) as store:
-            call = await read_call(store, asked.get("rollout", ""), int(attempt), asked.get("call", ""))
+            call = await read_call(store, asked.get("rollout", ""), attempt, asked.get("call", ""))
         choices = []
         for choice in call.choices:
             ids = [] if choice.response_ids is None else choice.response_ids.tolist()
@@ -195,7 +197,7 @@ def read_query(request: Request) -> Query:
     """What the address asks for. BadQueryError names what cannot be read."""
     asked = {key: value for key, value in request.query_params.items() if value}
     return Query(
-        step=int(number(asked["step"], "step")) if "step" in asked else None,
+        step=whole(asked["step"], "step") if "step" in asked else None,
         mode=member(Mode, asked.get("mode"), "mode"),
         ending=member(Ending, asked.get("ending"), "ending"),
         agent=asked.get("agent"),
@@ -273,6 +275,13 @@ def number(text: str, name: str) -> float:
         return float(text)
     except ValueError:
         raise BadQueryError(f"{name}={text} in the address is not a number.") from None
+
+
+def whole(text: str, name: str) -> int:
+    value = number(text, name)
+    if not value.is_integer() or abs(value) >= _MOST_WHOLE:
+        raise BadQueryError(f"{name}={text} in the address is not a whole number, or too large.")
+    return int(value)
 
 
 def member(kind: type[Chosen], text: str | None, name: str) -> Chosen | None:

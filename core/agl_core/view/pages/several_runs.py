@@ -12,7 +12,7 @@ from agl_core.analysis.comparisons.side_by_side import align, read_side
 from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.types import Mode
 from agl_core.view.charts import Chart, Points, line_chart
-from agl_core.view.pages.base import BadQueryError, Pages, member, number, run_line
+from agl_core.view.pages.base import BadQueryError, Pages, member, run_line, whole
 from agl_core.view.templating import page_address
 
 MOST_RUNS = 4
@@ -118,7 +118,7 @@ def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str
     if given:
         name, _, step = given.rpartition("@")
         pages.folders.find(name)
-        return name, int(number(step, "ab"[at]))
+        return name, whole(step, "ab"[at])
     if not defaults:
         raise BadQueryError("Choose one or two runs on the page of runs to compare their evaluations.")
     return defaults[at]

@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import openai
+import pytest
 
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.scripts import CallTools, Raw, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream, logprob
-from agl_core.types import FinishReason, Mode
+from agl_core.types import Ending, FinishReason, Mode
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_POLICY, HEADER_ROLLOUT
+from agl_core.wire.workers import CloseRequest
+
+from ..api_oracles import call, post_each, reply
+from ..posting import post
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ADD: dict[str, Any] = {
@@ -325,3 +330,86 @@ async def test_concurrent_rollouts_are_told_apart(stack: Stack) -> None:
             f"{key.rollout} {turn}" for turn in range(4)
         ]
         assert [call.sequence for call in calls] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("api", ["chat.completions", "completions"])
+async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_asked_for(stack: Stack, api: str) -> None:
+    key = await stack.lease()
+    chat = api == "chat.completions"
+    asked: dict[str, Any] = {"model": "default", "n": 2, **({"messages": HELLO} if chat else {"prompt": "hello"})}
+    stack.upstream.more = {"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}
+    url = f"{stack.url(key)}/{api.replace('.', '/')}"
+    more = {"return_token_ids": True, "prompt_logprobs": 1}
+    whole, streamed, stream_of_prompt = await post_each(
+        stack,
+        url,
+        [{**asked, **more}, {**asked, "return_token_ids": True, "stream": True}, {**asked, **more, "stream": True}],
+    )
+    first, second = await stack.calls(key)
+    assert first.prompt_ids is not None
+    body = whole.json()
+    for choice, recorded in zip(body["choices"], first.choices, strict=True):
+        assert recorded.response_ids is not None
+        of_prompt = body if chat else choice
+        assert choice["token_ids"] == recorded.response_ids.tolist()
+        assert of_prompt["prompt_token_ids"] == first.prompt_ids.tolist()
+        assert of_prompt["prompt_logprobs"] == stack.upstream.more["prompt_logprobs"]
+    assert stack.upstream.received[0].body["prompt_logprobs"] == 1
+    chunks = [json.loads(each.removeprefix("data: ")) for each in streamed.text.strip().split("\n\n")[:-1]]
+    for place, recorded in enumerate(second.choices):
+        of_choice = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == place]
+        assert recorded.response_ids is not None
+        assert [each["token_ids"] for each in of_choice if "token_ids" in each] == [recorded.response_ids.tolist()]
+    assert (chunks[0] if chat else chunks[0]["choices"][0])["prompt_token_ids"] == first.prompt_ids.tolist()
+    assert (stream_of_prompt.status_code, stream_of_prompt.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_usage_stands_in_each_chunk_where_it_is_asked_for(stack: Stack) -> None:
+    client = stack.client(await stack.lease())
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {"model": "default", "stream": True, "stream_options": options}
+    for stream in (
+        await client.chat.completions.create(**asked, messages=HELLO),
+        await client.completions.create(**asked, prompt="hello"),
+    ):
+        *chunks, last = [chunk.usage async for chunk in stream]
+        assert last is not None
+        assert chunks == [last] * len(chunks)
+
+
+async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
+    """Some endpoints give several calls of a reply the same id; agents join results to calls by it."""
+    key = await stack.lease()
+    client = stack.client(key)
+    calls = [call("call_0", "add", '{"a": 1}'), call("call_0", "add", '{"a": 2}')]
+    stack.upstream.script(reply({"role": "assistant", "content": None, "tool_calls": calls}))
+    message = (await client.chat.completions.create(model="default", messages=HELLO)).choices[0].message
+    first, second = (each.id for each in message.tool_calls or ())
+    assert first != second
+    results: Any = [{"role": "tool", "tool_call_id": id, "content": text} for id, text in ((second, "2"), (first, "1"))]
+    echo: Any = message.model_dump(exclude_none=True)
+    await client.chat.completions.create(model="default", messages=[*HELLO, echo, *results])
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    (transition, _) = (await stack.episode(key)).transitions
+    assert [(each.arguments, each.result) for each in transition.tool_results] == [
+        ({"a": 1}, "1"),
+        ({"a": 2}, "2"),
+    ]
+
+
+async def test_half_a_surrogate_pair_is_no_reason_to_refuse_an_episode(stack: Stack) -> None:
+    """A tool that cuts a text in the middle of an emoji writes one, and every later request repeats it."""
+    key = await stack.lease()
+    cut = "a\ud83c"
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": cut}]}),
+        ("completions", {"prompt": cut}),
+        ("responses", {"input": cut}),
+        ("messages", {"max_tokens": 9, "messages": [{"role": "user", "content": cut}]}),
+    ):
+        response = await post(stack, f"{stack.url(key)}/{path}", json.dumps({"model": "default", **body}).encode())
+        assert response.status_code == 200, path
+    assert [each.request["messages"][0]["content"] for each in await stack.calls(key)] == ["a\ufffd"] * 4
+    whole = json.dumps({"model": "default", "messages": [{"role": "user", "content": "🌍 \\ud83c " + cut}]})
+    await post(stack, f"{stack.url(key)}/chat/completions", whole.encode())
+    assert (await stack.calls(key))[-1].request["messages"][0]["content"] == "🌍 \\ud83c a\ufffd"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gzip
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -239,3 +240,30 @@ async def test_types_are_strict_in_what_agents_ask(
     [name] = more
     assert name in message_of(refused)
     assert stack.upstream.received == []
+
+
+async def test_gzip_bodies_of_agents_are_inflated_up_to_the_limit(stack: Stack, http: httpx.AsyncClient) -> None:
+    key = await stack.lease()
+    zipped = {"content-encoding": "gzip", "authorization": f"Bearer {stack.server.keys.of_attempt(key)}"}
+    for path, body in BODIES.items():
+        url = f"{stack.url(key).removesuffix('/v1')}{path}"
+        plain = body % b"{}"
+        assert (await http.post(url, content=gzip.compress(plain), headers=zipped)).status_code == 200, path
+        bomb = gzip.compress(b" " * MAX_BODY + plain)
+        assert len(bomb) < MAX_BODY >> 8
+        for content, status in ((bomb, 413), (gzip.compress(plain)[:-9], 400), (plain, 400)):
+            assert (await http.post(url, content=content, headers=zipped)).status_code == status, path
+        other = await http.post(url, content=plain, headers={**zipped, "content-encoding": "zstd"})
+        assert (other.status_code, "'zstd' is not known" in message_of(other)) == (415, True)
+    assert len(await stack.calls(key)) == len(BODIES)
+
+
+async def test_numbers_in_headers_may_have_any_length(stack: Stack, http: httpx.AsyncClient) -> None:
+    key = await stack.lease()
+    digits = "9" * 5000
+    headers = {"authorization": f"Bearer {stack.server.keys.of_attempt(key)}"}
+    url, body = f"{stack.url(key)}/chat/completions", BODIES["/v1/chat/completions"] % b"{}"
+    counted = await http.post(url, content=body, headers={**headers, "x-stainless-retry-count": digits})
+    assert counted.status_code == 200
+    elsewhere = await http.post(url, content=body, headers={**headers, "x-agl-rollout": f"r0/{digits}"})
+    assert elsewhere.status_code == 400
