@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import random
 import re
 
 from agl_core.testing import episodes as make
@@ -31,6 +33,24 @@ def test_a_request_that_is_repeated_or_corrected_is_a_sign_about_the_reply_befor
     assert asked_again(talk("Book a flight to Rome")) is None
     assert turns(asked_again(talk("one", "two"), similarity=0.1)) == ["r-c0"]
     assert turns(asked_again(talk("Eins", "Falsch."), correction=re.compile("^Falsch"))) == ["r-c0"]
+
+
+def test_a_long_request_is_compared_as_a_short_one_would_be() -> None:
+    drawn = random.Random(0)
+    words = ["".join(drawn.choices("abcdefghij", k=drawn.randint(2, 9))) for _ in range(500)]
+    for share, again in ((0.0, True), (0.02, True), (0.5, False), (1.0, False)):
+        asked = drawn.choices(words, k=200)
+        anew = [drawn.choice(words) if drawn.random() < share else word for word in asked]
+        before, new = " ".join(asked), " ".join(anew)
+        exact = difflib.SequenceMatcher(None, before, new, autojunk=False).ratio()
+        assert (exact >= 0.8) is (asked_again(talk(before, new)) is not None) is again, share
+    assert asked_again(talk("Please summarise this: " + before, "Thanks!")) is None
+
+
+def test_a_request_of_any_length_is_compared_at_once() -> None:
+    before, new = ("".join("ab" + "c" * (each % period) for each in range(8000)) for period in (7, 5))
+    assert asked_again(talk(before, new)) is None
+    assert turns(asked_again(talk(before, before + "!"))) == ["r-c0"]
 
 
 def test_tool_calls_of_one_request_are_no_repetition() -> None:
