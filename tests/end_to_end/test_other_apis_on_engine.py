@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import agents
 import anthropic
+import openai
 import pytest
 
 from agl_core.types import AttemptKey
@@ -102,3 +105,29 @@ def test_messages_tell_the_stop_sequence(stack: EngineStack) -> None:
     assert message.stop_reason == "stop_sequence"
     assert message.stop_sequence in stops
     assert not set(stops) & set("".join(block.text for block in message.content if block.type == "text"))
+
+
+@agents.function_tool
+def magic_function() -> str:
+    """The weather."""
+    return "22 °C"
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_an_agent_with_the_settings_that_its_sdk_has_by_default(stack: EngineStack, api: str) -> None:
+    """The Agents SDK asks for the effort and verbosity of the vendor's own models, whatever the model."""
+    key = stack.lease()
+    kind = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}[api]
+    agent = agents.Agent(name="helper", instructions="Be kind.", tools=[magic_function])
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(
+            base_url=stack.url(key), api_key=stack.server.keys.of_attempt(key), max_retries=0
+        ) as client:
+            agent.model = kind("default", client)
+            return await agents.Runner.run(agent, "Hello", run_config=agents.RunConfig(tracing_disabled=True))
+
+    assert asyncio.run(run()).final_output
+    (call,) = stack.calls(key)
+    assert {"reasoning_effort", "verbosity"} <= call.request.keys()
+    assert call.prompt_ids is not None

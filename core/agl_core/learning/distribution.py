@@ -6,7 +6,7 @@ like draw from another distribution: importance weights of such tokens would be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from agl_core.types import Call, Json, Mode
 
@@ -39,5 +39,13 @@ def is_distorted(call: Call, mode: Mode) -> bool:
     sampling = call.effective
     if sampling.temperature == 0 or sampling.top_p not in (None, 1):
         return True
-    asked = call.request
-    return any(asked.get(name) is not None and asked[name] not in same for name, same in _NEUTRAL.items())
+    return any(distorting(call.request))
+
+
+def distorting(asked: Mapping[str, Json]) -> Iterator[str]:
+    """The fields of a request that change the distribution.
+
+    >>> list(distorting({"top_k": 5, "min_p": 0, "logit_bias": None, "stop": "."}))
+    ['top_k']
+    """
+    return (name for name, same in _NEUTRAL.items() if asked.get(name) is not None and asked[name] not in same)

@@ -14,6 +14,9 @@ from agl_torch.chat.formats import PlainText, ToolFormat, detect_format
 from agl_torch.chat.messages import Message
 from agl_torch.chat.plain import in_plain_text
 
+_VARIABLES = ("reasoning_effort",)
+"""Fields of a request that some templates have a variable for."""
+
 
 class ChatText:
     """Renders, encodes and decodes for one model."""
@@ -24,6 +27,8 @@ class ChatText:
         self._in_plain_text = isinstance(self.tool_format, PlainText)
         self.takes_tools = "tools" in template or self._in_plain_text
         """Whether tools are shown to the model."""
+        self.variables = frozenset(name for name in _VARIABLES if name in template)
+        """The fields of a request that the template shows to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
         self._eos_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from starlette.applications import Starlette
@@ -15,13 +17,18 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from agl_core.errors import AglError, nearest
-from agl_core.wire.headers import HEADER_POLICY, HEADER_ROLLOUT
+from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_torch.chat import ChatError
 from agl_torch.sampling import Generated
 from agl_torch.serve.loop import EngineLoop
 from agl_torch.serve.model import Exchange, ModelServer
 from agl_torch.serve.request import parse_request
 
+_log = logging.getLogger(__name__)
+_MAX_NOTES = 100
+"""Different notes that are logged."""
+_LONGEST_NOTE = 1000
+"""Characters."""
 Endpoint = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
@@ -32,6 +39,12 @@ def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: 
     replies are recognised when they are echoed. The caller starts and stops `loop`.
     """
     started = int(time.time())
+    noted: set[str] = set()
+
+    def note(ignored: str) -> None:
+        if ignored not in noted and len(noted) < _MAX_NOTES:
+            noted.add(ignored)
+            _log.warning("Ignored in requests, since this engine knows nothing of it: %s.", ignored)
 
     async def list_models(request: HttpRequest) -> HttpResponse:
         entries = [
@@ -61,7 +74,12 @@ def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: 
         if generated is None:
             return HttpResponse(status_code=499)
         body = {"created": int(time.time()), **model.finish(exchange, generated)}
-        return _json(body, headers={HEADER_POLICY: str(generated.version)})
+        headers = {HEADER_POLICY: str(generated.version)}
+        if exchange.ignored:
+            # A name may be anything, and a header may not.
+            headers[HEADER_IGNORED] = quote(", ".join(exchange.ignored), safe=", ")[:_LONGEST_NOTE]
+            note(headers[HEADER_IGNORED])
+        return _json(body, headers=headers)
 
     return Starlette(
         routes=[

@@ -38,6 +38,8 @@ class Exchange:
     request: Request
     tool_format: ToolFormat | None
     """The format in which tool calls are looked for; None: not at all."""
+    ignored: tuple[str, ...]
+    """The fields of the request that nothing here honours."""
 
     def parse(self, text: str) -> Parsed:
         return self.tool_format.parse(text) if self.tool_format else Parsed(text)
@@ -59,11 +61,13 @@ class ModelServer:
         """Make a sampling request of a chat request. Raises ChatError if it cannot be answered."""
         tool_format = self._tool_format(chat)
         messages = normalise(chat.messages)
+        unknown = dict(chat.unknown)
+        known = {name: unknown.pop(name) for name in self.text.variables & unknown.keys()}
         prompt = self._sessions.prompt(
             session,
             messages,
             tools=chat.shown_tools,
-            options=chat.chat_template_kwargs,
+            options=known | (chat.chat_template_kwargs or {}),
             parse=tool_format.parse if tool_format else Parsed,
         )
         length, context = len(prompt.ids), self.context_length
@@ -86,7 +90,7 @@ class ModelServer:
             stop=stop_at(self.text, chat.stops, _one_call_end(chat, tool_format)),
         )
         sequence = 0 if session is None else self._sessions.next_call(session)
-        return Exchange(chat, session, sequence, messages, prompt, request, tool_format)
+        return Exchange(chat, session, sequence, messages, prompt, request, tool_format, tuple(unknown))
 
     def _tool_format(self, chat: ChatRequest) -> ToolFormat | None:
         if not chat.shown_tools:

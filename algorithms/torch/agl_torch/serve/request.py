@@ -1,12 +1,18 @@
-"""What a chat completion request may say, and a clear refusal of what this engine cannot do."""
+"""What a chat completion request may say.
+
+A field that changes what the model reads, what it samples or what the reply has is honoured, or refused by name. All
+others tune somebody else's service: they are ignored and noted (`ChatRequest.unknown`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agl_core.errors import nearest
+from agl_core.learning.distribution import DISTORTING, distorting
 from agl_torch.chat import ChatError
 
 MAX_CHOICES = 128
@@ -36,14 +42,10 @@ class NamedTool(_Part):
     function: FunctionTool
 
 
-class ResponseFormat(_Part):
-    type: str
-
-
 class ChatRequest(BaseModel):
-    """POST /v1/chat/completions. A key that it does not know is an error."""
+    """POST /v1/chat/completions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     model: str
     messages: list[dict[str, Any]]
@@ -61,26 +63,11 @@ class ChatRequest(BaseModel):
     return_token_ids: bool | None = Field(None, description="Reply with token ids, and with agl's extras.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
 
-    # Accepted only where they ask for nothing.
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
-    top_logprobs: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    modalities: list[str] | None = None
-
-    # For the caller's own bookkeeping; they change nothing in a reply.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    @property
+    def unknown(self) -> Mapping[str, Any]:
+        """The fields that ask for something and are not honoured here."""
+        others = (self.model_extra or {}).items()
+        return {name: value for name, value in others if value and name not in _NOT_SERVED and name not in DISTORTING}
 
     @property
     def limit(self) -> int | None:
@@ -113,55 +100,65 @@ def parse_request(body: Any) -> ChatRequest:
     """Check a decoded JSON body. Raises ChatError that names the field and what to do."""
     if not isinstance(body, dict):
         raise ChatError("The request body is no JSON object.")
-    for key in body.keys() - ChatRequest.model_fields.keys():
-        raise ChatError(
-            f"Unrecognized request argument: {key!r}. {nearest(str(key), ChatRequest.model_fields)}",
-            param=str(key),
-            code="unknown_parameter",
-        )
+    _refuse_unsupported(body)
     try:
         request = ChatRequest.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ChatError(f"{place}: {first['msg']}", param=str(first["loc"][0]), code="invalid_value") from None
-    _refuse_unsupported(request)
     _check_tools(request)
     return request
 
 
-def _refuse_unsupported(request: ChatRequest) -> None:
-    if request.stream:
-        raise ChatError(
-            "This engine does not stream: send stream=false, or ask agl's gateway, which streams finished replies.",
-            param="stream",
-            code="unsupported_parameter",
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name in distorting(body):
+        raise _unsupported(
+            f"{name} = {body[name]!r} is not supported: log-probabilities are recorded of the unchanged distribution. "
+            f"Leave {name} out.",
+            name,
         )
-    if request.response_format is not None and request.response_format.type != "text":
-        raise ChatError(
-            f"response_format of type {request.response_format.type!r} cannot be enforced by this engine: use type "
-            "'text' and ask for the format in the prompt, or give the model a tool with this schema.",
-            param="response_format",
-            code="unsupported_parameter",
-        )
-    neutral: dict[str, tuple[Any, ...]] = {
-        "top_logprobs": (None, 0),
-        "frequency_penalty": (None, 0),
-        "presence_penalty": (None, 0),
-        "repetition_penalty": (None, 1),
-        "logit_bias": (None, {}),
-        "top_k": (None, -1, 0),
-        "min_p": (None, 0),
-        "modalities": (None, ["text"]),
-    }
-    for key, values in neutral.items():
-        if (value := getattr(request, key)) not in values:
-            raise ChatError(
-                f"{key} = {value!r} is not supported: log-probabilities are recorded of the unchanged distribution. "
-                f"Leave {key} out.",
-                param=key,
-                code="unsupported_parameter",
-            )
+    for name, (neutral, why) in _NOT_SERVED.items():
+        if body.get(name) and body[name] != neutral:
+            raise _unsupported(f"{name} = {str(body[name])[:60]} is not supported: {why}.", name)
+
+
+def _unsupported(message: str, param: str) -> ChatError:
+    return ChatError(message, param=param, code="unsupported_parameter")
+
+
+_TEXT_ALONE = "this engine reads and writes text alone"
+_UNENFORCED = (
+    "a format cannot be enforced by this engine. Ask for it in the prompt, or give the model a tool with this schema"
+)
+_ENDS = "a response ends at the model's own end token, at 'stop' or at 'max_tokens'"
+_OWN_TEMPLATE = "messages are rendered by the model's own chat template, up to where its reply begins"
+_NOT_SERVED: Mapping[str, tuple[Any, str]] = {
+    "stream": (False, "this engine does not stream. Send stream=false, or ask agl's gateway, which streams replies"),
+    "top_logprobs": (
+        0,
+        "this engine returns the log-probabilities of the sampled tokens, and of no others. Send logprobs=true alone "
+        "(in /v1/completions, logprobs=0)",
+    ),
+    "prompt_logprobs": (0, "this engine returns the log-probabilities of responses alone. Leave it out"),
+    "functions": ([], "it is the older form of tools. Send 'tools'"),
+    "response_format": ({"type": "text"}, _UNENFORCED),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None, _UNENFORCED)
+    ),
+    "audio": (None, _TEXT_ALONE),
+    "modalities": (["text"], _TEXT_ALONE),
+    "web_search_options": (None, "it needs OpenAI's own servers. Give the model a tool that searches"),
+    "best_of": (1, "it samples more than it returns. Use 'n', and choose among the choices"),
+    "ignore_eos": (False, _ENDS),
+    "stop_token_ids": ([], _ENDS),
+    "echo": (False, _OWN_TEMPLATE),
+    "continue_final_message": (False, _OWN_TEMPLATE),
+    "chat_template": (None, _OWN_TEMPLATE),
+    "documents": ([], _OWN_TEMPLATE),
+    "truncate_prompt_tokens": (None, "prompts are never cut: one that is too long is refused"),
+}
+"""Fields that ask for what this engine does not do, the value with which they do not, and what to do instead."""
 
 
 def _check_tools(request: ChatRequest) -> None:

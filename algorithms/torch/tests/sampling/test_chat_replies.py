@@ -204,7 +204,10 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_parameter"),
-        ({"temprature": 1}, "Did you mean 'temperature'", "unknown_parameter"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
+        ({"functions": [{"name": "f"}]}, "Send 'tools'", "unsupported_parameter"),
+        ({"structured_outputs": {"regex": "a+"}}, "cannot be enforced", "unsupported_parameter"),
+        ({"best_of": 3}, "best_of", "unsupported_parameter"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
         ({"n": 0}, "n:", "invalid_value"),
@@ -294,3 +297,9 @@ def test_output_that_is_not_finite_is_an_engine_error(chat: ScriptedChat) -> Non
     with pytest.raises(ChatError, match="diverged") as caught:
         chat.served.finish(exchange, Generated(exchange.request, (response,), 4, 0, 0))
     assert caught.value.status == 500
+
+
+def test_a_template_that_has_a_variable_for_a_field_gets_it(qwen: Loaded) -> None:
+    chat = ScriptedChat(with_template(qwen, f"{{{{ reasoning_effort }}}}{TURNS}"))
+    shown = [chat.ask([USER], "x", **fields)["prompt_token_ids"] for fields in ({"reasoning_effort": "low"}, {})]
+    assert shown[0] == [*chat.encode("low"), *shown[1]]

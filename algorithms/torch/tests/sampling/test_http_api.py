@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import numpy as np
@@ -126,6 +127,25 @@ async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpe
         reply = await plain.post("/v1/chat/completions", json={"model": "policy", "messages": [USER], "max_tokens": 2})
         assert reply.headers["x-agl-policy-version"] == "0"
         assert "agl" not in reply.json()
+
+
+async def test_what_tunes_a_hosted_service_is_ignored_and_noted(
+    client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What nobody here has ever heard of is no reason to fail an agent, and neither is it lost without a word."""
+    asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
+    tuned: Any = {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "reasoning_effort": "none"}
+    unknown = {"temprature": 1, "größe\n": {"a": 1}, "nothing": None}
+    for _ in range(2):
+        reply = await client.chat.completions.with_raw_response.create(**asked, **tuned, extra_body=unknown)
+        noted = reply.headers["x-agl-ignored"]
+        assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A"}
+    assert [record.getMessage() for record in caplog.records if "Ignored" in record.msg] == [
+        f"Ignored in requests, since this engine knows nothing of it: {noted}."
+    ]
+    neutral = {"modalities": ["text"], "response_format": {"type": "text"}, "top_k": -1, "best_of": 1, "user": None}
+    reply = await client.chat.completions.with_raw_response.create(**asked, extra_body=neutral)
+    assert "x-agl-ignored" not in reply.headers
 
 
 async def test_a_client_that_hangs_up_frees_its_place(qwen: Loaded) -> None:
