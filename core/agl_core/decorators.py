@@ -168,18 +168,22 @@ def algorithm(
     return decorate
 
 
-def adapter(framework: str, *, name: str | None = None) -> Callable[[Attaching], Adapter]:
+def adapter(
+    framework: str, *, name: str | None = None, status_rules: Sequence[Any] = ()
+) -> Callable[[Attaching], Adapter]:
     """Make `function()` an adapter, which `agl_core.attach` takes too: it installs the framework's hooks.
 
     It is called when the module `framework` is imported. Where the framework has no hook around a call, it may return a
-    function that says who makes the request that is being sent.
+    function that says who makes the request that is being sent. `status_rules` (`agl_core.capture.StatusRule`) are the
+    words in which the framework tells a model that a tool failed.
     """
 
     def decorate(function: Attaching) -> Adapter:
         made = _AttachedBy(framework, function)
 
         def implementation(register: Any) -> None:
-            register(name or function.__name__, lambda options: made, doc=inspect.getdoc(function))
+            doc = inspect.getdoc(function)
+            register(name or function.__name__, lambda options: made, doc=doc, status_rules=status_rules)
 
         setattr(made, DECORATED, _Bringing("register_adapters", implementation))
         return made

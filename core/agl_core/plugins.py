@@ -91,6 +91,8 @@ class Component:
     """Of a credit rule: what its values can be read as."""
     takes: Callable[[Any], CreditKind | None] = lambda options: None
     """Of an algorithm: which credited values it takes; None: either."""
+    status_rules: tuple[Any, ...] = ()
+    """Of an adapter: the words in which its framework tells a model that a tool failed."""
 
 
 _REGISTER_HOOKS = {
@@ -280,7 +282,8 @@ def _component(
     **declared: Any,
 ) -> Component:
     """A component, from what `register` was called with. TypeError for what its kind cannot declare."""
-    possible = {Kind.ALGORITHM: {"takes"}, Kind.CREDIT: {"kind", "provides"}}.get(kind, {"provides"})
+    of_kind = {Kind.ALGORITHM: {"takes"}, Kind.CREDIT: {"kind", "provides"}, Kind.ADAPTER: {"provides", "status_rules"}}
+    possible = of_kind.get(kind, {"provides"})
     if declared.keys() - possible:
         raise TypeError(f"{kind} '{name}' cannot declare {', '.join(sorted(declared.keys() - possible))}")
     yields = declared.pop("kind", ())
@@ -299,4 +302,5 @@ def _component(
         provides=frozenset(declared.get("provides", ())),
         yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
         takes=takes if callable(takes) else lambda chosen: takes,
+        status_rules=tuple(declared.get("status_rules", ())),
     )

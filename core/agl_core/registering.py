@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict
 
@@ -71,7 +71,8 @@ class Register(Protocol[Context, Made]):
     line of the builder's docstring.
 
     `takes` is for algorithms alone: which credited values it takes, by default either. `kind` is for credit rules
-    alone, and required there: what the values are, or both if they can be read as either.
+    alone, and required there: what the values are, or both if they can be read as either. `status_rules` is for
+    adapters alone: see `agl_core.adapter`.
     """
 
     @overload
@@ -84,6 +85,7 @@ class Register(Protocol[Context, Made]):
         provides: Iterable[Capability] = (),
         takes: CreditKind | None = None,
         kind: CreditKind | Collection[CreditKind] = (),
+        status_rules: Iterable[Any] = (),
         doc: str | None = None,
     ) -> None: ...
 
@@ -98,6 +100,7 @@ class Register(Protocol[Context, Made]):
         provides: Iterable[Capability] = (),
         takes: CreditKind | Callable[[Options], CreditKind] | None = None,
         kind: CreditKind | Collection[CreditKind] = (),
+        status_rules: Iterable[Any] = (),
         doc: str | None = None,
     ) -> None: ...
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.capture.status import message_status
-from agl_core.capture.status_rules import RULES
+from agl_core.capture import StatusRule
+from agl_core.capture.status_rules import REPORTED, WORDS, Seen
+from agl_core.plugins import Component, Kind, Plugins, import_file
 from agl_core.training.alarms import ALARMS
 from agl_core.types import Evidence, Symptom
 
@@ -25,16 +26,28 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
 
 
 def test_the_page_of_tool_status_has_every_rule_in_order_and_its_examples_are_right() -> None:
+    texts = [*_rules_of_adapters(), *WORDS]
     rows = [
         f"| {number} | `{rule.name}` | {rule.when} | {rule.status} | {rule.read_from} |"
-        for number, rule in enumerate(RULES, 1)
+        for number, rule in enumerate([*REPORTED, *texts], 1)
     ]
     page = (ROOT / "docs" / "tool-status.md").read_text().splitlines()
     assert [line for line in page if re.match(r"\| \d", line)] == rows
-    texts = RULES[[rule.name for rule in RULES].index("reported-success") + 1 :]
     for rule in texts:
         for found in re.findall(r"``(.+?)``|`([^`]+)`", rule.when.partition("; but not")[0]):
-            assert message_status("".join(found).replace("…", "it")).rule == rule.name, found
+            text = "".join(found).replace("…", "it")
+            assert next(each.name for each in texts if each.finds(Seen(text)) is not None) == rule.name, found
+
+
+def _rules_of_adapters() -> list[StatusRule]:
+    """Those of all adapters of this repository, installed or not, as `status_rules` orders them."""
+    brought: dict[str, Component] = {}
+    for file in (ROOT / "adapters").glob("*/agl_*/plugin.py"):
+        plugins = Plugins()  # One each: all these files are called `plugin`.
+        plugins.register(import_file(file), str(file))
+        del sys.modules["plugin"]
+        brought |= plugins.components(Kind.ADAPTER)
+    return [rule for _, component in sorted(brought.items()) for rule in component.status_rules]
 
 
 def test_the_architecture_page_names_files_that_exist() -> None:

@@ -11,7 +11,7 @@ import pytest
 from crewai import Process
 from pydantic import BaseModel
 
-from agl_core.capture import installed_adapters
+from agl_core.capture import installed_adapters, message_status
 from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.testing.server import Stack
@@ -177,3 +177,19 @@ async def test_an_agent_is_seen_without_a_change(stack: Stack) -> None:
     assert process.returncode == 0, wrong.decode()
     assert await attempt.agents() == ["Solver"]
     assert "crewai" in [each.framework for each in installed_adapters()]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "rule"),
+    [
+        ("Error executing task with agent 'geographer'. Error: no city", "error", "crewai"),
+        ("Error executing task with agent 'geographer'. Error: the request timed out", "timeout", "crewai"),
+        ("\nError executing tool. coworker mentioned not found, it must be one of …", "error", "crewai"),
+        ("I encountered an error while trying to use the tool. This was the error: no city.", "error", "crewai"),
+        ("Tool not found", "error", "crewai"),
+        ("I encountered an error in the map", "ok", "ok"),
+        ("Tool not found in the shed", "ok", "ok"),
+    ],
+)
+def test_its_words_for_a_failure_are_known_where_only_the_conversation_tells(text: str, status: str, rule: str) -> None:
+    assert message_status(text) == (status, rule)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import agl_core
+from agl_core.capture import StatusRule, begins
+from agl_core.types import ToolStatus
 
 
 @agl_core.adapter("haystack.tracing.tracer")
@@ -13,7 +15,22 @@ def haystack() -> None:
     identity.attach()
 
 
-@agl_core.adapter("haystack.components.agents.tool_calling", name="haystack-agents")
+_RULES = (
+    StatusRule(
+        "haystack",
+        "``Failed to invoke Tool `look` with parameters {}. Error: no city``, "
+        "`Tool 'look' not found. Available tools: …`",
+        ToolStatus.ERROR,
+        begins(
+            r"(?s: Failed\ to\ invoke\ Tool\ `[^`\n]{1,200}`\ with\ parameters\b (?: .*?\.\ Error:\s (?P<error>.*) )? )"
+            r"| Tool\ '[^'\n]{1,200}'\ not\ found\.\ Available\ tools:"
+        ),
+        "haystack-ai 3.4.0",
+    ),
+)
+
+
+@agl_core.adapter("haystack.components.agents.tool_calling", name="haystack-agents", status_rules=_RULES)
 def haystack_agents() -> None:
     """Haystack's agents: tool results."""
     from agl_haystack import tools

@@ -11,7 +11,7 @@ from haystack.dataclasses import ChatMessage
 from haystack.tools import ComponentTool, Tool, create_tool_from_function
 from haystack.tracing.tracer import NullTracer, Span, Tracer
 
-from agl_core.capture import identify, installed_adapters
+from agl_core.capture import identify, installed_adapters, message_status
 from agl_core.testing.adapters.tools import ASK_WEATHER, WEATHER_STATUSES, weather, weather_statuses
 from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
 
@@ -179,3 +179,17 @@ async def test_tools_by_class(world: Any, attempt: Any, agent: Any, run: Any) ->
     with attempt.running():
         await run("solver", agent("solver", [tool, create_tool_from_function(test_it_is_found_as_an_installed_plugin)]))
     assert weather_statuses(attempt.tool_results) == WEATHER_STATUSES
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "rule"),
+    [
+        ("Failed to invoke Tool `look` with parameters {'timeout': 5}. Error: no city", "error", "haystack"),
+        ("Failed to invoke Tool `look` with parameters {}. Error: the request timed out", "timeout", "haystack"),
+        ("Failed to invoke Tool `look` with parameters {'city'", "error", "haystack"),
+        ("Tool 'look' not found. Available tools: weather, status", "error", "haystack"),
+        ("Tool shops open at 9", "ok", "ok"),
+    ],
+)
+def test_its_words_for_a_failure_are_known_where_only_the_conversation_tells(text: str, status: str, rule: str) -> None:
+    assert message_status(text) == (status, rule)

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import agl_core
+from agl_core.capture import StatusRule, begins
+from agl_core.types import ToolStatus
+
+_RULES = (
+    StatusRule(
+        "langgraph",
+        "`Error executing tool 'look' …`, `Error invoking tool 'look' …`",
+        ToolStatus.ERROR,
+        begins(r"(?s: Error\ (?:executing|invoking)\ tool\b (?: .*?\ with\ error:\s (?P<error>.*) )? )"),
+        "langgraph-prebuilt 1.1.2",
+    ),
+)
 
 
-@agl_core.adapter("langchain_core")
+@agl_core.adapter("langchain_core", status_rules=_RULES)
 def langchain() -> None:
     """LangChain and LangGraph: agent and node names, and tool results."""
     from agl_langchain.callback import attach

@@ -20,7 +20,7 @@ from llama_index.core.workflow import (
 from pydantic import BaseModel
 from workflows.errors import WorkflowCancelledByUser
 
-from agl_core.capture import installed_adapters
+from agl_core.capture import installed_adapters, message_status
 from agl_core.testing.adapters.tools import ASK_WEATHER, WEATHER_STATUSES, weather, weather_statuses
 from agl_core.testing.scripts import CallTools, Hold, Say, by_agent, in_turn
 from agl_core.testing.server import until
@@ -286,3 +286,14 @@ async def test_agents_side_by_side_keep_their_names(world: Any, attempt: Any, ag
         ("left", "left"),
         ("right", "right"),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "rule"),
+    [
+        ("Tool look not found. Please select a tool that is available.", "error", "llama-index"),
+        ("Tool look not found in the shed", "ok", "ok"),
+    ],
+)
+def test_its_words_for_a_failure_are_known_where_only_the_conversation_tells(text: str, status: str, rule: str) -> None:
+    assert message_status(text) == (status, rule)

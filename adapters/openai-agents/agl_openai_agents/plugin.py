@@ -6,10 +6,28 @@ import sys
 from collections.abc import Callable
 
 import agl_core
-from agl_core.capture import Identity
+from agl_core.capture import Identity, StatusRule, begins
+from agl_core.types import ToolStatus
+
+_RULES = (
+    StatusRule(
+        "openai-agents",
+        "`An error occurred while running the tool …`",
+        ToolStatus.ERROR,
+        begins(r"An\ error\ occurred\ while\ running\ the\ tool"),
+        "openai-agents 0.24.0",
+    ),
+    StatusRule(
+        "openai-agents-timeout",
+        "`Tool 'look' timed out after 5 seconds.`",
+        ToolStatus.TIMEOUT,
+        begins(r"Tool\ '[^'\n]{1,200}'\ timed\ out\ after\ [\d.e+-]+\ seconds\."),
+        "openai-agents 0.24.0",
+    ),
+)
 
 
-@agl_core.adapter("agents", name="openai-agents")
+@agl_core.adapter("agents", name="openai-agents", status_rules=_RULES)
 def openai_agents() -> Callable[[], Identity | None] | None:
     """OpenAI Agents SDK: agent and guardrail names, and tool results."""
     if not hasattr(sys.modules.get("agents"), "add_trace_processor"):

@@ -29,6 +29,7 @@ from agl_core.capture.reports import (
 from agl_core.capture.standalone import Capture, CapturedRollout, ids_of, load_episodes, logprobs_of, save_episodes
 from agl_core.capture.state import state, unpack_variables
 from agl_core.capture.status import Decided, failure_status, message_status, status_of
+from agl_core.capture.status_rules import StatusRule, begins
 from agl_core.types import Identity
 
 __all__ = [
@@ -42,10 +43,12 @@ __all__ = [
     "Latest",
     "Marker",
     "Recording",
+    "StatusRule",
     "ToolRequest",
     "ToolRun",
     "agent",
     "attach",
+    "begins",
     "current_attempt",
     "current_identity",
     "describe_error",

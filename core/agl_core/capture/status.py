@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from agl_core.capture.status_rules import RULES, Seen, message_text
+from agl_core.capture.status_rules import Seen, message_text, status_rules
 from agl_core.types import Json, ToolStatus
 
 UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
@@ -39,7 +39,7 @@ def decide(seen: Seen) -> Decided:
         inner = seen.fields["result"]
         is_text = isinstance(inner, str)
         seen = replace(seen, text=inner.strip() if is_text else "", value=None if is_text else inner)
-    for rule in RULES:
+    for rule in status_rules():
         error = rule.finds(seen)
         if error is not None:
             is_timeout = rule.status is ToolStatus.ERROR and _TIMEOUT.search(error[:_HEAD])

@@ -1,6 +1,7 @@
 """The table of rules by which a tool call's status is decided.
 
-docs/tool-status.md shows it; the words of a framework were read in its source, in the version that is named.
+docs/tool-status.md shows it; the words of a framework were read in its source, in the version that is named. Those of a
+framework with an adapter of its own are the adapter's (`agl_core.adapter(…, status_rules=…)`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
+from agl_core.plugins import Kind, Plugins
 from agl_core.types import Json, ToolStatus
 
 _EMPTY = frozenset({"", "null", "None", "[]", "{}", "()", "set()", '""', "''"})
@@ -110,8 +112,8 @@ class StatusRule:
     """The frameworks, with their versions, whose source or documentation has these words."""
 
 
-def _begins(pattern: str) -> Finder:
-    """Matches the beginning of a text; the group `error`, if there is one, is what failed."""
+def begins(pattern: str) -> Finder:
+    """Matches the beginning of a text (a verbose pattern); the group `error`, if there is one, is what failed."""
     compiled = re.compile(pattern, re.VERBOSE)
 
     def find(seen: Seen) -> str | None:
@@ -140,10 +142,26 @@ def _error_field(seen: Seen) -> str | None:
 
 
 _LOOKS_LIKE_ERROR = re.compile(
-    r"(?: errors? | failed | failure | exception | fatal | invalid | unable\ to | cannot | could\ n[o']t | couldn't"
-    r" | (?: access | permission )\ denied | timed?[\ -]?outs? ) \b",
+    r"""
+    (?: errors? | failed | failure | exception | fatal | invalid | unable\ to | cannot | could\ n[o']t | couldn't
+      | no\ such | not\ found | (?: access | permission )\ denied | timed?[\ -]?outs?
+      | (?: integer\ | float\ )? (?: division | modulo )\ by\ zero | maximum\ recursion\ depth | math\ domain
+      | can\ only\ concatenate | unsupported\ operand | unhashable\ type | no\ module\ named | fetch\ failed
+      | (?: not\ enough | too\ many )\ values | \d+\ validation\ errors?\ for ) \b
+  | \[Errno\ -?\d+\]
+  | (?: expecting | unexpected ) \b .{1,60} (?: :\ line\ \d+ | \bJSON\b )
+  | '[^'\n]{0,200}' \s*\Z
+  | (?: [^\n.;!?] | \.(?=\S) ){1,120}? \ (?:
+        (?: was\ | is\ )? not\ (?: found | defined | callable | iterable | subscriptable | a\ function
+          | available | allowed | permitted | supported | implemented | reachable )
+      | (?: does\ not | doesn't )\ exist | (?: index\ | is\ )? out\ of\ range | refused | unreachable | unavailable
+      | has\ no\ attribute\ '[^'\n]{1,200}' | missing\ \d+\ required\ [^\n]{1,300}
+      | got\ an\ unexpected\ keyword\ [^\n]{1,300} | takes\ [^\n]{1,40}\ positional\ [^\n]{1,300} )
+    (?: \s*\Z | [.!:;,] )
+    """,
     re.VERBOSE | re.IGNORECASE,
 )
+"""Python's and JavaScript's own words in exceptions are among it: some frameworks send an exception's bare text."""
 
 
 def _looks_like_error(seen: Seen) -> str | None:
@@ -159,7 +177,7 @@ def _is_timeout(error: BaseException) -> bool:
     return error.__cause__ is not None and _is_timeout(error.__cause__)
 
 
-RULES = (
+REPORTED = (
     StatusRule(
         "raised-timeout",
         "an exception that is a timeout, or was raised from one",
@@ -186,69 +204,71 @@ RULES = (
         ToolStatus.OK,
         _if(lambda seen: seen.reported is not None),
     ),
-    StatusRule(
-        "langgraph",
-        "`Error executing tool 'look' …`, `Error invoking tool 'look' …`",
-        ToolStatus.ERROR,
-        _begins(r"(?s: Error\ (?:executing|invoking)\ tool\b (?: .*?\ with\ error:\s (?P<error>.*) )? )"),
-        "langgraph-prebuilt 1.1.2",
-    ),
-    StatusRule(
-        "openai-agents",
-        "`An error occurred while running the tool …`",
-        ToolStatus.ERROR,
-        _begins(r"An\ error\ occurred\ while\ running\ the\ tool"),
-        "openai-agents 0.24.0",
-    ),
-    StatusRule(
-        "openai-agents-timeout",
-        "`Tool 'look' timed out after 5 seconds.`",
-        ToolStatus.TIMEOUT,
-        _begins(r"Tool\ '[^'\n]{1,200}'\ timed\ out\ after\ [\d.e+-]+\ seconds\."),
-        "openai-agents 0.24.0",
-    ),
-    StatusRule(
-        "haystack",
-        "``Failed to invoke Tool `look` with parameters {}. Error: no city``, "
-        "`Tool 'look' not found. Available tools: …`",
-        ToolStatus.ERROR,
-        _begins(
-            r"(?s: Failed\ to\ invoke\ Tool\ `[^`\n]{1,200}`\ with\ parameters\b (?: .*?\.\ Error:\s (?P<error>.*) )? )"
-            r"| Tool\ '[^'\n]{1,200}'\ not\ found\.\ Available\ tools:"
-        ),
-        "haystack-ai 3.4.0",
-    ),
-    StatusRule(
-        "llama-index",
-        "`Tool look not found. Please select a tool that is available.`",
-        ToolStatus.ERROR,
-        _begins(r"Tool\ \S{1,200}\ not\ found\.\ Please\ select\ a\ tool\ that\ is\ available\."),
-        "llama-index-core 0.14.25",
-    ),
+)
+"""What somebody said of the tool call."""
+
+WORDS = (
     StatusRule(
         "strands",
         "`Unknown tool: look`",
         ToolStatus.ERROR,
-        _begins(r"Unknown\ tool:\ \S{1,200}\Z"),
+        begins(r"Unknown\ tool:\ \S{1,200}\Z"),
         "strands-agents 1.62.0",
     ),
     StatusRule(
-        "crewai",
-        "`Error executing task with agent 'look'. Error: …`, `I encountered an error: …`, `Tool not found`",
+        "semantic-kernel",
+        "`An error occurred while invoking the function town-look: …`, `The tool call arguments are malformed. …`, "
+        "``The tool call with name `look` is not part of the provided tools, …``, "
+        "`Missing required argument(s): ['city']. Please revise the arguments …`",
         ToolStatus.ERROR,
-        _begins(r"""
-            (?: Error\ executing\ task\ with\ agent\ '[^'\n]{1,200}'\.\ Error
-              | I\ encountered\ an\ error (?: \ while\ trying\ to\ use\ the\ tool\.\ This\ was\ the\ error )? )
-            :\s (?P<error> [^\n]* )
-          | Tool\ not\ found\Z
+        begins(r"""
+            An\ error\ occurred\ while\ invoking\ the\ function\ \S{1,200}:\s (?P<error> .* )
+          | The\ tool\ call\ with\ name\ `[^`\n]{1,200}`\ is\ not\ part\ of\ the\ provided\ tools,
+          | The\ tool\ call\ arguments\ are\ malformed\.
+          | There\ are\ `\d+`\ tool\ call\ arguments\ required\ and\ only\ `\d+`\ received\.
+          | (?: (?: Missing\ required | Received\ unexpected )\ argument\(s\):\ \[[^\]\n]{0,500}\]\.\ ){1,2}
+            Please\ revise\ the\ arguments
         """),
-        "crewai 1.15.30",
+        "semantic-kernel 1.45.0",
+    ),
+    StatusRule(
+        "camel",
+        "`Tool execution failed: Error executing tool 'look': …`, "
+        "`Tool execution failed: Tool 'look' not found in registered tools`",
+        ToolStatus.ERROR,
+        begins(r"""
+            Tool\ execution\ failed:\ (?: Tool\ '[^'\n]{1,200}'\ not\ found\ in\ registered\ tools
+              | Error\ executing\ (?: async\ )?tool\ '[^'\n]{1,200}':\s
+                (?: Execution\ of\ function\ .{1,2000}?\.\ Error:\s )? (?P<error> .* ) )
+        """),
+        "camel-ai 0.2.90",
+    ),
+    StatusRule(
+        "griptape",
+        "`Activity input JSON validation error: …`, `action path not found`",
+        ToolStatus.ERROR,
+        begins(r"Activity\ input\ JSON\ validation\ error:\s | action\ (?: path | name )\ not\ found\Z"),
+        "griptape 1.13.0",
+    ),
+    StatusRule(
+        "agno",
+        "`Error while decoding function arguments: …`",
+        ToolStatus.ERROR,
+        begins(r"Error\ while\ decoding\ function\ arguments:\s"),
+        "agno 3.1.10",
+    ),
+    StatusRule(
+        "mirascope",
+        "`Tool 'look' not found in registered tools`",
+        ToolStatus.ERROR,
+        begins(r"Tool\ '[^'\n]{1,200}'\ not\ found\ in\ registered\ tools\Z"),
+        "mirascope 2.8.2",
     ),
     StatusRule(
         "vercel",
         "`Model tried to call unavailable tool 'look'. …`, `Invalid input for tool look: …`",
         ToolStatus.ERROR,
-        _begins(
+        begins(
             r"Model\ tried\ to\ call\ unavailable\ tool\ '[^'\n]{1,200}'\."
             r" | Invalid\ input\ for\ tool\ [^\s:]{1,200}:\s"
         ),
@@ -258,14 +278,14 @@ RULES = (
         "traceback",
         "`Traceback (most recent call last) …`",
         ToolStatus.ERROR,
-        _begins(r"Traceback\ \(most\ recent\ call\ last\)"),
+        begins(r"Traceback\ \(most\ recent\ call\ last\)"),
         "Python",
     ),
     StatusRule(
         "exception",
         "the name of an exception: `ValueError: …`, `KeyError('x')`, `HTTPError 404`, `TimeoutError`",
         ToolStatus.ERROR,
-        _begins(rf"""
+        begins(rf"""
             (?: [\w.]{{1,200}}Error | [\w.]{{0,200}}Exception ) \s*:
           | (?: \w{{1,40}}\. ){{0,9}} [A-Z]\w{{0,60}} (?: Error | Exception | Timeout | TimeoutExpired )
             (?: \.?\Z | \(["'\d)] | \s+["'\d] | : (?! {_SETTING} ) )
@@ -276,7 +296,7 @@ RULES = (
         "error",
         "`Error: …` and `Error` alone; but not `Error: none`",
         ToolStatus.ERROR,
-        _begins(
+        begins(
             r"(?i: error ) (?: [.!]?\Z"
             r" | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )"
         ),
@@ -286,7 +306,7 @@ RULES = (
         "http",
         "the number of an error: `Error 404: …`, `404 Not Found`, `Client error '404 Not Found' for url …`",
         ToolStatus.ERROR,
-        _begins(rf"""(?i:
+        begins(rf"""(?i:
             (?: (?: http | api | server | client ) \s )? error \s (?: code \s )? [1-9]\d{{0,4}} \s*
             (?: \Z | [:;\n] | \.(?!\d) | [-–—([]? \s* (?: {_REASON} )\b | \(\w{{1,20}}\) \s* : )
           | error \s code: \s [1-9]\d{{0,4}} \b
@@ -300,7 +320,7 @@ RULES = (
         "timed-out",
         "`Timed out after 5 s`, `The request timed out.`, `Timeout: …`",
         ToolStatus.TIMEOUT,
-        _begins(rf"""(?i:
+        begins(rf"""(?i:
             (?! (?: no | not | none | neither | never | zero | if | when | why | how | whether | what | once | until
                   | unless | because | after | before | each | every | any ) \b )
             (?: {_WHO} \s (?: ha[sd] \s )? )?
@@ -337,10 +357,22 @@ RULES = (
     ),
     StatusRule(
         "looks-like-error",
-        'no rule of a framework, but it may well be a failure: `Failed to open it`, `{"success": false}`',
+        'no rule of a framework, but it may well be a failure: `Failed to open it`, `{"success": false}`, or the bare '
+        "text of an exception: `no such city`, `division by zero`, `'Bern'` (a missing key)",
         ToolStatus.OK,
         _looks_like_error,
     ),
     StatusRule("ok", "everything else", ToolStatus.OK, lambda seen: ""),
 )
-"""In this order; the last one always matches."""
+"""What the result itself says; the last one always matches."""
+
+
+@cache
+def status_rules() -> tuple[StatusRule, ...]:
+    """The whole table: in the middle are the rules of the installed adapters, by the adapter's name.
+
+    A framework's own words come before those that anybody may use.
+    """
+    adapters = sorted(Plugins.load().components(Kind.ADAPTER).items())
+    brought = [rule for _, adapter in adapters for rule in adapter.status_rules]
+    return (*REPORTED, *brought, *WORDS)
