@@ -122,6 +122,8 @@ class DropReason(StrEnum):
     """The feedback on a session contradicts itself (`agl_core.learning.feedback`)."""
     UNDELIVERED = "undelivered"
     """The reply reached no client: the client hung up before it came, or left the stream."""
+    STALLED = "stalled"
+    """It did not finish because the machine kept it waiting: it timed out, or crashed, while the alarm `stall` held."""
     STALE = "stale"
     """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`, of sessions
     `learn.max_staleness`), or it is a session that ended too long ago (`learn.max_age_hours`)."""

@@ -34,7 +34,7 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
 }
 """What to do about what keeps rollouts from being trained on."""
-_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE})
+_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STALLED})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,10 @@ SHORTEST, AT_FIRST, TIMES = 30.0, 60.0, 3.0
 """Seconds without an end that are always allowed; as long as nothing has finished; times the longest duration."""
 _REMEMBERED = 200
 """Rollouts whose durations count."""
+HEALTH_INTERVAL = 2.0
+"""Seconds between two looks."""
+_HURT = frozenset({Ending.TIMED_OUT, Ending.CRASHED})
+"""How a rollout ends that waits for too long: it is ended, or its own client gives up."""
 _NAMED = 3
 """The most rollouts, or tools, that a sentence names."""
 
@@ -28,7 +33,8 @@ _NAMED = 3
 class StallWatch:
     """Raises an alarm when nothing finishes, and says it at once; `setting` is the run's own number of seconds.
 
-    `activity` asks the server what rollouts wait for; `store` has what was recorded of them.
+    `activity` asks the server what rollouts wait for; `store` has what was recorded of them. It also knows which
+    rollouts the machine kept waiting, so that they are not scored for it.
     """
 
     def __init__(
@@ -45,6 +51,10 @@ class StallWatch:
         self._stalled = False
         self._longest_answer = 0.0
         self._raised: list[Alarm] = []
+        self._stalls: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+        """When the machine kept rollouts waiting: from and to, in seconds since 1970."""
+        self._busy: set[AttemptKey] = set()
+        """Attempts that had their replies, and waited for something of their own, such as a tool."""
 
     def take(self) -> list[Alarm]:
         """The alarms that were raised since this was last asked."""
@@ -59,9 +69,43 @@ class StallWatch:
     def begin(self) -> None:
         self._since, self._next, self._stalled = time.monotonic(), 0.0, False
 
-    def finished(self, rollouts: Sequence[Rollout]) -> None:
-        self._ids.extend(each.id for each in rollouts if each.ending is Ending.FINISHED)
+    async def finished(self, rollouts: Sequence[Rollout]) -> set[str]:
+        """These rollouts are done. The ids of those that the machine kept waiting, and that did not finish for it."""
+        kept_waiting = await self._kept_waiting([each for each in rollouts if each.ending in _HURT])
+        if kept_waiting:
+            self._say(
+                f"{len(kept_waiting)} rollouts that did not finish are dropped: the machine kept them waiting "
+                f"({', '.join(sorted(kept_waiting)[:_NAMED])}{', …' if len(kept_waiting) > _NAMED else ''})"
+            )
+        finished = [each.id for each in rollouts if each.ending is Ending.FINISHED]
+        self._ids.extend(finished)
+        if finished and self._is_kept_waiting:  # The machine goes on.
+            self._stalls[-1] = self._stalls[-1][0], time.time()
         self.begin()
+        return kept_waiting
+
+    def slept(self, seconds: float) -> None:
+        """This process, which is the gateway too, did nothing for so long: it was stopped, or blocked."""
+        if seconds >= (self._setting or SHORTEST) + HEALTH_INTERVAL:
+            self._stalls.append((time.time() - seconds, time.time()))
+            self._raise(f"this process got no time for {seconds:.0f} s, and every agent waited for it", _PROCESS)
+
+    @property
+    def _is_kept_waiting(self) -> bool:
+        """Whether the machine keeps rollouts waiting now."""
+        return bool(self._stalls) and self._stalls[-1][1] == math.inf
+
+    async def _kept_waiting(self, rollouts: Sequence[Rollout]) -> set[str]:
+        if not self._stalls or not rollouts:
+            return set()
+        attempts = {each.key: each for each in await self._store.attempts(*(each.id for each in rollouts))}
+        counted = [attempts.get(AttemptKey(each.id, each.counted_attempt or 0)) for each in rollouts]
+        return {
+            each.rollout
+            for each in counted
+            if each is not None and each.key not in self._busy
+            if any(each.started <= end and begin <= (each.ended or math.inf) for begin, end in self._stalls)
+        }
 
     async def look(self) -> None:
         """Raise the alarm if nothing has finished for too long; later only once that time has doubled."""
@@ -74,6 +118,13 @@ class StallWatch:
         self._stalled, self._next = True, 2 * quiet
         try:
             activity = await self._activity()
+            asking = {AttemptKey(each.rollout, each.attempt) for each in activity.attempts if each.asking is not None}
+            answered = {
+                AttemptKey(each.rollout, each.attempt) for each in activity.attempts if each.answered is not None
+            }
+            self._busy = (self._busy | answered) - asking
+            if (asking or not activity.serving) and not self._is_kept_waiting:
+                self._stalls.append((time.time() - quiet, math.inf))
             seen, remedy = who_waits(activity, await asked_tools(self._store, activity))
         except AglError as error:
             seen, remedy = f"and the server does not say why ({error})", ""
@@ -110,6 +161,9 @@ _ENGINE = (
     "See the engine's log in the run's folder, and whether its process was stopped, swaps, or waits for a device. "
     "If it stays so, stop the run (Ctrl-C) and resume it."
 )
+
+
+_PROCESS = "See whether it was stopped, the machine was suspended or swaps, or a reward rule or plugin blocks it."
 
 
 async def asked_tools(store: Store, activity: Activity) -> dict[AttemptKey, list[str]]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agl_core.errors import PluginError
 from agl_core.learning import ScoringRule, score_all, score_groups
 from agl_core.learning.rewards import RECORDED_SOURCES
 from agl_core.run_hooks import RunHooks
 from agl_core.store.interface import Store
-from agl_core.training.alarms.stall import StallWatch
+from agl_core.training.alarms.stall import HEALTH_INTERVAL, StallWatch
 from agl_core.training.progress import Phase
 from agl_core.training.rollouts.episodes import recorded_episodes
 from agl_core.training.server import Queue
 from agl_core.types import DropReason, Ending, Episode, Json, Reward, Rollout
 
 logger = logging.getLogger(__name__)
-
-_HEALTH_INTERVAL = 2.0
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,16 @@ class Collector:
     async def finished(self, ids: Collection[str]) -> list[Scored]:
         """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
         rollouts = await self._done(ids)
-        if self._stall is not None:
-            self._stall.finished(rollouts)
-        return await self.scored(rollouts)
+        kept_waiting = set() if self._stall is None else await self._stall.finished(rollouts)
+        return await self.scored(rollouts, kept_waiting)
 
-    async def scored(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded."""
+    async def scored(self, rollouts: Sequence[Rollout], stalled: Collection[str] = ()) -> list[Scored]:
+        """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded.
+
+        Those whose ids are in `stalled` are dropped without a reward.
+        """
         episodes = await recorded_episodes(self._store, rollouts, self._hook)
+        episodes = [replace(each, dropped=DropReason.STALLED) if each.rollout in stalled else each for each in episodes]
         scored = await score_all(episodes, self._rules, self._endings)
         await self._put([reward for episode, _ in scored for reward in _given(episode)])
         return [Scored(rollout, *found) for rollout, found in zip(rollouts, scored, strict=True)]
@@ -126,7 +128,10 @@ class Collector:
             self._stall.begin()
         try:
             while not asking.done():
-                await asyncio.wait({asking}, timeout=_HEALTH_INTERVAL)
+                began = time.monotonic()
+                await asyncio.wait({asking}, timeout=HEALTH_INTERVAL)
+                if self._stall is not None:
+                    self._stall.slept(time.monotonic() - began)
                 if not asking.done():
                     self._check_health()
                     if self._stall is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -14,10 +15,11 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
+from agl_core.training.alarms import stall
 from agl_core.training.progress import Silent
 from agl_core.training.rollouts import collect
 from agl_core.training.rollouts.collect import Collector
-from agl_core.types import Attempt, AttemptKey, Ending, Episode, Rollout, RolloutState
+from agl_core.types import AlarmName, Attempt, AttemptKey, DropReason, Ending, Episode, Rollout, RolloutState
 
 
 class ScriptedQueue:
@@ -90,11 +92,45 @@ async def test_a_dead_part_of_the_run_is_told_to_who_waits(monkeypatch: pytest.M
     def check() -> None:
         raise EngineError("the worker is gone")
 
-    monkeypatch.setattr(collect, "_HEALTH_INTERVAL", 0.01)
+    monkeypatch.setattr(collect, "HEALTH_INTERVAL", 0.01)
     with pytest.raises(EngineError, match="is gone"):
         await collecting(ScriptedQueue(), MemoryStore(), check=check).finished({"a"})
     await settle()
     assert asyncio.all_tasks() == {asyncio.current_task()}, "somebody is left waiting"
+
+
+class BlockedQueue(ScriptedQueue):
+    """Its process, which is that of the gateway too, stands still while rollouts are awaited."""
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        time.sleep(0.2)  # noqa: ASYNC251
+        return await super().done(ids)
+
+
+async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dropped_without_a_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (collect, stall):
+        monkeypatch.setattr(module, "HEALTH_INTERVAL", 0.01)
+    queue, store, said = BlockedQueue(), MemoryStore(), list[str]()
+    now = time.time()
+    ends = {"held": (now, Ending.TIMED_OUT), "earlier": (now - 60, Ending.TIMED_OUT), "well": (now, Ending.FINISHED)}
+    rollouts = await recorded(store, *ends)
+    await store.put(*(Attempt(id, 0, "w", at - 1, at + 0.2, ending) for id, (at, ending) in ends.items()))
+    watch = stall.StallWatch(None, store, said.append, 0.05)  # type: ignore[arg-type]
+    collector = Collector(
+        store, queue, [ScoringRule("half", lambda episode: 0.5)], {}, Plugins().hook, lambda: None, watch
+    )  # type: ignore[arg-type]
+    await collector.enqueue(rollouts)
+    for id, (_, ending) in ends.items():
+        queue.finish(id, ending=ending)
+
+    found = {each.rollout.id: each.episode for each in await collector.finished(set(ends))}
+
+    assert (found["held"].dropped, found["held"].rewards, found["held"].terminal) == (DropReason.STALLED, (), None)
+    assert [(found[id].dropped, found[id].terminal) for id in ("earlier", "well")] == [(None, 0.5)] * 2
+    assert [alarm.name for alarm in watch.take()] == [AlarmName.STALL]
+    assert "1 rollouts that did not finish are dropped: the machine kept them waiting (held)" in said
 
 
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:
