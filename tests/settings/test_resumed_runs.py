@@ -256,6 +256,6 @@ async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
     shown = await asyncio.to_thread(agl, "show", trained_on, "--run", kept)
     assert f"rollout {trained_on}" in shown
     assert trained_on in await asyncio.to_thread(agl, "rollouts", kept, "--limit=100")
-    tried = await asyncio.to_thread(agl, "reward", "try", kept / "config.toml")
+    tried = await asyncio.to_thread(agl, "reward", "try", "--yes", kept / "config.toml")
     assert "0 of 4 rollouts change" in tried
     assert "caution: the plugin file" in tried

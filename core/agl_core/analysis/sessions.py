@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agl_core.analysis.runs import open_store
 from agl_core.client import BlockingClient
-from agl_core.config.load import CONFIG_FILE, load_for_server
+from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.errors import ConfigError, StoreError
 from agl_core.store.files import is_written
 from agl_core.store.interface import SessionStore, Store
@@ -95,7 +95,7 @@ def key_of(folder: Path, application: str, *, feedback: bool) -> str:
     """A key of an application of this run. ConfigError if there is no such application, or no server was started."""
     from agl_core.server.keys import Keys
 
-    online = load_for_server(folder / CONFIG_FILE).config.online
+    online = read_config(folder / CONFIG_FILE).online
     server = ServerFile.read(folder / SERVER_FILE)
     if online is None or application not in online.applications:
         known = ", ".join(online.applications) if online else "none: it has no [online]"

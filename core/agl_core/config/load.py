@@ -120,15 +120,15 @@ def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
     return ServerConfig(config=config, folder=folder, plugins=plugins, **_only(ServerConfig, chosen))
 
 
-def load_for_scoring(path: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> ScoredConfig:
+def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
     """Read a run's configuration as far as rewards and credit of recorded rollouts need it.
 
-    Engine, tasks, trackers and weights need not be there, nor plugin files unless they bring what is chosen. `plugins`
-    are those that an earlier reading has found.
+    Engine, tasks, trackers and weights need not be there, nor plugin files unless they bring what is chosen. Those that
+    are there are imported: for configurations that the user trusts.
     """
     config, folder, report = _validated(path, overrides)
     missing = ", ".join(str(file) for file in config.plugin_files if not file.is_file())
-    plugins = plugins or Plugins.load([file for file in config.plugin_files if file.is_file()])
+    plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
     required = (Kind.STORE, Kind.REWARD, Kind.CREDIT, Kind.ALGORITHM)
     try:
         config, chosen = resolve(config, plugins, folder, report, required)
@@ -138,11 +138,12 @@ def load_for_scoring(path: Path, overrides: Sequence[str] = (), plugins: Plugins
 
 
 def load_for_policies(path: Path, overrides: Sequence[str] = ()) -> PolicyConfig:
-    """Read a run's configuration as far as the policies that it trained need it; no plugin has to be installed."""
+    """Read a run's configuration as far as the policies that it trained need it.
+
+    No plugin has to be installed, and no plugin file is imported.
+    """
     config, folder, report = _validated(path, overrides)
     plugins = Plugins.load()
-    if config.engine.name not in plugins.components(Kind.ENGINE):
-        plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
     config, chosen = resolve(config, plugins, folder, report, ())
     return PolicyConfig(config, folder, plugins, chosen["engine"])
 
@@ -150,18 +151,28 @@ def load_for_policies(path: Path, overrides: Sequence[str] = ()) -> PolicyConfig
 def load_store(path: Path) -> Chosen:
     """The store of a run's configuration, for those who only read what it has.
 
-    Plugin files are imported only if no installed plugin brings the store.
+    No plugin file is imported: the run may be somebody else's. ConfigError if no installed plugin brings the store.
     """
     config, folder, report = _validated(path, ())
     plugins = Plugins.load()
-    if config.store.name not in plugins.components(Kind.STORE):
-        plugins = Plugins.load(config.plugin_files)
+    if config.store.name not in plugins.components(Kind.STORE) and config.plugins:
+        report.add(
+            ("store", "name"),
+            f"no installed plugin brings the store '{config.store.name}'. Looking at a run does not run the plugin "
+            f"files that it names: it may be somebody else's. If you trust them, install them as a package.",
+        )
+    report.raise_if_any()
     return resolve_store(config, plugins, folder, report)
 
 
 def _only(model: type[ServerConfig], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """The parts among the chosen ones that such a configuration has."""
     return {each.name: chosen[each.name] for each in fields(model) if each.name in chosen}
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's configuration, with `folder` absolute; none of what it names is looked for or imported."""
+    return _validated(path, overrides)[0]
 
 
 def load_for_workers(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -82,7 +82,7 @@ def test_other_rewards_can_be_tried(run: Any) -> None:
     run.agl("import", write(run, CONVERSATION))
     run.write("try.toml", rewards={"numeric_match": {"field": "result"}})
 
-    trial = json.loads(run.agl("reward", "try", "try.toml", "--run", "imported", "--json").stdout)
+    trial = json.loads(run.agl("reward", "try", "--yes", "try.toml", "--run", "imported", "--json").stdout)
 
     [rollout] = trial["rollouts"]
     assert {(each["source"], each["before"], each["after"]) for each in rollout["rewards"]} == {

@@ -155,7 +155,7 @@ def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     found = json.loads(piped("rollouts", "runs/calc", *filters, "--json"))
     none = [json.loads(piped("rollouts", "runs/calc", f"--{each}=nope", "--json")) for each in ("agent", "dropped")]
     shown = json.loads(piped("show", "s1-g0-m0", "--run=runs/calc", "--json"))
-    tried = json.loads(piped("reward", "try", "train.toml", "--set=rewards.right.bonus=2.0", "--json"))
+    tried = json.loads(piped("reward", "try", "--yes", "train.toml", "--set=rewards.right.bonus=2.0", "--json"))
     components = json.loads(piped("plugins", "--json"))
 
     assert [(each["id"], each["ending"], each["superseded"]) for each in listed] == [("s1-g0-m2", "finished", False)]

@@ -20,7 +20,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.training.rollouts.episodes import recorded_episodes
 from agl_core.types import Call, DropReason, Ending, Episode, Mode, Reward, Rollout, RolloutState, TrainingRecord
 
-TRY = ("reward", "try", "train.toml")
+TRY = ("reward", "try", "--yes", "train.toml")
 
 
 def cells(output: str) -> list[list[str]]:
@@ -117,7 +117,7 @@ def test_what_the_agent_reported_stays(run: Any) -> None:
     run.put(Reward("s1-g0-m0", 0, "effort", 0.125, "agent"))
     run.write("reported.toml", rewards={})
 
-    result = run.agl("reward", "try", "reported.toml", "--rollout=s1-g0-m0")
+    result = run.agl("reward", "try", "--yes", "reported.toml", "--rollout=s1-g0-m0")
 
     rows = cells(result.output)
     assert ["effort (by agent)", "0.125"] in rows
@@ -130,7 +130,7 @@ def test_what_the_agent_reported_stays(run: Any) -> None:
 def test_a_rollout_that_would_be_dropped_says_why_and_counts_as_zero(run: Any) -> None:
     run.write("strict.toml", train={"endings": {"finished": "drop"}})
 
-    result = run.agl("reward", "try", "strict.toml", "--rollout=s1-g0-m0")
+    result = run.agl("reward", "try", "--yes", "strict.toml", "--rollout=s1-g0-m0")
 
     rows = [row[:4] for row in cells(result.output)]
     assert ["end", "terminal reward", "1 → dropped: ending *"] in rows
@@ -189,7 +189,7 @@ def test_what_cannot_be_tried_is_refused_with_what_to_do(run: Any) -> None:
     assert "not both" in refusal(run.agl(*TRY, "--rollout=s1-g0-m0", "--step=1"))
     assert "no run 'clac' below runs. Did you mean 'calc'?" in refusal(run.agl(*TRY, "--set=name=clac"))
     assert "the configuration does not have" in refusal(
-        run.agl("reward", "try", run.write("other.toml", policies={"writer": {"model": {"path": "weights"}}}))
+        run.agl("reward", "try", "--yes", run.write("other.toml", policies={"writer": {"model": {"path": "weights"}}}))
     )
 
 
@@ -277,7 +277,7 @@ def test_the_newest_run_of_the_name_or_the_one_of_the_file(run: Any) -> None:
 
     assert "calc-2" in str(run.agl(*TRY).exception)  # It has no store.
     assert "recorded in: runs/calc\n" in run.agl(*TRY, "--run=runs/calc").output
-    assert "recorded in: runs/calc\n" in run.agl("reward", "try", "runs/calc/config.toml").output
+    assert "recorded in: runs/calc\n" in run.agl("reward", "try", "--yes", "runs/calc/config.toml").output
 
 
 async def test_it_runs_beside_the_run_that_writes_and_writes_nothing(run: Any) -> None:
@@ -302,7 +302,7 @@ def contents(path: Path) -> list[str]:
 def test_as_a_command_it_needs_no_torch_and_a_failing_rule_ends_it_with_status_2(run: Any) -> None:
     code = (
         "import sys\nfrom agl_core.cli import main\n"
-        "sys.argv = ['agl', 'reward', 'try', 'train.toml', '--set=rewards.shaky.weight=1.0']\n"
+        "sys.argv = ['agl', 'reward', 'try', '--yes', 'train.toml', '--set=rewards.shaky.weight=1.0']\n"
         "try:\n    main()\nfinally:\n    print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
 

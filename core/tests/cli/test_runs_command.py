@@ -166,7 +166,7 @@ def test_pruned_runs_are_smaller_and_say_so(trained: Any) -> None:
         ]
     assert "were pruned (agl runs prune)" in run.agl("rollouts", "calc").stdout
     assert "pruned" not in run.agl("rollouts", "calc", "--step", "3").stdout
-    refused = run.agl("reward", "try", "train.toml", "--step", "1")
+    refused = run.agl("reward", "try", "--yes", "train.toml", "--step", "1")
     assert isinstance(refused.exception, StoreError)
     assert "were pruned" in str(refused.exception)
     nothing = json.loads(run.agl("runs", "prune", "calc", "--steps", "1", "--json").stdout)

@@ -45,7 +45,7 @@ def test_show_and_reward_try_say_who_told_what_a_tool_did(
     run.put(*records)
     shown = run.agl("show", "s2-g0-m0", "--run=runs/calc").output
     assert f"{said}\n" in shown
-    tried = run.agl("reward", "try", "train.toml", "--rollout=s2-g0-m0", "--run=runs/calc").output
+    tried = run.agl("reward", "try", "--yes", "train.toml", "--rollout=s2-g0-m0", "--run=runs/calc").output
     assert said in tried
 
 
@@ -57,7 +57,7 @@ def test_show_and_reward_try_name_the_rule_that_decided_a_tools_status(run: Any)
     run.put(*records)
     shown = run.agl("show", "s2-g0-m0", "--run=runs/calc").output
     assert "): ok by looks-like-error  " in shown
-    tried = run.agl("reward", "try", "train.toml", "--rollout=s2-g0-m0", "--run=runs/calc").output
+    tried = run.agl("reward", "try", "--yes", "train.toml", "--rollout=s2-g0-m0", "--run=runs/calc").output
     assert "look ok by looks-like-error (" in tried
 
 
@@ -136,7 +136,7 @@ def test_show_survives_a_malformed_tool_call_and_tells_of_rewards_without_a_call
     [
         ("rollouts", "runs/calc"),
         ("show", "s7-g0-m0", "--run=runs/calc", "--width=2000"),
-        ("reward", "try", "train.toml", "--rollout=s7-g0-m0", "--set=rewards.right.bonus=1.0"),
+        ("reward", "try", "--yes", "train.toml", "--rollout=s7-g0-m0", "--set=rewards.right.bonus=1.0"),
     ],
     ids=["rollouts", "show", "reward try"],
 )

@@ -119,7 +119,7 @@ PAGES = {
     "call": "/runs/calc/call?rollout=s1-g0-m0&attempt=0&call=s1-g0-m0-c1",
     "health": "/runs/calc/health",
     "timeline": "/runs/calc/timeline?step=1",
-    "try": "/runs/calc/try?weight.right=0.5",
+    "try": "/runs/calc/try?trusted=yes&weight.right=0.5",
     "overlay": "/overlay?run=calc",
     "compare": "/compare?run=calc",
     "compare task": "/compare/task?a=calc@s1-g0-m0&b=calc@s1-g0-m1",

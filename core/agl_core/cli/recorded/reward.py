@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agl_core.analysis.text.words import number, one_line, said_by, status_text
+from agl_core.analysis.text.words import harmless, number, one_line, said_by, status_text
 from agl_core.cli.shared.options import AsJson, Set
 from agl_core.cli.shared.text import print_json
 from agl_core.errors import ConfigError, PluginError
@@ -16,6 +17,7 @@ from agl_core.errors import ConfigError, PluginError
 if TYPE_CHECKING:
     from agl_core.analysis.trials.trial import Change, RewardChange, RolloutChange, Trial, Value
     from agl_core.cli.shared.screen import Screen
+    from agl_core.config.models import RunConfig
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="The configuration to try: that of the run, with other rewards or credit.")
@@ -43,6 +45,7 @@ Step = Annotated[
         "training."
     ),
 ]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether the rules of CONFIG may run.")]
 
 reward = typer.Typer(help="Try other rewards and credit on what was recorded.", no_args_is_help=True)
 
@@ -54,6 +57,7 @@ def try_(
     step: Step = None,
     run: RunFolder = None,
     set_: Set = [],  # noqa: B006
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what CONFIG's reward and credit rules would make of recorded rollouts.
@@ -64,15 +68,19 @@ def try_(
     Evaluations, and what was recorded without training, get rewards and no credit.
     A star marks what changes. A reward rule that fails is named, and ends the command with status 2.
 
+    The rules run with your rights, and so does the code of CONFIG's plugin files: it asks first.
+
     For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
     """
     from agl_core.analysis.trials.trial import try_rewards
     from agl_core.cli.shared.screen import Screen
     from agl_core.config import check
-    from agl_core.config.load import load_for_scoring
+    from agl_core.config.load import load_for_scoring, read_config
 
     if rollout and step is not None:
         raise ConfigError("Name either rollouts (--rollout) or a step (--step), not both.")
+    if not yes:
+        _ask(config, read_config(config, set_))
     loaded = load_for_scoring(config, set_)
     check(loaded)
     trial = asyncio.run(try_rewards(loaded, config, run, rollout, step))
@@ -90,6 +98,15 @@ def try_(
                 ["Reward rules failed. Training would drop what a rule with a weight fails on:", *trial.failures]
             )
         )
+
+
+def _ask(file: Path, config: RunConfig) -> None:
+    """Whether the rules may run; ConfigError without a terminal to ask on."""
+    files = "".join(f", and of {each}" for each in config.plugin_files)
+    runs = f"Trying runs the code of the rules in {file}{files}, with your rights."
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{runs} If you trust them, say so: --yes.")
+    typer.confirm(f"{harmless(runs)} Do you trust them?", abort=True, err=True)
 
 
 def _print_trial(console: Screen, trial: Trial, in_full: bool) -> None:

@@ -1,0 +1,101 @@
+"""Looking at a run runs no code that its folder names: it may be somebody else's."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+AGL = Path(sys.executable).with_name("agl")
+
+PLUGIN = """
+from pathlib import Path
+import agl_core
+from agl_core.store.sqlite import SqliteStore
+
+Path(__file__).with_name("it-ran").touch()
+
+@agl_core.hookimpl
+def register_stores(register):
+    register("theirs", lambda options, folder, read_only: SqliteStore(folder / "store.sqlite", read_only=read_only))
+"""
+
+LOOKING: tuple[str, ...] = (
+    "rollouts RUN",
+    "show s1-g0-m0 --run RUN",
+    "export RUN --to jsonl --out tables",
+    "plot RUN",
+    "runs list",
+    "runs prune RUN",
+    "runs vacuum RUN",
+    "sessions list RUN",
+    "sessions delete RUN s1",
+    "sessions key RUN app",
+    "versions list RUN",
+    "policy list",
+    "policy export calc@1 --out policy",
+    "policy merge calc@1 --out merged",
+    "policy serve calc@1",
+    "reward try RUN/config.toml",
+)
+
+
+@pytest.fixture
+def foreign(run: Any) -> Any:
+    """The run, whose configuration names a plugin file in its folder, and a store that this brings."""
+    folder = run.folder / "runs" / "calc"
+    (folder / "plugin.py").write_text(PLUGIN)
+    (folder / "checkpoints" / "step-1" / "default" / "model").mkdir(parents=True)
+    plugins = ["trial_rules.py", "runs/calc/plugin.py"]
+    run.write("runs/calc/config.toml", folder="../..", plugins=plugins, store={"name": "theirs"})
+    return run
+
+
+def agl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [AGL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_no_code_of_the_run_runs(foreign: Any, command: str) -> None:
+    ended = agl(*command.replace("RUN", "runs/calc").split())
+
+    assert not (foreign.folder / "runs" / "calc" / "it-ran").exists()
+    assert "Traceback" not in ended.stderr
+    if "s1-g0-m0" in command:
+        assert "install them as a package" in ended.stderr
+
+
+def test_trying_rewards_asks_first(foreign: Any) -> None:
+    foreign.write("runs/calc/config.toml", folder="../..", plugins=["trial_rules.py", "runs/calc/plugin.py"])
+    ran = foreign.folder / "runs" / "calc" / "it-ran"
+    command = ("reward", "try", "runs/calc/config.toml")
+
+    refused = agl(*command)
+
+    assert refused.returncode == 2
+    assert f"of {ran.with_name('plugin.py')}, with your rights" in refused.stderr
+    assert "--yes" in refused.stderr
+    assert answered("n\n", *command).returncode == 1
+    assert not ran.exists()
+    assert answered("y\n", *command).returncode == 0
+    assert ran.exists()
+
+
+def answered(answer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command with a terminal at which somebody types this."""
+    terminal, its_end = pty.openpty()
+    try:
+        os.write(terminal, answer.encode())
+        return subprocess.run(
+            [AGL, *arguments], stdin=its_end, capture_output=True, text=True, timeout=120, check=False
+        )
+    finally:
+        os.close(terminal)
+        os.close(its_end)
