@@ -70,7 +70,11 @@ def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None
     store = agl.folder / "runs" / "killed" / "store.sqlite"
     killed.until(lambda: in_the_middle_of(store, step=3))
     killed.kill()
-    [entry] = [each for each in json.loads(agl.look("runs", "list", "--json")) if each["folder"].endswith("killed")]
+    [entry] = [
+        each
+        for each in json.loads(agl.look("runs", "list", agl.folder / "runs", "--json"))
+        if each["folder"].endswith("killed")
+    ]
     assert entry["state"] == "failed"
     steps = [line["step"] for line in agl.metrics("killed") if line["kind"] == "train"]
     assert steps == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -145,6 +146,31 @@ def test_a_run_that_learned_nothing_says_so_and_why(
     seen = CliRunner().invoke(app, ["doctor", str(folder / "runs" / state)])
     assert f"verdict: {told}".rstrip(".") in seen.output
     assert seen.exit_code == status
+
+
+def test_a_training_begins_with_a_look_at_the_agent_and_one_that_fails_leaves_nothing(
+    benches: tuple[Bench, Bench],
+) -> None:
+    folder = benches[0].folder
+    (folder / "looked_at.py").write_text(f"{CALLING}    raise KeyError('Ghent')\n")
+    benches[0].load({"agent.entry": "looked_at:solve", "name": "looked", "train.patience": 2, "eval.every": 0})
+    train = ["train", str(folder / "train.toml")]
+
+    refused = CliRunner(env={"COLUMNS": "300"}).invoke(app, train)
+
+    assert isinstance(refused.exception, TrainingError)
+    assert "training did not begin: 3 of 3 rollouts ended as crashed" in str(refused.exception)
+    assert "KeyError: 'Ghent'" in str(refused.exception)
+    assert refused.output.count("first look: task ") == 3
+    assert not (folder / "runs" / "looked").exists()
+
+    (folder / "ending_well.py").write_text(f"{CALLING}    return '5'\n")
+    began = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*train, "--set=agent.entry=ending_well:solve"])
+    assert began.exit_code == 0, began.output
+    looked = r"first look: task \w+: finished, 1 calls by an unnamed agent; tools: none; reward: [01]"
+    assert re.search(looked, began.output)
+    summary = json.loads((folder / "runs" / "looked" / "summary.json").read_text())
+    assert summary["rollouts"] == {"finished": 8}, "it is not trained on"
 
 
 def test_no_run_is_stopped_by_a_step_that_has_something(benches: tuple[Bench, Bench]) -> None:

@@ -11,7 +11,7 @@ import platform
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +25,8 @@ from agl_core.errors import AglError
 if TYPE_CHECKING:
     from agl_core.cli.shared.upstreams import Probe
     from agl_core.config.load import LoadedConfig
-    from agl_core.protocols import Adapter
+    from agl_core.protocols import Adapter, Engine, Upstream
+    from agl_core.training.preflight import Look
     from agl_core.types.estimates import Needs, Workload
 
 ConfigArgument = Annotated[
@@ -84,7 +85,9 @@ def doctor(
 ) -> None:
     """Check this environment and, if you name one, a configuration with its engine, a model server, or a run.
 
-    For a run it shows which alarms were raised and, while it runs, what waits for what (docs/health.md).
+    With a configuration the agent is run once, on the first task: its calls, agents, tools and reward are shown, and
+    nothing of it is kept. For a run it shows which alarms were raised and, while it runs, what waits for what
+    (docs/health.md).
 
     Each problem comes with what to do. The exit status is 1 if something that is needed is broken.
     """
@@ -181,10 +184,16 @@ def _configured(config: Path) -> Iterator[Finding]:
 
     yield from _checked("configuration", reading)
     for each in loaded:
-        yield from _checked("agent", lambda each=each: _agent(each))  # type: ignore[misc]
-        asked: list[Workload] = []
-        yield from _checked("tasks", lambda each=each, asked=asked: _tasks(each, asked))  # type: ignore[misc]
-        yield from _checked("engine", lambda each=each, asked=asked: _engine(each, asked))  # type: ignore[misc]
+        yield from _parts(each)
+
+
+def _parts(loaded: LoadedConfig) -> Iterator[Finding]:
+    """What a run with this configuration needs: the agent, tasks, the engine, and that they work together."""
+    asked: list[Workload] = []
+    found = [*_checked("agent", lambda: _agent(loaded)), *_checked("tasks", lambda: _tasks(loaded, asked))]
+    yield from found
+    can_run = loaded.config.agent is not None and all(finding.mark != "FAIL" for finding in found)
+    yield from _checked("engine", lambda: _engine(loaded, asked, can_run))
 
 
 def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -213,29 +222,58 @@ def _tasks(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
     yield Finding("tasks", f"the first of each set ({', '.join(loaded.tasks)}) can be made")
 
 
-def _engine(loaded: LoadedConfig, asked: list[Workload]) -> Iterator[Finding]:
+def _engine(loaded: LoadedConfig, asked: list[Workload], can_run: bool) -> Iterator[Finding]:
+    """What the engine needs and returns and, if the agent can be run, one rollout of it."""
     from agl_core.cli.shared.upstreams import open_upstream
-    from agl_core.protocols import EstimatingEngine
-    from agl_core.training.session import engine_context
+    from agl_core.protocols import EstimatingEngine, RecordedTasks
+    from agl_core.training.preflight import first_look
+    from agl_core.training.progress import Silent
+    from agl_core.training.server import local_server
+    from agl_core.training.session import engine_context, open_session
 
-    async def start() -> tuple[list[tuple[str, Probe]], list[Needs]]:
-        with tempfile.TemporaryDirectory(prefix="agl-doctor-") as folder:
-            engine = loaded.engine.build(engine_context(loaded, Path(folder)))
-            try:
-                served = await engine.start()
-                probes = [
-                    (policy, (await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name))[1])
-                    for policy, name in served.models.items()
-                ]
-                return probes, [await engine.estimate(w) for w in asked if isinstance(engine, EstimatingEngine)]
-            finally:
-                await engine.stop()
+    class Served(Silent):
+        def serving(self, upstream: Upstream) -> None:
+            self.upstream = upstream
 
-    probes, estimated = asyncio.run(start())
+    async def examined(engine: Engine, served: Upstream) -> tuple[list[tuple[str, Probe]], list[Needs]]:
+        probes = [
+            (policy, (await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name))[1])
+            for policy, name in served.models.items()
+        ]
+        return probes, [await engine.estimate(w) for w in asked if isinstance(engine, EstimatingEngine)]
+
+    async def look(folder: Path) -> tuple[list[tuple[str, Probe]], list[Needs], Look | None]:
+        here = loaded.config.model_copy(update={"workers": loaded.config.workers.model_copy(update={"embedded": True})})
+        observer = Served()
+        async with (
+            local_server(loaded, folder) as server,
+            open_session(replace(loaded, config=here), folder, server, observer) as session,
+        ):
+            found = await examined(session.engine, observer.upstream)
+            if isinstance(session.tasks["train"], RecordedTasks):
+                return *found, None
+            with observer.phase("first look", 0) as phase:
+                return *found, await first_look(session, phase)
+
+    async def start(folder: Path) -> tuple[list[tuple[str, Probe]], list[Needs], Look | None]:
+        engine = loaded.engine.build(engine_context(loaded, folder))
+        try:
+            return *await examined(engine, await engine.start()), None
+        finally:
+            await engine.stop()
+
+    with tempfile.TemporaryDirectory(prefix="agl-doctor-") as place:
+        probes, estimated, seen = asyncio.run((look if can_run else start)(Path(place)))
     for policy, probe in probes:
         yield from _ids(f"engine, policy '{policy}'", probe, is_needed=True)
     for work, needs in zip(asked, estimated, strict=False):
         yield _resources(work, needs)
+    if seen is not None:
+        for described in seen.seen[:-1]:
+            yield Finding("rollout", described)
+        fault = seen.fault
+        remedy = "" if fault is None else f"{fault.remedy} {fault.details}".strip() or "see what the agent does"
+        yield Finding("rollout", seen.seen[-1], remedy)
 
 
 def _resources(work: Workload, needs: Needs) -> Finding:

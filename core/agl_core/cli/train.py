@@ -56,7 +56,8 @@ def train(
 ) -> None:
     """Train the agent that CONFIG names, and print the reward before and after.
 
-    At the end it says what the run came to: learned, not yet, or cannot, and why. If no rollout finished, the exit
+    A new run begins with one rollout of the agent, which is shown; if the agent fails, training does not begin. At the
+    end it says what the run came to: learned, not yet, or cannot, and why. If no rollout finished, the exit
     status is 1.
 
     Everything runs on this machine: the engine in a process of its own, server and workers in this one. The address
@@ -96,7 +97,10 @@ def train(
     run_dir = run_dir_of(loaded, remote) if resume is None else file.parent
     console = Screen()
     console.print(f"run folder: {run_dir}")
-    training = partial(run_training, loaded, run_dir, resume=resume is not None, checkpoint=checkpoint, remote=remote)
+    is_new = resume is None
+    training = partial(
+        run_training, loaded, run_dir, resume=not is_new, checkpoint=checkpoint, remote=remote, look=is_new
+    )
     trained(loaded, run_dir, training, None if remote else os.environ.get(OPERATOR_KEY), console)
 
 

@@ -97,7 +97,8 @@ class TrainSection(Section):
         2,
         ge=0,
         description="Training stops with an error after this many steps in a row with nothing to train on, all for one "
-        "reason that does not go away by itself (docs/bad-input.md); 0: it never stops.",
+        "reason that does not go away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the "
+        "agent.",
     )
     serving_gap: float = Field(
         0.2,

@@ -1,18 +1,30 @@
-"""What is checked of tasks and agent before an engine is started, and what a run will roughly ask of the engine."""
+"""What is checked before training: tasks and agent, what a run asks of the engine, and one rollout of the agent."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import orjson
 
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, last_frames
+from agl_core.learning.health import health_of
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import RecordedTasks, TaskSource
 from agl_core.registering import Capability
-from agl_core.types import Json
+from agl_core.training.alarms import Alarm
+from agl_core.training.alarms.rollouts import common_failure, failures
+from agl_core.training.progress import Phase
+from agl_core.training.rollouts.plan import plan_look
+from agl_core.types import Episode, Json
 from agl_core.types.estimates import Workload
+
+if TYPE_CHECKING:
+    from agl_core.training.session import Session
 
 CHARACTERS_PER_TOKEN = 3
 TEMPLATE_TOKENS = 32
@@ -107,3 +119,44 @@ def check_agent(config: RunConfig, source: TaskSource) -> None:
             f"compared and all would be dropped. Set train.group_size = 1, and an algorithm that compares no groups, "
             f"such as 'reinforce++'."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The agent's first rollouts, before it is trained."""
+
+    seen: list[str]
+    """What each of them was like, in words."""
+    fault: Alarm | None
+    """How all of them failed, with the first error and what to do; None: at least one finished."""
+
+
+async def first_look(session: Session, phase: Phase) -> Look:
+    """Run the agent on the first task, as evaluation runs it. PluginError if the reward rules fail.
+
+    If that rollout fails it may be the policy's doing, so two more decide.
+    """
+    planned = plan_look(session.tasks["train"], run=session.run, restart=session.restart)
+    episodes = (await session.collector.collect([planned[:1]], phase)).episodes
+    if common_failure(episodes) is not None:
+        episodes += (await session.collector.collect([[each] for each in planned[1:]], phase)).episodes
+    fault = None if common_failure(episodes) is None else await failures(session.control.store, episodes)
+    worker = session.worker and session.worker.worker
+    problems = worker.problems if worker else {}
+    return Look([_described(each) for each in episodes] + [f"problem: {each}" for each in problems], fault)
+
+
+def _described(episode: Episode) -> str:
+    """Ending, calls, agents, tools, reward and health of a rollout."""
+    calls = Counter(t.agent or "an unnamed agent" for t in episode.transitions)
+    by = f" by {', '.join(calls)}" if calls else ""
+    results = [*(each for t in episode.transitions for each in t.tool_results), *episode.unjoined]
+    tools = ", ".join(f"{each.tool} {each.status}" for each in results) or "none"
+    parts = ", ".join(
+        f"{each.name} {each.value:.3g}" for each in episode.rewards if each.call is None and each.source != AGENT_SOURCE
+    )
+    reward = "none" if episode.terminal is None else f"{episode.terminal:.3g}" + (f" ({parts})" if parts else "")
+    return (
+        f"task {episode.task.id}: {episode.ending}, {calls.total()} calls{by}; tools: {tools}; reward: {reward}; "
+        f"{health_of(episode).text}"
+    )

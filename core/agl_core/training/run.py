@@ -13,8 +13,8 @@ from agl_core.client import RemoteServer, ServerAddress
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
-from agl_core.errors import AglError, EngineError, PluginError, StoreError, last_frames
-from agl_core.protocols import Tracker
+from agl_core.errors import AglError, EngineError, PluginError, StoreError, TrainingError, last_frames
+from agl_core.protocols import RecordedTasks, Tracker
 from agl_core.server.gateway.upstream import Answering
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Watch
@@ -23,10 +23,11 @@ from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, ch
 from agl_core.training.evaluate import Evaluated
 from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, MetricsLog
+from agl_core.training.preflight import first_look
 from agl_core.training.progress import Observer
 from agl_core.training.run_folder import is_new, removed_unless_begun
 from agl_core.training.server import TrainingServer, local_server
-from agl_core.training.session import open_session
+from agl_core.training.session import Session, open_session
 from agl_core.training.summary import SUMMARY_FILE, Summary
 from agl_core.wire.trainers import FinishRequest
 
@@ -41,6 +42,7 @@ async def train(
     remote: ServerAddress | None = None,
     deployed: Answering | None = None,
     trainer_of: Callable[..., Trainer] = Trainer,
+    look: bool = False,
 ) -> Summary:
     """Train in `run_dir`; returns the result, also when interrupted.
 
@@ -49,7 +51,7 @@ async def train(
     one in this process. ConfigError if a change does not fit the checkpoint; StoreError if the run's store is empty.
     The folder of a new run is removed if the run cannot be started. With `deployed`, which answers sessions of real
     use, they are recorded, and an engine that is lost is started again while they are answered; `trainer_of` makes the
-    trainer.
+    trainer. With `look`, a new run begins with a rollout of the agent that is shown; TrainingError if it does not work.
     """
     config = loaded.config
     checkpoints = Checkpoints(
@@ -78,6 +80,8 @@ async def train(
             async with open_session(
                 loaded, run_dir, server, observer, weights=weights, resumed_step=resumed
             ) as session:
+                if look and not resume and config.train.patience:
+                    await _look(session, observer)
                 begun()
                 private.make_folder(checkpoints.folder, exist_ok=True)
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # Without one, a run that is over has died.
@@ -145,6 +149,21 @@ async def evaluate(
             log = MetricsLog(run_dir / METRICS_FILE, {}, session.restart)
             log.write(step, "eval", evaluated.metrics, evaluated.alarms)
             return evaluated
+
+
+async def _look(session: Session, observer: Observer) -> None:
+    """Show the agent's first rollout. TrainingError if it fails, and two more do in the same way."""
+    if isinstance(session.tasks["train"], RecordedTasks):
+        return
+    with observer.phase("first look", 0) as phase:
+        look = await first_look(session, phase)
+    for seen in look.seen:
+        observer.say(f"first look: {seen}")
+    if look.fault is not None:
+        raise TrainingError(
+            f"The agent does not work yet, so training did not begin: {look.fault.seen}. {look.fault.remedy} "
+            f"{look.fault.details}\nTry it with `agl doctor CONFIG`; with train.patience = 0 there is no first look."
+        )
 
 
 def _built_tracker(name: str, chosen: Chosen, run_dir: Path) -> Tracker:

@@ -30,10 +30,21 @@ def first_free(base: Path, write: Callable[[Path], None]) -> Path:
     """Make the folder `base`, or `base-2` and so on if it is taken, with the configuration that `write` puts there."""
     for number in range(1, 10_000):
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        _free(folder)
         with suppress(FileExistsError):
             make_run_dir(folder, write, may_exist=False)
             return folder
     raise CheckpointError(f"{base} and thousands of folders beside it are taken. Remove some or set `name`.")
+
+
+def _free(folder: Path) -> None:
+    """Remove what a failed start left: a folder with nothing but logs."""
+    with suppress(OSError):
+        names = list(folder.iterdir())
+        if names and all(each.suffix == ".log" for each in names):
+            for each in names:
+                each.unlink()
+            folder.rmdir()
 
 
 def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool = True) -> None:
@@ -62,7 +73,8 @@ def is_new(run_dir: Path) -> bool:
 def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
     """Remove a new run's folder if the block fails before it calls the function that it gets: nothing is in it yet.
 
-    If the engine left a log, which its errors name, the folder stays. None: there is nothing to remove.
+    If the engine left a log, which its errors name, the log stays until a run takes the name. None: there is nothing to
+    remove.
     """
     has_begun = False
 
@@ -73,8 +85,14 @@ def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
     try:
         yield begun
     except BaseException:
-        if folder is not None and not has_begun and not any(log.stat().st_size for log in folder.glob("*.log")):
-            shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None and not has_begun:
+            for each in folder.iterdir():
+                if each.is_dir():
+                    shutil.rmtree(each, ignore_errors=True)
+                elif each.suffix != ".log" or not each.stat().st_size:
+                    each.unlink()
+            with suppress(OSError):  # A log stays.
+                folder.rmdir()
         raise
 
 

@@ -99,6 +99,9 @@ def test_what_an_engine_said_stays(refused: Callable[..., str], folder: Path) ->
     refused("train", "train.toml", "--set=engine.name=telling")
     assert (folder / "runs" / "mine" / "engine.log").read_text() == "what the engine had to say"
 
+    refused("train", "train.toml", "--set=engine.name=telling")
+    assert [path.name for path in (folder / "runs").iterdir()] == ["mine"], "a failed start does not keep its name"
+
 
 def test_what_was_there_before_stays(refused: Callable[..., str], folder: Path) -> None:
     run = folder / "runs" / "mine"

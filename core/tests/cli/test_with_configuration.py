@@ -44,6 +44,9 @@ PLUGIN = """
             memory = work.evaluated * 2**24
             return Needs(memory, available_bytes=2**30, seconds=61.0 * work.steps)
 
+        async def versions(self):
+            return dict.fromkeys(self._models, 0)
+
         async def stop(self):
             self.note("stopped")
 
@@ -74,6 +77,7 @@ CONFIG = """
 
     [agent]
     entry = "agent:solve"
+    attach = false
 
     [tasks.train]
     source = "jsonl"
@@ -94,8 +98,11 @@ AGENT = """
 
     CLIENT = openai.OpenAI()
 
-    def solve(task):
-        return 1.0
+    def solve(task, context):
+        client = openai.OpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0)
+        asked = [{"role": "user", "content": str(task)}]
+        message = client.chat.completions.create(model="default", messages=asked).choices[0].message
+        return 0.5
 """
 
 PROGRAM = """
@@ -156,7 +163,9 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
     assert "102 min: 100 steps with 128 rollouts each, and 0 rollouts in evaluations" in resources
     assert not any(line.startswith("FAIL") for line in lines)
     assert log(running) == ["started", "stopped"]
-    assert [each.body["model"] for each in running.upstream.received] == ["served"]
+    (rollout,) = (line for line in lines if line.startswith("ok    rollout: "))
+    assert "finished, 1 calls by an unnamed agent; tools: none; reward: 0.5 (reported 0.5); healthy" in rollout
+    assert [each.body["model"] for each in running.upstream.received] == ["served"] * 2
     assert not (running.folder / "runs").exists()
 
 
@@ -168,6 +177,33 @@ def test_doctor_finds_an_engine_that_returns_no_ids_and_an_agent_that_is_broken(
     assert "FAIL  agent: agent.entry = 'agent:solve': the module 'agent' cannot be imported" in found.stdout
     assert "FAIL  engine, policy 'default': its replies lack prompt_token_ids, token_ids, logprobs" in found.stdout
     assert log(running) == ["started", "stopped"]
+
+
+BROKEN = {
+    "a key that its input does not have": (
+        ("return 0.5", "return task['question']"),
+        ("crashed, 1 calls", "TypeError: string indices must be integers"),
+    ),
+    "no call": (("message = client", "return 0.5\n        message = client"), ("no_call, 0 calls", "OPENAI_BASE_URL")),
+    "an address of its own": (
+        ("context.base_url", "'http://127.0.0.1:9/v1'"),
+        ("crashed, 0 calls", "Connection error"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(running: Bench, doctor: Doctor, case: str) -> None:
+    change, (ended, told) = BROKEN[case]
+    running.script("agent.py", AGENT.replace(*change))
+
+    found = doctor("train.toml")
+
+    assert found.returncode == 1, found.stdout + found.stderr
+    looked = [line for line in found.stdout.splitlines() if "  rollout: task " in line]
+    assert [ended in line for line in looked] == [True] * 3, "it may have been the policy's doing"
+    assert looked[-1].startswith("FAIL  rollout: ")
+    assert told in found.stdout
 
 
 def test_doctor_notes_what_does_not_fit_into_memory(running: Bench, doctor: Doctor) -> None:
@@ -193,13 +229,14 @@ def test_doctor_checks_a_command_too(running: Bench, doctor: Doctor) -> None:
     place.mkdir()
     for name in ("elsewhere.py", "tasks.jsonl", "weights"):
         (running.folder / name).rename(place / name)
-    (place / "agent.sh").touch(0o755)
-    for command, code in (("no-such-program agent.py", 1), ("./agent.sh", 0)):
+    running.script("place/agent.sh", "#!/bin/sh\n").chmod(0o755)
+    for command in ("no-such-program agent.py", "./agent.sh"):
         running.script("place/train.toml", CONFIG.replace('entry = "agent:solve"', f'command = "{command}"'))
         found = doctor("place/train.toml")
-        assert found.returncode == code, found.stdout
+        assert found.returncode == 1, "the command that is there makes no call"
         is_there = "      → name a program" not in found.stdout
-        assert is_there is (code == 0)
+        assert is_there is (command == "./agent.sh")
+        assert ("no_call, 0 calls" in found.stdout) is is_there
 
 
 def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Bench) -> None:

@@ -70,6 +70,12 @@ def plan_groups(
     ]
 
 
+def plan_look(source: TaskSource, *, run: str, restart: int) -> list[Rollout]:
+    """Rollouts of the first task of training that nothing is trained on."""
+    first = Rollout("", run, restart, "s0-look", source.task(0), Mode.EVAL_SAMPLED, 0, 0, position=0)
+    return _group(first, 3)
+
+
 def _group(first: Rollout, size: int) -> list[Rollout]:
     """A group of rollouts that differ in id and member alone."""
     name = f"{first.group}-r{first.restart}" if first.restart else first.group
