@@ -26,18 +26,18 @@ def enqueuing(rollouts: Sequence[Rollout]) -> Iterator[Chunk]:
         yield wire.ENQUEUE, wire.EnqueueRequest.model_construct(rollouts=part)
 
 
-def putting(records: Iterable[Record]) -> Iterator[Chunk]:
+def putting(records: Iterable[Record], restart: int | None) -> Iterator[Chunk]:
     """The requests that write these records, all or none: one, or several, of which the last commits them all."""
     parts = _packed(list(records))
     first, second = next(parts), next(parts, None)
     if second is None:
-        yield wire.PUT, wire.PutRequest.model_construct(records=first)
+        yield wire.PUT, wire.PutRequest.model_construct(records=first, restart=restart)
         return
     put, count = uuid4().hex, 0
     for part in (first, second, *parts):
-        yield wire.PUT_PART, wire.RecordsPart.model_construct(put=put, number=count, records=part)
+        yield wire.PUT_PART, wire.RecordsPart.model_construct(put=put, number=count, records=part, restart=restart)
         count += 1
-    yield wire.WRITE_PARTS, wire.PartsRequest(put=put, count=count)
+    yield wire.WRITE_PARTS, wire.PartsRequest(put=put, count=count, restart=restart)
 
 
 def _packed(records: Sequence[Record]) -> Iterator[wire.PackedRecords]:

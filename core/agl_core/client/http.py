@@ -59,6 +59,8 @@ class _Requests(ABC):
 
     def __init__(self, base_url: str, key: str) -> None:
         self.base_url, self.key = base_url, key
+        self.restart: int | None = None
+        """Of the trainer that asks: once another one has begun a later restart, it can write nothing."""
 
     async def ask(self, operation: Operation[Asked, Answer], body: Asked) -> Answer:
         """What the server replies to one request."""
@@ -83,11 +85,11 @@ class _Requests(ABC):
         return [record for record in found if isinstance(record, Rollout)]
 
     async def cancel(self, ids: Sequence[str]) -> None:
-        await self.ask(wire.CANCEL, wire.CancelRequest(ids=list(ids)))
+        await self.ask(wire.CANCEL, wire.CancelRequest(ids=list(ids), restart=self.restart))
 
     async def put(self, records: Iterable[Record]) -> None:
         """Write records, all or none, however many. StoreRefusedError names one that cannot be stored."""
-        for operation, body in putting(records):
+        for operation, body in putting(records, self.restart):
             try:
                 await self.ask(operation, body)
             except RefusedError as error:

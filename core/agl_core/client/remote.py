@@ -91,7 +91,9 @@ class RemoteRun:
             raise self._presence.refused
 
     async def begin(self, request: wire.BeginRequest) -> wire.BeginReply:
-        return await persistently(self._link, lambda: self._client.ask(wire.BEGIN, request))
+        reply = await persistently(self._link, lambda: self._client.ask(wire.BEGIN, request))
+        self._client.restart = reply.restart
+        return reply
 
     async def serve(self, registration: wire.Registration) -> None:
         """Report the engine's address, and repeat it until the trainer stops."""

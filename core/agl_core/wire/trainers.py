@@ -132,7 +132,14 @@ class DoneRequest(Body):
     wait: float = Field(0.0, ge=0, le=LONGEST_WAIT, description="Seconds to wait for the first one.")
 
 
-class CancelRequest(Body):
+class _Writing(Body):
+    restart: int | None = Field(
+        None,
+        description="Of the trainer; it is refused once a later one has begun. None: of an operator, not a trainer.",
+    )
+
+
+class CancelRequest(_Writing):
     """End rollouts as cancelled; those that are done, or unknown, stay as they are."""
 
     ids: list[_Id] = Field(max_length=MAX_IDS)
@@ -211,13 +218,13 @@ class StoreQuery(RootModel[Annotated[StoreQuestion, Field(discriminator="kind")]
     """Read records: one of the questions that `agl_core.store.interface.Store` answers."""
 
 
-class PutRequest(Body):
+class PutRequest(_Writing):
     """Write records, all or none; a record with the key of an earlier one replaces it."""
 
     records: PackedRecords
 
 
-class RecordsPart(Body):
+class RecordsPart(_Writing):
     """Keep some of the records that are to be written together. The same part sent again replaces it.
 
     The server keeps parts in memory until they are written.
@@ -228,7 +235,7 @@ class RecordsPart(Body):
     records: PackedRecords
 
 
-class PartsRequest(Body):
+class PartsRequest(_Writing):
     """Write the records of all parts, all or none; a record with the key of an earlier one replaces it."""
 
     put: _Id = Field(min_length=1)
@@ -240,7 +247,7 @@ _TAKEN = {409: "The server serves another run."}
 _SUPERSEDED = {409: "Another trainer has begun a later restart."}
 _KNOWN = {409: "Another rollout has that id, the run is over, or another trainer has begun a later restart."}
 _NO_SUCH = {404: "One of the rollouts was never added."}
-_MISSING = {409: "A part is not here: send all of them again."}
+_MISSING = {409: "A part is not here: send all of them again; or another trainer has begun a later restart."}
 
 BEGIN = Operation("begin", "POST", "/agl/v1/runs", _OPERATOR, BeginRequest, BeginReply, _TAKEN)
 FINISH = Operation("finish", "POST", "/agl/v1/runs/finish", _OPERATOR, FinishRequest, Empty, _SUPERSEDED)
@@ -248,9 +255,9 @@ SERVE = Operation("serve", "PUT", "/agl/v1/upstream", _OPERATOR, Registration, E
 PUBLISH = Operation("publish", "PUT", "/agl/v1/versions", _OPERATOR, VersionsRequest, Empty, _SUPERSEDED)
 ENQUEUE = Operation("enqueue", "POST", "/agl/v1/rollouts", _OPERATOR, EnqueueRequest, Empty, _KNOWN, MAX_RECORDS)
 DONE = Operation("done", "POST", "/agl/v1/rollouts/done", _OPERATOR, DoneRequest, PackedRecords, _NO_SUCH, waits=True)
-CANCEL = Operation("cancel", "POST", "/agl/v1/rollouts/cancel", _OPERATOR, CancelRequest, Empty)
-PUT = Operation("put", "POST", "/agl/v1/store/records", _OPERATOR, PutRequest, Empty, largest=MAX_RECORDS)
-PUT_PART = Operation("put_part", "POST", "/agl/v1/store/parts", _OPERATOR, RecordsPart, Empty, largest=MAX_RECORDS)
+CANCEL = Operation("cancel", "POST", "/agl/v1/rollouts/cancel", _OPERATOR, CancelRequest, Empty, _SUPERSEDED)
+PUT = Operation("put", "POST", "/agl/v1/store/records", _OPERATOR, PutRequest, Empty, _SUPERSEDED, MAX_RECORDS)
+PUT_PART = Operation("put_part", "POST", "/agl/v1/store/parts", _OPERATOR, RecordsPart, Empty, _SUPERSEDED, MAX_RECORDS)
 WRITE_PARTS = Operation("write_parts", "POST", "/agl/v1/store/parts/write", _OPERATOR, PartsRequest, Empty, _MISSING)
 QUERY = Operation("query", "POST", "/agl/v1/store/query", _OPERATOR, StoreQuery, PackedRecords)
 

@@ -147,6 +147,28 @@ async def test_who_was_replaced_is_told(place: Place) -> None:
         assert not (await place.server.queue.lease(LeaseRequest(worker="w", capacity=1))).closed
 
 
+@pytest.mark.parametrize("large", [8 << 20, 200], ids=["in one request", "in parts"])
+async def test_who_was_replaced_writes_nothing(place: Place, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_core.client.chunks.LARGE", large)
+    async with (
+        RemoteServer(place.url, KEYS.operator) as first,
+        RemoteServer(place.url, KEYS.operator) as second,
+    ):
+        await first.run.begin(beginning())
+        await first.run.store.put(*(Reward("a", 0, f"n{number}", 0.5, "s") for number in range(9)))
+        await second.run.begin(beginning(2.0))
+        await second.run.queue.enqueue([make.rollout("b", restart=1)])
+
+        with pytest.raises(StoreError, match="another trainer has taken the run over"):
+            await first.run.store.put(*(Reward("a", 0, f"n{number}", 0.25, "s") for number in range(9)))
+        await first.run.queue.cancel(["b"])
+
+        await second.run.store.put(Reward("a", 0, "n0", 0.75, "s"))
+        found = await second.run.store.rewards([AttemptKey("a", 0)])
+        assert [each.value for each in found] == [0.75, *[0.5] * 8]
+        assert place.server.queue.queued == 1
+
+
 async def test_ending_is_not_held_up_for_long_by_a_server_that_is_away(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

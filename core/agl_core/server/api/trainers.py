@@ -45,6 +45,7 @@ def trainer_routes(keys: Keys, run: CurrentRun) -> list[Route]:
         return pack(await run.queue.done(body.ids, body.wait))
 
     async def cancel(body: wire.CancelRequest) -> None:
+        run.check_not_superseded(body.restart)
         await run.queue.cancel(body.ids)
 
     async def activity(body: Empty) -> wire.Activity:
@@ -70,21 +71,25 @@ class _Records:
     """Writes and reads records, also those that come in parts because one request cannot carry them."""
 
     def __init__(self, run: CurrentRun) -> None:
-        self._store = run.store
+        self._run, self._store = run, run.store
         self._puts: OrderedDict[str, dict[int, Sequence[Record]]] = OrderedDict()
 
     async def put(self, body: wire.PutRequest) -> None:
-        await self._store.put(*unpack(body.records))
+        records = unpack(body.records)
+        self._run.check_not_superseded(body.restart)
+        await self._store.put(*records)
 
     async def put_part(self, body: wire.RecordsPart) -> None:
         """Keep a part; the same number again replaces it."""
+        self._run.check_not_superseded(body.restart)
         self._puts.setdefault(body.put, {})[body.number] = unpack(body.records)
         self._puts.move_to_end(body.put)
         if len(self._puts) > _PUTS_AT_ONCE:
             self._puts.popitem(last=False)
 
     async def write_parts(self, body: wire.PartsRequest) -> None:
-        """Write the records of all parts. ApiError 409 if one is missing."""
+        """Write the records of all parts. ApiError 409 if one is missing, or a later trainer has begun."""
+        self._run.check_not_superseded(body.restart)
         parts = self._puts.get(body.put, {})
         missing = [number for number in range(body.count) if number not in parts]
         if missing:

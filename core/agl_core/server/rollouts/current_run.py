@@ -138,6 +138,11 @@ class CurrentRun:
         if restart != self.restart:
             raise superseded(restart, self.restart)
 
+    def check_not_superseded(self, restart: int | None) -> None:
+        """ApiError 409 if a trainer asks and this is no longer its restart."""
+        if restart is not None:
+            self.check_current(restart)
+
     async def _latest(self, name: str) -> Run | None:
         runs = [run for run in await self.store.runs() if run.id == name]
         return max(runs, key=lambda run: run.restart, default=None)
