@@ -97,34 +97,36 @@ class SqliteStore(SessionStore):
         return await self._read(queries.runs)
 
     async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
+        if unknown := {name: value for name, value in wanted.items() if not _is_wanted(name, value)}:
+            raise TypeError(f"rollouts are chosen by {', '.join(Wanted.__annotations__)}, not by {unknown!r}")
         limit, newest, after = (wanted.pop("limit", None), wanted.pop("newest", None), wanted.pop("after", None))
         equal = {"grp" if name == "group" else name: value for name, value in wanted.items() if value is not None}
         return await self._read(queries.rollouts, equal, limit, newest, after)
 
     async def rollout(self, prefix: str) -> Rollout:
         """The rollout whose id is `prefix`, else the only one whose id starts with it."""
-        return await self._read(queries.rollout, prefix, str(self._path))
+        return await self._read(queries.rollout, *_texts([prefix]), str(self._path))
 
     async def attempts(self, *rollouts: str) -> list[Attempt]:
-        return await self._read(queries.attempts, rollouts)
+        return await self._read(queries.attempts, _texts(rollouts))
 
     async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
-        return await self._read(queries.calls, tuple(attempts))
+        return await self._read(queries.calls, _keys(attempts))
 
     async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        return await self._read(queries.recorded, TOOL_RESULTS, tuple(attempts))
+        return await self._read(queries.recorded, TOOL_RESULTS, _keys(attempts))
 
     async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        return await self._read(queries.recorded, REWARDS, tuple(attempts))
+        return await self._read(queries.recorded, REWARDS, _keys(attempts))
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        return await self._read(queries.recorded, TRAINING_RECORDS, tuple(attempts))
+        return await self._read(queries.recorded, TRAINING_RECORDS, _keys(attempts))
 
     async def feedback(self, attempts: Iterable[AttemptKey]) -> list[Feedback]:
-        return await self._read(queries.recorded, FEEDBACK, tuple(attempts))
+        return await self._read(queries.recorded, FEEDBACK, _keys(attempts))
 
     async def erase(self, ids: Iterable[str]) -> int:
-        asked = list(ids)
+        asked = _texts(ids)
         writer = self._writable()
         try:
             return await writer.erase(lambda connection, first: erase_rollouts(connection, asked, first))
@@ -135,7 +137,7 @@ class SqliteStore(SessionStore):
         return await self._read(lambda connection: queries.traced(connection, trace))
 
     async def erased(self, ids: Iterable[str]) -> set[str]:
-        return await self._read(erased, list(ids))
+        return await self._read(erased, _texts(ids))
 
     async def ended_before(self, mode: Mode, time: float) -> list[str]:
         return await self._read(ended_before, mode, time)
@@ -193,6 +195,26 @@ class SqliteStore(SessionStore):
             raise explain(self._path, error) from error
         except (TypeError, ValueError, LookupError) as error:  # SQLite does not notice damage inside a value.
             raise damaged(self._path, error) from error
+
+
+# What a caller asks wrongly is told from what is wrong inside the file.
+def _keys(attempts: Iterable[AttemptKey]) -> tuple[AttemptKey, ...]:
+    keys = tuple(attempts)
+    if not all(isinstance(key, tuple) and list(map(type, key)) == [str, int] for key in keys):
+        raise TypeError(f"it takes several attempts, as [AttemptKey(rollout, attempt)], not {attempts!r}")
+    return keys
+
+
+def _texts(ids: Iterable[str]) -> list[str]:
+    texts = list(ids)
+    if isinstance(ids, str) or not all(isinstance(id, str) for id in texts):
+        raise TypeError(f"it takes ids, which are texts, not {ids!r}")
+    return texts
+
+
+def _is_wanted(name: str, value: object) -> bool:
+    numbers = ("step", "limit", "newest")
+    return name in Wanted.__annotations__ and (value is None or isinstance(value, int if name in numbers else str))
 
 
 class SqliteOptions(BaseModel):

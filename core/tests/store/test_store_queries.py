@@ -14,6 +14,7 @@ from agl_core.errors import StoreError
 from agl_core.store import queries, tables
 from agl_core.store.connections import connect_reader
 from agl_core.store.interface import Store
+from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Mode, RolloutState, Run, ToolResult, ToolStatus
 
 
@@ -53,6 +54,37 @@ async def test_rollouts_by(store: Store, make_rollout: Any, wanted: dict[str, An
         make_rollout("a", run="two", step=0, group="g3"),
     )
     assert [rollout.id for rollout in await store.rollouts(**wanted)] == expected
+
+
+@pytest.mark.parametrize("wrong", [AttemptKey("a", 0), "a", ["a"], [("a", "0")], [None], [AttemptKey("a", 0), "b"]])
+@pytest.mark.parametrize("method", ["calls", "tool_results", "rewards", "training_records", "feedback"])
+async def test_what_is_no_list_of_attempts_is_a_type_error(path: Path, method: str, wrong: Any) -> None:
+    async with SqliteStore(path) as store:
+        with pytest.raises(TypeError, match="several attempts"):
+            await getattr(store, method)(wrong)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: store.attempts(["a"]),
+        lambda store: store.attempts(AttemptKey("a", 0)),
+        lambda store: store.rollout(None),
+        lambda store: store.rollout(AttemptKey("a", 0)),
+        lambda store: store.erase("ab"),
+        lambda store: store.erased("ab"),
+        lambda store: store.erase([1]),
+        lambda store: store.rollouts(run=["a"]),
+        lambda store: store.rollouts(newest="3"),
+        lambda store: store.rollouts(runs="a"),
+    ],
+)
+async def test_what_is_no_id_or_filter_is_a_type_error(path: Path, make_rollout: Any, ask: Any) -> None:
+    async with SqliteStore(path) as store:
+        await store.put(make_rollout("a"), make_rollout("b"))
+        with pytest.raises(TypeError):
+            await ask(store)
+        assert len(await store.rollouts()) == 2
 
 
 async def test_a_rollout_by_the_start_of_its_id(store: Store, make_rollout: Any, path: Path) -> None:
