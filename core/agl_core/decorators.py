@@ -102,14 +102,33 @@ def _beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 @overload
 def reward_rule(function: Rewarding) -> Rewarding: ...
 @overload
-def reward_rule(*, name: str) -> Callable[[Rewarding], Rewarding]: ...
-def reward_rule(function: Any = None, *, name: str | None = None) -> Any:
+def reward_rule(*, name: str | None = None, isolated: bool = False) -> Callable[[Rewarding], Rewarding]: ...
+def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool = False) -> Any:
     """Make `function(episode, *, settings…)` a reward rule; it may be async.
 
     It returns the terminal reward; or a mapping, from names to components of it and from `transition.key` to rewards of
     single calls; or None where it has nothing to say about the episode.
+
+    A rule that hands the model's text to code that evaluates it (`eval`, SymPy, a template engine) has to be
+    `isolated`: a run calls it in a process without keys, files of the run or network, with limits of time and memory
+    (docs/security.md). It must be a function of a module, and not async.
     """
-    return _bringing(function, name, "register_rewards", _filled)
+    return _bringing(function, name, "register_rewards", _isolated if isolated else _filled)
+
+
+def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
+    if "<locals>" in function.__qualname__ or inspect.iscoroutinefunction(function):
+        raise PluginError(
+            f"The isolated reward rule '{function.__name__}' cannot be called in another process. Make it a function "
+            "of its module, not one inside another function, and not async."
+        )
+
+    def made(**settings: Any) -> Any:
+        from agl_core.sandbox import IsolatedFunction  # Agents' processes need no rules.
+
+        return IsolatedFunction(function, settings)
+
+    return made
 
 
 @overload

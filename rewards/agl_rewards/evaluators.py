@@ -75,11 +75,13 @@ def numeric_match(
     return float(found is not None and math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance))
 
 
-@agl_core.reward_rule
+@agl_core.reward_rule(isolated=True)
 def regex_format(
     episode: Episode, *, pattern: Annotated[re.Pattern[str], Field(description="The regular expression.")]
 ) -> float:
     """1 if a regular expression is found in what the agent returned; anchor it (^, $) to match the whole.
+
+    A run searches in another process, since a search can take for ever, and Python's lock with it.
 
     >>> from agl_core.types import Ending, Mode, Task
     >>> episode = Episode("r", 0, "g", 0, Task("1", "…"), Mode.TRAIN, Ending.FINISHED, (), result="Answer: 5")

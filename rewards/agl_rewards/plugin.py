@@ -6,7 +6,7 @@ from agl_rewards.air import ToolResultsOptions, air, functions_needed, tool_resu
 from agl_rewards.evaluators import exact_match, numeric_match, regex_format
 from agl_rewards.f1 import token_f1
 from agl_rewards.judge import Judge, JudgeOptions
-from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, verified
+from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks, Verified
 from agl_rewards.signals import abandoned, asked_again, tool_failed
 from agl_rewards.sql import sql_match
 
@@ -38,7 +38,7 @@ def register_rewards(register: RegisterReward) -> None:
     )
     register(
         "reasoning_gym",
-        lambda options: verified,
+        lambda options: Verified(),
         doc="The score that the dataset's own verifier gives the agent's result; for tasks of reasoning_gym.",
     )
 

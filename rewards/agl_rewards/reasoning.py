@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core.errors import ConfigError, PluginError, nearest
+from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError, run_sandboxed
 from agl_core.types import Episode, Json, Task
 
 if TYPE_CHECKING:
@@ -61,18 +62,37 @@ class ReasoningGymTasks:
         return Task(name, entry["question"], self._options.split, metadata)
 
 
-def verified(episode: Episode) -> float:
-    """The score of the agent's result by the dataset's own verifier, from 0 to 1; 0 without a result."""
-    made = episode.task.metadata.get(_KEY)
-    if not isinstance(made, dict):
-        raise PluginError(
-            "The reward rule 'reasoning_gym' scores the tasks of the task source 'reasoning_gym', and this task is of "
-            "another: set [tasks.…] source = 'reasoning_gym', or choose another rule."
-        )
-    if episode.result is None:
+class Verified(IsolatedRule):
+    """The score of the agent's result by the dataset's own verifier, from 0 to 1; 0 without a result.
+
+    Several verifiers hand the answer to `eval` or SymPy, so they run in a sandbox. An answer on which the verifier
+    raises or exceeds a limit is wrong.
+    """
+
+    async def __call__(self, episode: Episode, time_limit: float = SANDBOX_SECONDS) -> float:
+        made = episode.task.metadata.get(_KEY)
+        if not isinstance(made, dict):
+            raise PluginError(
+                "The reward rule 'reasoning_gym' scores the tasks of the task source 'reasoning_gym', and this task is "
+                "of another: set [tasks.…] source = 'reasoning_gym', or choose another rule."
+            )
+        if episode.result is None:
+            return 0.0
+        dataset = {name: value for name, value in made.items() if name != "index"}
+        asked = (dataset, made["index"], str(episode.result).strip())
+        try:
+            return float(await run_sandboxed(_score, *asked, prepare=(_dataset, dataset), seconds=time_limit))
+        except SandboxLimitError:
+            return 0.0
+
+
+def _score(made: Mapping[str, Json], index: int, answer: str) -> float:
+    dataset = _dataset(made)
+    entry = dataset[index]
+    try:
+        return float(dataset.score_answer(answer, entry))
+    except Exception:
         return 0.0
-    dataset = _dataset({name: value for name, value in made.items() if name != "index"})
-    return float(dataset.score_answer(str(episode.result).strip(), dataset[made["index"]]))
 
 
 def _dataset(made: Mapping[str, Json]) -> ProceduralDataset:

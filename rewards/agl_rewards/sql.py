@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import marshal
 import re
-import signal
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -18,12 +15,23 @@ from pydantic import Field
 
 import agl_core
 from agl_core.errors import ConfigError
+from agl_core.sandbox import SandboxLimitError, run_sandboxed
 from agl_core.types import Episode
 from agl_rewards.evaluators import expected_answer
 
 Row: TypeAlias = tuple[Any, ...]
+_Columns: TypeAlias = Set[tuple[str, str]]
+"""Of a query: the tables and columns that it names; a column is empty where only rows are counted."""
 
-_PROGRAM = Path(__file__).with_name("sql_process.py")
+_READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
+_LONGEST_VALUE = 1_000_000
+"""Bytes of one text or blob; a query could make one that fills the memory in a single instruction."""
+_LARGEST_ROW = 10_000_000
+"""Bytes of one row, which SQLite builds as a whole before it can be read."""
+_NUMBER = 8
+"""The bytes that a number or NULL counts."""
+_MAX_REPLY = 1 << 30
+"""Bytes of the rows in JSON, which `max_rows` and `max_bytes` bound before."""
 
 
 @agl_core.reward_rule
@@ -48,6 +56,8 @@ async def sql_match(
     values. A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
     limit holds for everything that SQLite does, even within a single call of a function. Rows are compared as a
     multiset, or in order if the expected query orders them; columns by place, not name; numbers to nine digits.
+    A query without a table is a guess if the expected one has one. If the expected result is empty, or nothing but
+    zeros and NULL, the query has to name all tables and columns that the expected one does.
     Relative paths, also in the metadata, start at the configuration's folder.
     """
     expected = expected_answer(episode, field)
@@ -60,7 +70,7 @@ async def sql_match(
         ) from None
     limits = (timeout, max_rows, max_bytes)
     try:
-        wanted = await asyncio.to_thread(run_query, file, expected, *limits)
+        wanted, needed = await _queried(file, expected, *limits)
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(
             f"Task '{episode.task.id}': the expected query in its metadata '{field}' fails on {file} "
@@ -69,40 +79,65 @@ async def sql_match(
     if not isinstance(episode.result, str):
         return 0.0
     try:
-        found = await asyncio.to_thread(run_query, file, episode.result, *limits)
+        found, read = await _queried(file, episode.result, *limits)
     except sqlite3.Error:
         return 0.0
-    return float(same_rows(found, wanted, ordered=_is_ordered(expected)))
+    is_same = same_rows(found, wanted, ordered=_is_ordered(expected))
+    return float(is_same and _is_no_guess(read, needed, wanted))
 
 
-def run_query(database: Path, query: str, timeout: float, max_rows: int, max_bytes: int = 10_000_000) -> list[Row]:
+async def run_query(
+    database: Path, query: str, timeout: float, max_rows: int, max_bytes: int = 10_000_000
+) -> list[Row]:
     """The rows of one query on an SQLite file that is not changed.
 
-    The query runs in its own process, which ends when its time is up, also in the middle of a function. sqlite3.Error
-    if it is not a single query that reads, takes longer than `timeout` seconds, or gives more than `max_rows` rows or
-    values of more than `max_bytes` bytes; FileNotFoundError if the file does not exist. In addition to these bytes, at
-    most one row of ten million bytes is held in memory.
+    The query runs in a sandbox (`agl_core.sandbox`), since SQLite checks an interrupt only between two instructions,
+    and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
+    that reads, takes longer than `timeout` seconds, or gives more than `max_rows` rows or values of more than
+    `max_bytes` bytes; FileNotFoundError if the file does not exist.
     """
+    return (await _queried(database, query, timeout, max_rows, max_bytes))[0]
+
+
+async def _queried(
+    database: Path, query: str, timeout: float, max_rows: int, max_bytes: int
+) -> tuple[list[Row], _Columns]:
+    """The rows of a query, and the columns that it names."""
+    uri, files = await asyncio.to_thread(_located, database)
+    try:
+        kind, *answer = await run_sandboxed(
+            _read, uri, query, max_rows, max_bytes, seconds=timeout, reads=files, max_reply=_MAX_REPLY
+        )
+    except SandboxLimitError as error:
+        raise sqlite3.OperationalError(f"interrupted: {error}") from error
+    if kind != "rows":
+        raise getattr(sqlite3, kind)(*answer)
+    rows, columns = answer
+    return [tuple(map(_value, row)) for row in rows], {(table, column) for table, column in columns}
+
+
+def _located(database: Path) -> tuple[str, list[Path]]:
+    """How SQLite opens the database, and the files that it may read for that."""
     if not database.is_file():
         raise FileNotFoundError(f"there is no file {database.absolute()}")
-    request = (f"{database.absolute().as_uri()}?mode=ro", query, timeout, max_rows, max_bytes)
-    process = subprocess.run(
-        [sys.executable, "-I", "-S", str(_PROGRAM)],
-        input=marshal.dumps(request),
-        capture_output=True,
-        start_new_session=True,  # Ctrl-C is meant for the run; it would make the query fail.
-        check=False,
-    )
-    if process.returncode == -signal.SIGALRM:
-        raise sqlite3.OperationalError(f"interrupted: it took longer than {timeout:g} seconds")
-    if process.returncode != 0:
-        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise sqlite3.OperationalError(f"its process ended with code {process.returncode} ({last})")
-    kind, answer = marshal.loads(process.stdout)
-    if kind != "rows":
-        raise getattr(sqlite3, kind)(answer)
-    rows: list[Row] = answer
-    return rows
+    beside = [database.with_name(database.name + suffix) for suffix in ("-wal", "-shm", "-journal")]
+    with database.open("rb") as file:
+        is_logged = file.read(20)[18:19] == b"\2"
+    # SQLite would create files beside a database in WAL mode, to lock it, unless nobody is writing to it.
+    mode = "mode=ro&immutable=1" if is_logged and not beside[0].exists() else "mode=ro"
+    return f"{database.absolute().as_uri()}?{mode}", [database.absolute(), *beside]
+
+
+def _is_no_guess(read: _Columns, needed: _Columns, wanted: Sequence[Row]) -> bool:
+    """Whether rows that are right can be no accident of a query that has not looked for them.
+
+    Only constants are read from no table. No rows, and rows of nothing but zeros and NULL, come of many wrong queries
+    (`SELECT 1 WHERE 0`): there the query has to name each table and column that the expected one does.
+    """
+    if any(value not in (None, 0, "") for row in wanted for value in row):
+        return bool(read) or not needed
+    has_tables = {table for table, _ in needed} <= {table for table, _ in read}
+    return has_tables and {each for each in needed if each[1]} <= read
 
 
 def same_rows(found: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> bool:
@@ -128,3 +163,59 @@ def _is_ordered(query: str) -> bool:
     while inner:
         query, inner = re.subn(r"\([^()]*\)", " ", query)
     return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
+
+
+def _read(uri: str, query: str, max_rows: int, max_bytes: int) -> list[Any]:
+    """In the sandbox: "rows", the rows and the columns that the query names; or an sqlite3 error's name and text."""
+    columns: set[tuple[str, str]] = set()
+
+    def authorize(action: int, table: str | None, column: str | None, *_: Any) -> int:
+        if action == sqlite3.SQLITE_READ:
+            columns.add(((table or "").lower(), (column or "").lower()))
+        return sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY
+
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
+            connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+            connection.set_authorizer(authorize)
+            if width := _width(connection, query):
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(_LONGEST_VALUE, _LARGEST_ROW // width))
+            cursor = connection.execute(query)
+            if cursor.description is None:
+                return ["ProgrammingError", "it is not a query"]
+            return ["rows", _rows(cursor, max_rows, max_bytes), sorted(columns)]
+    except sqlite3.Error as error:
+        return [type(error).__name__, str(error)]
+    except UnicodeError as error:  # Half a surrogate pair, which JSON can carry.
+        return ["ProgrammingError", f"it is not a text: {error}"]
+
+
+def _width(connection: sqlite3.Connection, query: str) -> int:
+    """The number of values in a row of the query, which only its program shows before the first row is made."""
+    if not query.strip():
+        return 0
+    program = connection.execute(f"EXPLAIN {query}")
+    return max((width for _, operation, _, width, *_ in program if operation == "ResultRow"), default=0)
+
+
+def _rows(cursor: sqlite3.Cursor, max_rows: int, max_bytes: int) -> list[list[Any]]:
+    """All rows in JSON, fetched one by one, so that the limits hold in memory too."""
+    rows: list[list[Any]] = []
+    size = 0
+    for row in cursor:
+        if len(rows) == max_rows:
+            raise sqlite3.DataError(f"it gives more than {max_rows} rows")
+        size += sum(map(_size, row))
+        if size > max_bytes:
+            raise sqlite3.DataError(f"its rows hold more than {max_bytes} bytes")
+        rows.append([{"blob": value.hex()} if isinstance(value, bytes) else value for value in row])
+    return rows
+
+
+def _value(in_json: Any) -> Any:
+    return bytes.fromhex(in_json["blob"]) if isinstance(in_json, dict) else in_json
+
+
+def _size(value: Any) -> int:
+    return len(value.encode() if isinstance(value, str) else value) if isinstance(value, str | bytes) else _NUMBER

@@ -152,15 +152,15 @@ class TestInARun:
             assert found[name].doc.startswith("1 if")
             assert found[name].origin.startswith("agl-rewards")
 
-    def test_every_setting_has_an_effect(self, plugins: Plugins) -> None:
+    async def test_every_setting_has_an_effect(self, plugins: Plugins) -> None:
         other = episode("Five is 5.4", result=6, answer="5", shout="FIVE IS 5.4")
         assert self.build(plugins, "numeric_match")(other) == 0.0
         assert self.build(plugins, "numeric_match", field="answer")(other) == 0.0
         assert self.build(plugins, "numeric_match", field="answer", tolerance=0.1)(other) == 1.0
         assert self.build(plugins, "exact_match", field="shout")(other) == 0.0
         assert self.build(plugins, "exact_match", field="shout", ignore_case=True)(other) == 1.0
-        assert self.build(plugins, "regex_format", pattern="^Five")(other) == 1.0
-        assert self.build(plugins, "regex_format", pattern="^Six")(other) == 0.0
+        assert await self.build(plugins, "regex_format", pattern="^Five")(other) == 1.0
+        assert await self.build(plugins, "regex_format", pattern="^Six")(other) == 0.0
 
     @pytest.mark.parametrize(
         ("name", "settings"),

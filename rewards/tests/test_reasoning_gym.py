@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from agl_core.plugins import Kind, Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import Task
 from agl_rewards import reasoning
-from agl_rewards.reasoning import ReasoningGymTasks, verified
+from agl_rewards.reasoning import ReasoningGymTasks, Verified
 
 
 def tasks(seed: int = 0, **options: Any) -> ReasoningGymTasks:
@@ -24,12 +25,12 @@ def tasks(seed: int = 0, **options: Any) -> ReasoningGymTasks:
     return built
 
 
-def score(task: Task, result: Any) -> float:
-    return verified(replace(make.episode(), task=task, result=result))
+async def score(task: Task, result: Any, time_limit: float = 60.0) -> float:
+    return await Verified()(replace(make.episode(), task=task, result=result), time_limit)
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "word_sorting", "simple_equations", "needle_haystack"])
-def test_tasks_and_scores_are_those_of_the_dataset(name: str) -> None:
+async def test_tasks_and_scores_are_those_of_the_dataset(name: str) -> None:
     source = tasks(seed=3, dataset=name, size=5)
     theirs = reasoning_gym.create_dataset(name, seed=4 << 24, size=5)
 
@@ -38,9 +39,38 @@ def test_tasks_and_scores_are_those_of_the_dataset(name: str) -> None:
         assert (task.input, task.split) == (entry["question"], "train")
         assert task.metadata["answer"] == str(entry["answer"])
         for answer in (entry["answer"], f"It is {entry['answer']}", "7", ""):
-            assert score(task, answer) == theirs.score_answer(str(answer).strip(), entry)
-        assert score(task, None) == 0.0
-    assert score(source.task(0), source.task(0).metadata["answer"]) == 1.0
+            assert await score(task, answer) == theirs.score_answer(str(answer).strip(), entry)
+        assert await score(task, None) == 0.0
+    assert await score(source.task(0), source.task(0).metadata["answer"]) == 1.0
+
+
+EVALUATING = [
+    *("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),
+    *("n_queens", "binary_matrix", "spiral_matrix", "string_insertion"),
+]
+"""Datasets whose verifiers hand the answer, or a part of it, to `eval` or to SymPy's parser, which does."""
+
+
+@pytest.mark.parametrize("name", EVALUATING)
+async def test_what_an_answer_runs_changes_nothing_but_its_own_score(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGL_TEST_KEY", "secret")
+    task = tasks(dataset=name, size=1).task(0)
+    spoiled = tmp_path / "spoiled"
+    verifier = f"__import__('reasoning_gym').get_score_answer_fn('{name}').__self__.__class__"
+    hostile = [
+        f"__import__('os').system('touch {spoiled}')",
+        f"open('{spoiled}', 'w')",
+        f"setattr({verifier}, 'score_answer', lambda *_: 1.0)",
+        "__import__('os').kill(__import__('os').getppid(), 9)",
+        "__import__('os')._exit(0)",
+    ]
+    scores = await asyncio.gather(*(score(task, answer) for answer in hostile), score(task, "9**9**9**9", 0.5))
+    assert all(0.0 <= each < 1.0 for each in scores)
+    assert not spoiled.exists()
+    assert await score(task, "nothing") < 1.0
+    assert await score(task, reasoning_gym.create_dataset(name, seed=1 << 24, size=1)[0]["answer"]) == 1.0
 
 
 def test_evaluation_has_its_own_tasks_which_no_seed_changes() -> None:
@@ -75,9 +105,9 @@ def test_what_is_not_there(options: Any, what: str) -> None:
         tasks(**options)
 
 
-def test_tasks_of_another_source_are_refused() -> None:
+async def test_tasks_of_another_source_are_refused() -> None:
     with pytest.raises(PluginError, match="another"):
-        verified(make.episode())
+        await Verified()(make.episode())
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

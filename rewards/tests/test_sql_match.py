@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import resource
+import shutil
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -81,6 +82,13 @@ def test_docstring_examples_run() -> None:
         ("SELECT '1'", "SELECT 1", 0.0),
         ("SELECT NULL", "SELECT ''", 0.0),
         ("SELECT name FROM pet WHERE age > 99", "SELECT name FROM pet WHERE age < 0", 1.0),
+        ("SELECT 1 WHERE 0", "SELECT name FROM pet WHERE age < 0", 0.0),
+        ("SELECT name FROM pet WHERE 0", "SELECT name FROM pet WHERE age < 0", 0.0),
+        ("SELECT 0", "SELECT count(*) FROM pet WHERE age < 0", 0.0),
+        ("SELECT count(name) FROM pet WHERE age > 99", "SELECT count(*) FROM pet WHERE age < 0", 1.0),
+        ("SELECT NULL", "SELECT max(age) FROM pet WHERE age < 0", 0.0),
+        ("SELECT 3", "SELECT count(*) FROM pet", 0.0),
+        ("SELECT x'ff'", "SELECT x'FF'", 1.0),
         ("SELECT name FROM pets", "SELECT name FROM pet", 0.0),
         ("not SQL", "SELECT 1", 0.0),
         ("", "SELECT name FROM pet WHERE age < 0", 0.0),
@@ -111,10 +119,10 @@ async def test_queries_are_the_same_if_their_rows_are(
         "SELECT zeroblob(900000000)",
     ],
 )
-def test_a_query_can_only_read(database: Path, query: str) -> None:
+async def test_a_query_can_only_read(database: Path, query: str) -> None:
     before = fingerprint(database.parent)
     with pytest.raises(sqlite3.Error):
-        run_query(database, query.replace("FOLDER", str(database.parent)), timeout=1.0, max_rows=10)
+        await run_query(database, query.replace("FOLDER", str(database.parent)), timeout=1.0, max_rows=10)
     assert fingerprint(database.parent) == before
 
 
@@ -126,14 +134,14 @@ async def test_a_single_call_of_a_function_is_stopped_and_its_late_result_refuse
     judged: Callable[..., Any], database: Path
 ) -> None:
     with pytest.raises(sqlite3.OperationalError, match=r"interrupted: it took longer than 0\.05 seconds"):
-        run_query(database, ONE_LONG_CALL, timeout=0.05, max_rows=1)
+        await run_query(database, ONE_LONG_CALL, timeout=0.05, max_rows=1)
     assert await judged(ONE_LONG_CALL, "SELECT 0", timeout=0.05) == 0.0
 
 
 @pytest.mark.parametrize("timeout", [1e-9, 1e-6])
-def test_no_time_is_too_short_to_end(database: Path, timeout: float) -> None:
+async def test_no_time_is_too_short_to_end(database: Path, timeout: float) -> None:
     with pytest.raises(sqlite3.OperationalError, match="interrupted"):
-        run_query(database, ENDLESS, timeout=timeout, max_rows=1)
+        await run_query(database, ENDLESS, timeout=timeout, max_rows=1)
 
 
 async def test_a_query_that_is_no_text_is_wrong(judged: Callable[..., Any]) -> None:
@@ -157,11 +165,11 @@ async def test_a_query_that_would_fill_the_memory_is_wrong_and_does_not(
     assert most_memory() - before < 100e6
 
 
-def test_a_row_is_bounded_before_it_is_made(database: Path) -> None:
+async def test_a_row_is_bounded_before_it_is_made(database: Path) -> None:
     before = most_memory()
     values = ", ".join(["replace(hex(zeroblob(200000)), '0', 'ab') || name"] * 400)
     with pytest.raises(sqlite3.DataError, match="too big"):
-        run_query(database, f"SELECT {values} FROM pet", timeout=5.0, max_rows=10)
+        await run_query(database, f"SELECT {values} FROM pet", timeout=5.0, max_rows=10)
     assert most_memory() - before < 100e6
 
 
@@ -211,10 +219,22 @@ async def test_a_file_named_in_the_metadata_starts_at_the_folder_of_the_template
     assert await rule(make.episode(result="SELECT 1", metadata=metadata)) == 1.0
 
 
-def test_text_that_is_no_utf8_is_read(database: Path) -> None:
-    assert run_query(database, "SELECT CAST(x'ff61' AS TEXT)", 1.0, 1) == [("�a",)]
+async def test_a_database_in_wal_mode_is_read_and_not_changed(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    before = fingerprint(database.parent)
+    assert await run_query(database, "SELECT count(*) FROM pet", 5.0, 1) == [(3,)]
+    assert fingerprint(database.parent) == before
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("INSERT INTO pet VALUES ('Di', 1, 1.0)")
+        connection.commit()
+        assert await run_query(database, "SELECT count(*) FROM pet", 5.0, 1) == [(4,)]
 
 
-def test_a_file_name_with_special_characters_is_found(database: Path) -> None:
-    odd = database.rename(database.with_name("a?b#c %41.sqlite"))
-    assert run_query(odd, "SELECT count(*) FROM pet", 1.0, 1) == [(3,)]
+async def test_text_that_is_no_utf8_is_read(database: Path) -> None:
+    assert await run_query(database, "SELECT CAST(x'ff61' AS TEXT)", 1.0, 1) == [("�a",)]
+
+
+async def test_a_file_name_with_special_characters_is_found(database: Path) -> None:
+    odd = Path(shutil.copy(database, database.with_name("a?b#c %41.sqlite")))
+    assert await run_query(odd, "SELECT count(*) FROM pet", 1.0, 1) == [(3,)]

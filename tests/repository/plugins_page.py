@@ -34,7 +34,7 @@ from agl_core.types import (
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
 MADE = {
-    Kind.REWARD: {"brevity", "well_formed", "shortest"},
+    Kind.REWARD: {"brevity", "well_formed", "calculated", "shortest"},
     Kind.CREDIT: {"relative"},
     Kind.ALGORITHM: {"rloo"},
     Kind.TASK_SOURCE: {"sums"},
@@ -84,6 +84,8 @@ def exercise(plugins: Plugins) -> None:
     assert made(Kind.REWARD, "brevity", limit=5)(short) == 1.0
     assert made(Kind.REWARD, "brevity", limit=5)(long) == 0.0
     assert made(Kind.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
+    calculated = replace(short, result="2 + 2", task=replace(short.task, metadata={"value": 4}))
+    assert asyncio.run(made(Kind.REWARD, "calculated")(calculated)) == 1.0
     assert made(Kind.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
     assert made(Kind.REWARD, "shortest").reward([short]) == [None]
     assert made(Kind.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]

@@ -13,7 +13,7 @@ FLOORS = [
     {"types", "store.interface"},
     {
         *("hooks", "run_hooks", "registering", "decorators", "plugins", "protocols", "returns"),
-        *("config", "errors", "wire", "memory", "private"),
+        *("config", "errors", "wire", "memory", "private", "sandbox", "sandbox_process"),
     },
     {"capture"},
     {"store"},

@@ -18,9 +18,11 @@ import pyarrow.parquet
 from aiohttp import web
 
 from agl_core.errors import ConfigError
+from agl_core.learning import score
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.http import served
+from agl_core.training.rollouts.episodes import scoring_rules
 from agl_core.training.run_folder import make_run_dir
 from agl_core.types import (
     Ending,
@@ -91,6 +93,13 @@ def reward(name: str, result: Any = "ann 5") -> Callable[[Bench, Given], Awaitab
         return await value_of(bench.load(given).rewards[name].build(), episode(result))
 
     return observe
+
+
+async def limited(bench: Bench, given: Given) -> Any:
+    """Whether an answer on which the search takes about a second has a reward."""
+    rules = [each for each in scoring_rules(bench.load(given)) if each.name == "regex_format"]
+    scored, _ = await score(episode("a" * 21), rules, dict.fromkeys(Ending, "score"))
+    return scored.dropped
 
 
 def credit(bench: Bench, given: Given) -> list[list[float]]:
@@ -276,6 +285,9 @@ EFFECTS: Mapping[str, Effect] = {
         ran(mean_rewards), {"rewards": {"it": {"rule": "token_f1"}}}, {"rewards": {"it": {"rule": "exact_match"}}}
     ),
     "rewards.NAME.weight": Effect(ran(mean_rewards), {"rewards.exact_match.weight": 0.5}),
+    "rewards.NAME.time_limit": Effect(
+        limited, {"rewards.regex_format.time_limit": 1e-6}, _table("regex_format", pattern="(a|a)*b", time_limit=600)
+    ),
     "reward.exact_match.field": Effect(reward("exact_match", "nothing"), {"rewards.exact_match.field": "also"}),
     "reward.exact_match.ignore_case": Effect(
         reward("exact_match", "ann 5.001"), {"rewards.exact_match.ignore_case": True}

@@ -268,6 +268,13 @@ class RewardSection(OpenSection):
     scores: Literal["tasks", "sessions", "both"] = Field(
         "tasks", description="What it scores: the rollouts of tasks, sessions of real use, or both."
     )
+    time_limit: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="Seconds that it may take for a rollout, or to compare a group; by default 60, of an isolated rule "
+        "10, of an async one 600.",
+    )
 
 
 class RunConfig(Section):

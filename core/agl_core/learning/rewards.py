@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from agl_core.learning.calling import call_rule
 from agl_core.learning.feedback import FEEDBACK_SOURCE, contradicts
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
 from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey
@@ -43,6 +44,8 @@ class ScoringRule:
     """Its share in the terminal reward."""
     modes: frozenset[Mode] = frozenset(Mode)
     """The modes of the episodes that it scores."""
+    time_limit: float | None = None
+    """Seconds for one call of it; None: the default of its kind (`agl_core.learning.calling`)."""
 
 
 _TOGETHER = 64
@@ -53,26 +56,29 @@ async def score_all(
     episodes: Sequence[Episode], rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
 ) -> list[tuple[Episode, list[Exception]]]:
     """`score` for each episode, in their order, many at the same time."""
-    free = asyncio.Semaphore(_TOGETHER)
+    free, turn = asyncio.Semaphore(_TOGETHER), asyncio.Lock()
 
     async def scored(episode: Episode) -> tuple[Episode, list[Exception]]:
         async with free:
-            return await score(episode, rules, endings)
+            return await score(episode, rules, endings, turn)
 
     return list(await asyncio.gather(*map(scored, episodes)))
 
 
 async def score(
-    episode: Episode, rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
+    episode: Episode,
+    rules: Sequence[ScoringRule],
+    endings: Mapping[Ending, float | Json],
+    turn: asyncio.Lock | None = None,
 ) -> tuple[Episode, list[Exception]]:
     """The episode with its rewards: the terminal reward is Σ weight · value over the rules that returned a value.
 
     `endings` maps the rollout's ending to "score" (the rules score it), a number (its fixed terminal reward) or "drop".
     An episode that was already dropped for its ending, or a stall, is returned as it is. A rule that raises, or rewards
     a call that the episode does not have, drops the episode; the exceptions are returned, with a note naming rule and
-    rollout, so that the run can report them. A value that is not finite in single precision drops the episode too,
-    which then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails, or its
-    value is not finite, the exception is returned and the rule is ignored.
+    rollout, so that the run can report them. A value that is not finite in single precision is such an exception too; the episode
+    then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails, the
+    exception is returned and the rule is ignored.
 
     A session of real use is dropped if its feedback contradicts itself, and if no rule with a weight has a value.
     """
@@ -86,13 +92,12 @@ async def score(
     if treatment != "score":
         fixed = _reward(episode, episode.ending.value, float(treatment), "endings")
         return replace(episode, rewards=(*episode.rewards, fixed), terminal=fixed.value), []
-    judging = _Comparison(episode)
+    judging, turn = _Comparison(episode), turn or asyncio.Lock()
     for scoring in rules:
         if isinstance(scoring.rule, GroupRewardRule) or episode.mode not in scoring.modes:
             continue
         try:
-            found = scoring.rule(episode)
-            judging.give(scoring, await found if inspect.isawaitable(found) else found)
+            judging.give(scoring, await call_rule(scoring.rule, episode, scoring.time_limit, turn))
         except Exception as error:
             judging.fail(scoring, error)
     return judging.result(), judging.errors
@@ -119,21 +124,22 @@ async def score_groups(
     groups: dict[tuple[Mode, str], list[_Comparison]] = {}
     for each in compared.values():
         groups.setdefault((each.episode.mode, each.episode.group), []).append(each)
+    turn = asyncio.Lock()
     fitting = {mode: [scoring for scoring in together if mode in scoring.modes] for mode, _ in groups}
-    await asyncio.gather(*(_compare(group, fitting[mode]) for (mode, _), group in groups.items()))
+    await asyncio.gather(*(_compare(group, fitting[mode], turn) for (mode, _), group in groups.items()))
     return [
         (compared[place].result(), [*errors, *compared[place].errors]) if place in compared else (episode, errors)
         for place, (episode, errors) in enumerate(scored)
     ]
 
 
-async def _compare(group: Sequence[_Comparison], rules: Sequence[ScoringRule]) -> None:
+async def _compare(group: Sequence[_Comparison], rules: Sequence[ScoringRule], turn: asyncio.Lock) -> None:
     """Let rules that see a group at once judge one."""
     for scoring in rules:
         assert isinstance(scoring.rule, GroupRewardRule)
         try:
-            found = scoring.rule.reward([each.episode for each in group])
-            values = list(await found if inspect.isawaitable(found) else found)
+            episodes = [each.episode for each in group]
+            values = list(await call_rule(scoring.rule.reward, episodes, scoring.time_limit, turn))
             if len(values) != len(group):
                 raise ValueError(f"it gave {len(values)} values for {len(group)} episodes; one for each is needed")
         except Exception as error:
@@ -160,16 +166,24 @@ class _Comparison:
     def give(self, scoring: ScoringRule, value: RewardValue) -> None:
         """Note what a rule gave. ValueError if it cannot be a reward."""
         rewards = _as_rewards(self.episode, scoring.name, value)
-        if scoring.weight == 0 and not _are_finite(each.value for each in rewards):
-            raise ValueError("it gave what is not a finite number")
+        endless = [each for each in rewards if not _are_finite([each.value])]
+        if endless:
+            where = "" if endless[0].name == scoring.name else f" for '{endless[0].name}'"
+            error = ValueError(f"it gave {endless[0].value}{where}, which is no finite number in single precision")
+            if scoring.weight == 0:
+                raise error
+            self._report(scoring, error)
         self._given += [(scoring.weight, each) for each in rewards]
 
     def fail(self, scoring: ScoringRule, error: Exception, *, reported: bool = True) -> None:
         """A rule failed; an error that concerns a whole group is reported for one of its episodes."""
         if reported:
-            error.add_note(f"The reward rule '{scoring.name}' failed on rollout {self.episode.rollout}.")
-            self.errors.append(error)
+            self._report(scoring, error)
         self._failed = self._failed or scoring.weight != 0
+
+    def _report(self, scoring: ScoringRule, error: Exception) -> None:
+        error.add_note(f"The reward rule '{scoring.name}' failed on rollout {self.episode.rollout}.")
+        self.errors.append(error)
 
     def result(self) -> Episode:
         """The episode with the rewards, or dropped."""
@@ -212,10 +226,18 @@ def _as_rewards(episode: Episode, name: str, value: RewardValue) -> list[Reward]
     if value is None:
         return []
     if isinstance(value, Mapping):
-        return _added([_of_part(episode, name, part, float(each)) for part, each in value.items()])
-    if isinstance(value, Sequence):
+        return _added([_of_part(episode, name, part, _number(each)) for part, each in value.items()])
+    if isinstance(value, Sequence) and all(isinstance(each, Reward) for each in value):
         return _added([_checked(episode, each, name) for each in value])
-    return [_reward(episode, name, float(value), name)]
+    return [_reward(episode, name, _number(value), name)]
+
+
+def _number(value: object) -> float:
+    """A number of any library. ValueError for what is none, also for a text of digits: it is more likely an answer."""
+    if not isinstance(value, str | bytes):
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)  # type: ignore[arg-type]
+    raise ValueError(f"it gave {value!r:.200}, which is no number")
 
 
 def _of_part(episode: Episode, name: str, part: str | TransitionKey, value: float) -> Reward:
@@ -242,7 +264,7 @@ def _checked(episode: Episode, reward: Reward, source: str) -> Reward:
             f"it rewards choice {reward.choice} of call {reward.call!r}, which the episode does not have; take "
             f"`call` and `choice` from the `key` of one of `episode.transitions`"
         )
-    return replace(reward, rollout=episode.rollout, attempt=episode.attempt, value=float(reward.value), source=source)
+    return replace(reward, rollout=episode.rollout, attempt=episode.attempt, value=_number(reward.value), source=source)
 
 
 def _reward(episode: Episode, name: str, value: float, source: str) -> Reward:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,8 +157,19 @@ class TestGroupRules:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_a_reward_that_is_not_finite_drops_the_episode(episode: Episode, value: float) -> None:
-    scored, _ = await score(episode, [ScoringRule("bad", lambda e: value)], SCORE)
+    scored, [error] = await score(episode, [ScoringRule("bad", lambda e: value)], SCORE)
     assert scored.dropped is DropReason.NON_FINITE
+    assert str(value) in str(error)
+    assert error.__notes__ == ["The reward rule 'bad' failed on rollout r."]
+
+
+@pytest.mark.parametrize("value", ["0.5", "yes", b"1", [1.0], [["a", 1]], {"part": "high"}, object(), {"a": {}}])
+async def test_what_is_no_number_is_told_with_rule_and_rollout(episode: Episode, value: Any) -> None:
+    scored, [error] = await score(episode, [ScoringRule("bad", lambda e: value)], SCORE)
+    assert scored.dropped is DropReason.REWARD_FAILED
+    wrong = next(iter(value.values())) if isinstance(value, dict) else value
+    assert f"it gave {wrong!r}, which is no number" in str(error)
+    assert error.__notes__ == ["The reward rule 'bad' failed on rollout r."]
 
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf, KeyError("result")])
@@ -194,6 +207,68 @@ async def test_a_rule_that_raises_drops_the_episode_and_is_reported(episode: Epi
     scored, errors = await score(episode, [ScoringRule("broken", broken)], SCORE)
     assert scored.dropped is DropReason.REWARD_FAILED
     assert [type(e) for e in errors] == [KeyError]
+
+
+class TestTimeLimits:
+    """A rule that never returns costs its own time: neither the event loop's nor that of the others."""
+
+    @staticmethod
+    async def timed_out(rule: Any, episode: Episode) -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        scored, [error] = await score(episode, [ScoringRule("slow", rule, time_limit=0.3)], SCORE)
+        ticking.cancel()
+        assert scored.dropped is DropReason.REWARD_FAILED
+        assert "longer than 0.3 seconds" in str(error)
+        assert ticks >= 3
+        after = [ScoringRule("f", lambda e: 1.0), ScoringRule("g", quick)]
+        assert (await score(episode, after, SCORE))[0].terminal == 3.0
+
+    async def test_of_a_loop_without_end(self, episode: Episode) -> None:
+        def endless(_: Episode) -> float:
+            while True:
+                pass
+
+        await self.timed_out(endless, episode)
+
+    async def test_of_an_async_rule_that_computes(self, episode: Episode) -> None:
+        async def endless(_: Episode) -> float:
+            while True:
+                pass
+
+        await self.timed_out(endless, episode)
+
+    async def test_of_an_async_rule_that_waits(self, episode: Episode) -> None:
+        async def waits(_: Episode) -> float:
+            await asyncio.Event().wait()
+            return 1.0
+
+        await self.timed_out(waits, episode)
+
+    async def test_of_a_call_that_cannot_be_interrupted(self, episode: Episode) -> None:
+        await self.timed_out(lambda e: threading.Event().wait(), episode)
+
+    async def test_of_a_rule_that_compares(self, episode: Episode) -> None:
+        rules = [ScoringRule("slow", GroupRewardRule(lambda e: threading.Event().wait()), time_limit=0.1)]
+        [(scored, [error])] = await score_groups(await score_all([episode], rules, SCORE), rules, SCORE)
+        assert scored.dropped is DropReason.REWARD_FAILED
+        assert "longer than 0.1 seconds" in str(error)
+
+
+async def quick(_: Episode) -> float:
+    return 2.0
+
+
+async def test_a_rule_that_would_end_the_process_only_fails(episode: Episode) -> None:
+    scored, [error] = await score(episode, [ScoringRule("ends", lambda e: sys.exit(1))], SCORE)
+    assert (scored.dropped, str(error)) == (DropReason.REWARD_FAILED, "it raised SystemExit")
 
 
 async def test_the_table_of_endings_decides_before_any_rule(episode: Episode) -> None:

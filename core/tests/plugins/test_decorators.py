@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -15,8 +15,10 @@ from pydantic import BaseModel, Field, ValidationError
 import agl_core
 from agl_core import Capability, CreditKind, Task
 from agl_core.errors import PluginError
+from agl_core.learning import ScoringRule, score
 from agl_core.plugins import Component, Kind, Plugins
-from agl_core.types import Episode
+from agl_core.testing import episodes as make
+from agl_core.types import DropReason, Ending, Episode, Reward
 
 
 def component_of(kind: Kind, function: Any, name: str) -> Component:
@@ -58,6 +60,74 @@ def test_a_setting_without_default_is_required() -> None:
     with pytest.raises(ValidationError):
         rule.options()
     assert rule.options(expected="4").model_dump() == {"expected": "4"}
+
+
+ISOLATED = """
+import agl_core
+from agl_core import Reward
+
+@agl_core.reward_rule(isolated=True)
+def calculated(episode, *, expected: int = 4):
+    return float(eval(episode.result) == expected)
+
+@agl_core.reward_rule(isolated=True)
+def parts(episode):
+    eval(episode.result)
+    first = episode.transitions[0].key
+    return {"half": 0.5, first: 0.25}
+
+@agl_core.reward_rule(isolated=True)
+def named(episode):
+    first = episode.transitions[0].key
+    return [Reward(first.rollout, first.attempt, "style", eval(episode.result), "", first.call)]
+
+@agl_core.reward_rule(isolated=True)
+def silent(episode):
+    return None
+"""
+
+
+class TestIsolatedRules:
+    """Rules in a user's file that evaluate what the model wrote."""
+
+    @pytest.fixture
+    def rules(self, tmp_path: Path) -> Callable[..., Any]:
+        (tmp_path / "calculating_rules.py").write_text(ISOLATED)
+        plugins = Plugins.load([tmp_path / "calculating_rules.py"])
+
+        def rule(name: str, **settings: Any) -> Any:
+            component = plugins.component(Kind.REWARD, name, "here")
+            return component.build(component.options(**settings))
+
+        return rule
+
+    async def test_give_what_they_give(self, rules: Callable[..., Any]) -> None:
+        episode = make.episode(make.transition(0), result="2 + 2")
+        key = episode.transitions[0].key
+        assert await rules("calculated")(episode) == 1.0
+        assert await rules("calculated", expected=5)(episode) == 0.0
+        assert await rules("parts")(episode) == {"half": 0.5, key: 0.25}
+        assert await rules("named")(episode) == [Reward(key.rollout, key.attempt, "style", 4, "", key.call)]
+        assert await rules("silent")(episode) is None
+
+    async def test_fail_by_what_the_model_wrote_and_change_nothing(
+        self, rules: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        touched = f"__import__('pathlib').Path('{tmp_path / 'x'}').touch()"
+        for text, why in ((touched, "denied"), ("9**9**9**9", "longer than 0.5 seconds"), ("{", "SyntaxError")):
+            episode = make.episode(make.transition(0), result=text)
+            chosen = [ScoringRule("calculated", rules("calculated"), time_limit=0.5)]
+            scored, [error] = await score(episode, chosen, dict.fromkeys(Ending, "score"))
+            assert scored.dropped is DropReason.REWARD_FAILED
+            assert why in str(error)
+        assert not (tmp_path / "x").exists()
+
+    def test_must_be_functions_that_another_process_finds(self) -> None:
+        with pytest.raises(PluginError, match="Make it a function of its module"):
+
+            @agl_core.reward_rule(isolated=True)
+            def local(episode: Episode) -> float:
+                return 1.0
 
 
 def test_the_decorated_function_stays_a_function() -> None:

@@ -142,16 +142,17 @@ class Collector:
 
 
 def warn_of_failed_rules(collected: Collected) -> None:
-    """Warn if reward rules failed; PluginError if they failed on every rollout."""
+    """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout."""
     errors = collected.reward_errors
-    if errors and all(e.dropped is DropReason.REWARD_FAILED for e in collected.episodes):
+    if not errors:
+        return
+    first = f"{errors[0].__notes__[-1]} {type(errors[0]).__name__}: {errors[0]}"
+    dropped = sum(e.dropped in (DropReason.REWARD_FAILED, DropReason.NON_FINITE) for e in collected.episodes)
+    if dropped == len(collected.episodes):
         raise PluginError(
-            f"A reward rule failed on every rollout: {type(errors[0]).__name__}: {errors[0]}. Mend the rule; "
-            f"the run can be resumed."
+            f"Reward rules failed on every rollout. {first}. Fix the rule; the run can be resumed."
         ) from errors[0]
-    for error in errors[:1]:
-        dropped = sum(e.dropped is DropReason.REWARD_FAILED for e in collected.episodes)
-        logger.warning("Reward rules failed %d times, and %d rollouts were dropped: %r", len(errors), dropped, error)
+    logger.warning("Reward rules failed %d times, and %d rollouts were dropped. %s", len(errors), dropped, first)
 
 
 def reward_note(episodes: Iterable[Episode]) -> str:

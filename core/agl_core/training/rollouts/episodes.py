@@ -76,7 +76,7 @@ def scoring_rules(loaded: ScoredConfig) -> list[ScoringRule]:
     tasks = frozenset(Mode) - sessions
     modes = {"tasks": tasks, "sessions": sessions, "both": tasks | sessions}
     rules = [
-        ScoringRule(name, chosen.build(), section.weight, modes[section.scores])
+        ScoringRule(name, chosen.build(), section.weight, modes[section.scores], section.time_limit)
         for name, chosen in loaded.rewards.items()
         for section in [loaded.config.rewards[name]]
     ]

@@ -1,0 +1,206 @@
+"""Calling a function on text that nobody trusts, in a process without keys, files of the run or network.
+
+A verifier that hands a model's answer to `eval`, to SymPy or to a regular expression runs what the model wrote. Here
+it can waste its own seconds and memory, and spoil its own value; nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from agl_core.errors import AglError
+from agl_core.protocols import RewardValue
+from agl_core.types import Episode, Reward, TransitionKey
+
+_PROGRAM = Path(__file__).with_name("sandbox_process.py")
+SANDBOX_SECONDS = 10.0
+"""The time limit of an evaluation that sets none."""
+_MAX_REPLY = 1 << 20
+_STARTING = threading.Lock()
+"""Two threads that need the template process at once start one."""
+
+
+class SandboxError(AglError, RuntimeError):
+    """What was called in the sandbox raised, or could not be imported there."""
+
+
+class SandboxLimitError(SandboxError):
+    """It took too long, needed too much memory, or its process ended: the text that it was given is to blame."""
+
+
+async def run_sandboxed(
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = SANDBOX_SECONDS,
+    reads: Iterable[Path] = (),
+    prepare: Sequence[Any] | None = None,
+    max_reply: int = _MAX_REPLY,
+    **keywords: Any,
+) -> Any:
+    """What `function(*arguments, **keywords)` returns in a fork of a process that has imported it; a JSON value.
+
+    The function is one of a module, and so are functions among its arguments, which can be pickled. It may take
+    `seconds`, read the files `reads`, and return `max_reply` bytes of JSON. `prepare` is a function of a module and its
+    JSON arguments: it is called once before, outside the sandbox, so it must not see the text; what it caches is there
+    in each evaluation. SandboxError if the function raises, SandboxLimitError if it exceeds a limit.
+    """
+    request = {
+        "functions": [_named(each) for each in (function, *arguments) if inspect.isfunction(each)],
+        "path": [each for each in sys.path if each],
+        "seconds": seconds,
+        "reads": [str(each.absolute()) for each in reads],
+        "prepare": prepare and [_named(prepare[0]), *prepare[1:]],
+        "most": max_reply,
+    }
+    messages = [json.dumps(request).encode(), pickle.dumps((arguments, keywords))]
+    data = b"".join(len(each).to_bytes(8, "big") + each for each in messages)
+    how, _, what = (await _exchanged(data)).partition(b"\n")
+    match how:
+        case b"done":
+            return _value(what)
+        case b"failed":
+            raise SandboxError(what.decode(errors="replace"))
+        case b"time":
+            raise SandboxLimitError(f"it took longer than {seconds:g} seconds")
+        case b"size":
+            raise SandboxLimitError(f"it returned more than {max_reply} bytes")
+        case b"ended":
+            raise SandboxLimitError(f"its process ended before it had a value ({_status(what.decode())})")
+    raise SandboxError("the process that should have called it was killed from outside")
+
+
+class IsolatedRule(ABC):
+    """A rule that runs in a sandbox, since it hands the model's text to code that evaluates it."""
+
+    @abstractmethod
+    async def __call__(self, episode: Episode, time_limit: float = SANDBOX_SECONDS) -> RewardValue:
+        """Reward an episode. `time_limit` is that of the evaluation; waiting for its turn does not count."""
+
+
+class IsolatedFunction(IsolatedRule):
+    """A function of the user's in a sandbox."""
+
+    def __init__(self, function: Callable[..., RewardValue], settings: Mapping[str, Any]) -> None:
+        self._function, self._settings = function, dict(settings)
+
+    async def __call__(self, episode: Episode, time_limit: float = SANDBOX_SECONDS) -> RewardValue:
+        value = await run_sandboxed(_in_json, self._function, episode, self._settings, seconds=time_limit)
+        return value if value is None or isinstance(value, float) else _from_json(value)
+
+
+def _in_json(function: Callable[..., RewardValue], episode: Episode, settings: Mapping[str, Any]) -> Any:
+    """What a rule gave: a number, or a list of names, transition keys and rewards with their values."""
+    value = function(episode, **settings)
+    if value is None or isinstance(value, int | float):
+        return None if value is None else float(value)
+    if isinstance(value, Mapping):
+        return [["part", part, float(each)] for part, each in value.items()]
+    return [["reward", dataclasses.asdict(each)] for each in value]
+
+
+def _from_json(value: Any) -> RewardValue:
+    parts: dict[str | TransitionKey, float] = {}
+    rewards: list[Reward] = []
+    for kind, *what in value:
+        if kind == "part":
+            parts[what[0] if isinstance(what[0], str) else TransitionKey(*what[0])] = float(what[1])
+        else:
+            rewards.append(Reward(**what[0]))
+    return rewards or parts
+
+
+def _value(reply: bytes) -> Any:
+    """The value in what an evaluation wrote, which may be anything."""
+    try:
+        kind, value = json.loads(reply)
+    except (ValueError, TypeError, RecursionError):
+        raise SandboxLimitError("its process wrote what is no value") from None
+    if kind != "value":
+        raise SandboxLimitError("it ran out of memory") if value == "MemoryError" else SandboxError(str(value))
+    return value
+
+
+def _status(code: str) -> str:
+    return signal.Signals(-int(code)).name if code.startswith("-") else code
+
+
+def _named(function: Callable[..., Any]) -> tuple[str, str | None, str]:
+    """What finds the function in another process."""
+    return function.__module__, getattr(sys.modules[function.__module__], "__file__", None), function.__qualname__
+
+
+async def _exchanged(data: bytes) -> bytes:
+    """The answer to a request; empty if the process that should give it is gone."""
+    loop = asyncio.get_running_loop()
+    ours = await asyncio.to_thread(_connected)
+    reply = bytearray()
+    with ours:
+        ours.setblocking(False)
+        try:
+            await loop.sock_sendall(ours, data)
+            while chunk := await loop.sock_recv(ours, 1 << 16):
+                reply += chunk
+        except ConnectionError:
+            pass
+    return bytes(reply)
+
+
+def _connected() -> socket.socket:
+    """A connection to the template process, which is started if there is none."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for _ in range(2):
+            try:
+                with _STARTING:
+                    template = _template(os.getpid())
+                socket.send_fds(template.control, [b"\n"], [theirs.fileno()])
+                break
+            except ConnectionError:  # It was killed.
+                _template.cache_clear()
+    return ours
+
+
+@cache
+def _template(owner: int) -> _Template:
+    """That of this process; a fork of it has to start its own."""
+    return _Template()
+
+
+class _Template:
+    """A running `sandbox_process.py`, which ends with this process."""
+
+    def __init__(self) -> None:
+        self.control, theirs = socket.socketpair()
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(_PROGRAM), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # Threads do not survive a fork.
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is meant for the run.
+            )
+        weakref.finalize(self, partial(_end, self.control, process))
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.wait()

@@ -1,0 +1,382 @@
+"""The program of the process that evaluates a function on text that nobody trusts, for `agl_core.sandbox`.
+
+    trainer ──socket──▶ template (has imported the function) ──fork──▶ supervisor ──fork──▶ evaluator (sandboxed)
+
+The template imports what is asked for once, and never sees a model's text: each evaluation is a fork of it, so nothing
+that one evaluation changes is there for the next. The supervisor holds the arguments as bytes, ends the evaluator when
+its time is up, and answers. The evaluator alone unpacks the arguments and calls the function.
+
+The template starts with an environment of its own and uses only the standard library, so it holds no key of the run.
+What the evaluator may do is limited by the kernel (`_enter_sandbox`), from whose limits no code in it can step back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import json
+import math
+import os
+import pickle
+import platform
+import resource
+import select
+import shutil
+import signal
+import site
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+AT_ONCE = 4
+"""Evaluations that run at a time; others wait, and their time does not count yet."""
+_MEMORY = 1 << 30
+"""Bytes that an evaluation may ask for, beside what the template has."""
+_START_PATIENCE = 60.0
+"""Seconds for a fork to begin, which are not counted."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
+
+
+def main() -> None:
+    """`python -I sandbox_process.py FD`: serve evaluations asked for over that socket, until its other end is gone."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    running: set[int] = set()
+    with tempfile.TemporaryDirectory(prefix="agl-sandbox-") as folders:
+        while True:
+            _, files, _, _ = socket.recv_fds(control, 1, 1)
+            if not files:
+                break
+            with socket.socket(fileno=files[0]) as client:
+                while (ended := _ended(wait=len(running) >= AT_ONCE)) is not None:
+                    running.discard(ended)
+                with contextlib.suppress(ConnectionError, EOFError):  # The caller has gone.
+                    running.add(_begin(client, control, Path(folders)))
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while _ended(wait=True) is not None:
+            pass
+
+
+def _ended(*, wait: bool) -> int | None:
+    """A supervisor that has ended; None if there is none, or no other."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(-1, 0 if wait else os.WNOHANG)[0] or None
+    return None
+
+
+def _begin(client: socket.socket, control: socket.socket, folders: Path) -> int:
+    """Start an evaluation; the supervisor's pid."""
+    request = json.loads(_received(client))
+    sys.path[:] = request["path"]
+    try:
+        function, *_ = [_function(*each) for each in request["functions"]]
+        if request["prepare"] is not None:
+            prepare, *arguments = request["prepare"]
+            _function(*prepare)(*arguments)
+    except Exception as error:
+        failure = "".join(traceback.format_exception_only(error)).strip()
+        pid = _fork()
+        if pid == 0:  # Sending may block, which the template must not.
+            _leave(lambda: client.sendall(_answer("failed", f"it cannot be imported: {failure}".encode())))
+        return pid
+    pid = _fork()
+    if pid == 0:
+        control.close()
+        _leave(lambda: _supervise(client, function, request, folders / str(os.getpid())))
+    return pid
+
+
+def _received(client: socket.socket) -> bytes:
+    """One message: its length in eight bytes, and its bytes."""
+    return _exactly(client, int.from_bytes(_exactly(client, 8), "big"))
+
+
+def _exactly(client: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = client.recv(min(size - len(data), 1 << 20))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)
+
+
+def _function(module_name: str, file: str | None, name: str) -> Callable[..., Any]:
+    """The function of a module, which is imported once; one that is no part of a package, from its file."""
+    if module_name not in sys.modules and file is not None and "." not in module_name:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    found: Any = importlib.import_module(module_name)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():  # Python 3.12 warns of native threads; their libraries handle forks themselves.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
+def _leave(last: Callable[[], object]) -> NoReturn:
+    """Do this in a forked process, and end it."""
+    try:
+        _end_with_parent()
+        last()
+    finally:
+        os._exit(0)
+
+
+def _answer(how: str, what: bytes = b"") -> bytes:
+    return how.encode() + b"\n" + what
+
+
+def _supervise(client: socket.socket, function: Callable[..., Any], request: dict[str, Any], folder: Path) -> None:
+    """Run one evaluation, and answer with how it ended: `done` and what it wrote, or why it did not get there."""
+    arguments = _received(client)
+    folder.mkdir()
+    reading, writing = os.pipe()
+    pid = _fork()
+    if pid == 0:
+        _leave(lambda: _evaluate(function, arguments, writing, folder, request))
+    os.close(writing)
+    deadline = time.monotonic() + _START_PATIENCE
+    how, written, has_begun = "done", bytearray(), False
+    either = select.poll()
+    either.register(reading, select.POLLIN)
+    either.register(client, 0)  # Nothing more comes from it; but it may hang up.
+    while True:
+        ready = [file for file, _ in either.poll(max(0.0, deadline - time.monotonic()) * 1000)]
+        if not ready or client.fileno() in ready:
+            how = "time"
+            break
+        chunk = os.read(reading, 1 << 16)
+        if not chunk:
+            break
+        if not has_begun:
+            has_begun, deadline = True, time.monotonic() + request["seconds"]
+        written += chunk
+        if len(written) > request["most"]:
+            how = "size"
+            break
+    os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    shutil.rmtree(folder, ignore_errors=True)
+    if how == "done" and not written.strip():
+        how = "time" if status == -signal.SIGXCPU else "ended"
+    client.sendall(_answer(how, bytes(written) if how == "done" else str(status).encode()))
+
+
+def _evaluate(
+    function: Callable[..., Any], arguments: bytes, result: int, folder: Path, request: dict[str, Any]
+) -> None:
+    """What the evaluator does: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON."""
+    reply: list[Any]
+    try:
+        _enter_sandbox(result, folder, request["seconds"], request["reads"])
+        positional, keywords = pickle.loads(arguments)
+        os.write(result, b"\n")
+        reply = ["value", function(*positional, **keywords)]
+    except BaseException as error:
+        reply = ["error", "".join(traceback.format_exception_only(error)).strip()]
+    try:
+        data = json.dumps(reply).encode()
+    except (TypeError, ValueError) as error:
+        data = json.dumps(["error", f"it returned what is no JSON value: {error}"]).encode()
+    while data:
+        data = data[os.write(result, data) :]
+
+
+def _enter_sandbox(result: int, folder: Path, seconds: float, reads: Iterable[str]) -> None:
+    """Give up what an evaluation does not need.
+
+    Everywhere: other descriptors than `result`, and memory, CPU time and file sizes without bound. On Linux also: files
+    (by Landlock) but those of the interpreter, `reads`, and an empty folder of its own; and (by seccomp) sockets, other
+    processes, whether to start, signal or inspect them, and changing the rights of files.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    os.closerange(3, result)
+    os.closerange(result + 1, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(folder)
+    os.environ["TMPDIR"] = os.environ["HOME"] = tempfile.tempdir = str(folder)
+    for limit, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
+        (resource.RLIMIT_DATA, _data_in_use() + _MEMORY),
+        (resource.RLIMIT_FSIZE, _MEMORY),
+    ):
+        with contextlib.suppress(ValueError):  # There is a lower one already.
+            resource.setrlimit(limit, (most, most))
+    if sys.platform == "linux":
+        _drop_capabilities()
+        _restrict_files(folder, reads)
+        _restrict_system_calls()
+
+
+def _data_in_use() -> int:
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return 0
+
+
+# What follows speaks to Linux. Its structures and numbers are those of capabilities(7), landlock(7) and seccomp(2).
+
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_READ = 0b1101
+"""Execute (load a library), read a file, list a folder."""
+_FILE_RIGHTS = 0b101
+"""Those of `_READ` that a rule for a single file may have."""
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int, address: int = 0) -> None:
+    numbers = map(ctypes.c_ulong, (value, address, 0, 0))
+    if _library().prctl(option, *numbers) != 0:
+        raise OSError(ctypes.get_errno(), f"this kernel refuses prctl {option}")
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _drop_capabilities() -> None:
+    """Those of root, in a container for instance; it cannot get others, since it can start no program."""
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    _library().capset(header, none)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _restrict_files(folder: Path, reads: Iterable[str]) -> None:
+    """Refuse every file but those that are named; a kernel without Landlock (before 5.13) refuses none."""
+    call = _library().syscall
+    version = call(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return
+    rights = {1: (1 << 13) - 1, 2: (1 << 14) - 1}.get(version, (1 << 15) - 1)
+    attributes = struct.pack("Q", rights)
+    rules = call(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    interpreter = [sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()]
+    system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom"]
+    for path in (str(folder), os.devnull, *interpreter, *system, *reads):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = rights if path == str(folder) else _READ if os.path.isdir(path) else _FILE_RIGHTS
+            rule = struct.pack("=Qi", allowed, file)
+            call(_LANDLOCK_ADD_RULE, rules, 1, rule, 0)
+            os.close(file)
+    if call(_LANDLOCK_RESTRICT_SELF, rules, 0) != 0:
+        raise OSError(ctypes.get_errno(), "this kernel refuses Landlock")
+    os.close(rules)
+
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_DENIED = {
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "io_uring_setup": (425, 425),
+    "open_by_handle_at": (304, 265),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "sched_setaffinity": (203, 122),
+    "setpriority": (141, 140),
+    "shmat": (30, 196),
+}
+"""System calls that an evaluation gets `EPERM` for, with their numbers on x86_64 and aarch64."""
+
+
+def _restrict_system_calls() -> None:
+    """Refuse `_DENIED`, `clone` but for threads, and `prlimit` of other processes, by a BPF program; see seccomp(2)."""
+    machine = platform.machine()
+    if machine not in _ARCHITECTURES:
+        return
+    load, equal, greater, has_bits, done = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, absent, kill = 0x7FFF0000, 0x00050001, 0x00050000 | 38, 0x80000000
+    number, architecture, first_argument = 0, 4, 16
+    thread = 0x10000
+    numbers = [each for pair in _DENIED.values() if (each := pair[machine == "aarch64"]) is not None]
+    program = [
+        (load, 0, 0, architecture),
+        (equal, 1, 0, _ARCHITECTURES[machine]),
+        (done, 0, 0, kill),
+        (load, 0, 0, number),
+        (greater, 0, 1, 0x40000000),  # The numbers of x32, another way to the same calls.
+        (done, 0, 0, kill),
+        (equal, 0, 1, 435),  # clone3, whose flags cannot be seen; the C library then uses clone.
+        (done, 0, 0, absent),
+        (equal, 0, 4, _CLONE[machine]),
+        (load, 0, 0, first_argument),
+        (has_bits, 0, 1, thread),
+        (done, 0, 0, allow),
+        (done, 0, 0, refuse),
+        (equal, 0, 4, _PRLIMIT[machine]),
+        (load, 0, 0, first_argument),
+        (equal, 0, 1, 0),
+        (done, 0, 0, allow),
+        (done, 0, 0, refuse),
+        *(instruction for each in numbers for instruction in ((equal, 0, 1, each), (done, 0, 0, refuse))),
+        (done, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    filters = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(filters))
+
+
+if __name__ == "__main__":
+    main()
