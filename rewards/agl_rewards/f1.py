@@ -39,15 +39,29 @@ def token_f1(
 
 
 def word_f1(found: str, expected: str) -> float:
-    """Word F1 of two texts; 1 if neither has a word, 0 if only one has.
+    """Word F1 of two texts; an empty text is expected only where the expected one is empty.
+
+    Where the expected text has nothing but articles ("A", of several choices) or punctuation, these count.
 
     >>> word_f1("the cat sat", "A cat sat down!")
     0.8
+    >>> word_f1("B", "A"), word_f1("a.", "A"), word_f1("", "The")
+    (0.0, 1.0, 0.0)
     """
-    words, wanted = _words(found), _words(expected)
-    shared = (Counter(words) & Counter(wanted)).total()
-    return 2 * shared / (len(words) + len(wanted)) if words or wanted else 1.0
+    for split in (_words, _with_articles, _with_punctuation):
+        words, wanted = split(found), split(expected)
+        if wanted:
+            return 2 * (Counter(words) & Counter(wanted)).total() / (len(words) + len(wanted))
+    return float(not found.strip())
 
 
 def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _with_articles(text: str) -> list[str]:
+    return text.lower().translate(_NO_PUNCTUATION).split()
+
+
+def _with_punctuation(text: str) -> list[str]:
+    return text.lower().split()
