@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,6 +18,13 @@ from agl_core.types import Json, Source
 from agl_core.wire.workers import RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
+
+MAX_SPOOL = 64 << 20
+"""Bytes of the reports of a command's processes."""
+_MIN_LINE = 1024
+"""What a line counts for at least: many short ones take long too."""
+_MAX_SPOOLS = 4096
+"""Processes of a command whose reports are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,21 +203,63 @@ def spooled(folder: Path) -> Recording:
 
 
 def read_spool(folder: Path, recording: Recording) -> None:
-    """Add the reports of all processes in `folder`; one that cannot be read is a problem of the recording.
+    """Add the reports of all processes in `folder`; what cannot be read is a problem of the recording.
 
-    Their source is the command, whatever they claim: any process that it started could write there.
+    Any process that the command started could write there, whatever it likes. So the source of all reports is the
+    command, whatever they claim, and only regular files count, up to `MAX_SPOOL` bytes in all.
     """
-    for file in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
-        for text in file.read_bytes().splitlines():
-            try:
-                report = Report.model_validate_json(text)
-            except ValidationError as error:
-                recording.problem(f"A report of process {file.stem} cannot be read: {error.errors()[0]['msg']}")
-                continue
-            if report.tool_result is not None:
-                by_command = report.tool_result.model_copy(update={"source": Source.COMMAND})
-                report = report.model_copy(update={"tool_result": by_command})
-            report.add_to(recording)
+    room = MAX_SPOOL
+    try:
+        # Opened, for by now something else may be in its place.
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            for name in _spools(opened):
+                room = _read_file(opened, name, room, recording)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        recording.problem(f"The reports of the command's processes cannot be read: {error.strerror}")
+
+
+def _spools(folder: int) -> list[str]:
+    """The names of the files, oldest first."""
+    with os.scandir(folder) as entries:
+        named = itertools.islice((each for each in entries if each.name.endswith(".jsonl")), _MAX_SPOOLS)
+        dated = [(each.stat(follow_symlinks=False).st_mtime_ns, each.name) for each in named]
+    return [name for _, name in sorted(dated)]
+
+
+def _read_file(folder: int, name: str, room: int, recording: Recording) -> int:
+    """Add the reports in one file, up to `room` bytes; returns how many are left."""
+    process = ascii(name.removesuffix(".jsonl"))[1:-1]
+    try:
+        # A FIFO would keep whoever opens it waiting, and a link leads anywhere.
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with open(file, "rb") as spool:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            while text := spool.readline(max(room, 1)):
+                room -= max(len(text), _MIN_LINE)
+                if room <= 0:
+                    limit = f"{MAX_SPOOL >> 20} MiB"
+                    recording.problem(f"The command's processes reported more than {limit}; the rest is left out.")
+                    break
+                _read_line(text, process, recording)
+    except OSError as error:
+        recording.problem(f"The reports of process {process} cannot be read: {error.strerror}")
+    return room
+
+
+def _read_line(text: bytes, process: str, recording: Recording) -> None:
+    try:
+        report = Report.model_validate_json(text)
+    except ValidationError as error:
+        recording.problem(f"A report of process {process} cannot be read: {error.errors()[0]['msg']}")
+        return
+    if report.tool_result is not None:
+        by_command = report.tool_result.model_copy(update={"source": Source.COMMAND})
+        report = report.model_copy(update={"tool_result": by_command})
+    report.add_to(recording)
 
 
 def describe_error(error: BaseException) -> str:

@@ -8,9 +8,10 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -206,13 +207,16 @@ async def _launch(
 ) -> tuple[Exit, Recording]:
     from agl_core.capture import Recording
     from agl_core.capture.attach.command import launch
-    from agl_core.capture.attach.environment import bootstrapped
+    from agl_core.capture.attach.environment import bootstrap_variables
+    from agl_core.capture.recording import read_spool
     from agl_core.types import AttemptKey
     from agl_core.worker.environment import attempt_variables
 
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
-    with bootstrapped(key, base_url, lease.key, recording, os.environ, plugins) as bootstrap:
+    with suppress(RecursionError), TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as reports:
+        bootstrap = bootstrap_variables(key, base_url, lease.key, Path(reports), os.environ, plugins)
         ended = await launch(command, {**os.environ, **attempt_variables(lease, base_url), **bootstrap})
+        read_spool(Path(reports), recording)
     return ended, recording
 
 

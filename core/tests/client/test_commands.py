@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from agl_core.errors import AgentError
-from agl_core.types import Ending
+from agl_core.testing import episodes as make
+from agl_core.testing.server import until
+from agl_core.types import Ending, Task
 from agl_core.worker import CommandPerAttempt
 
 QUICK = pytest.mark.parametrize("workplace", [{"timeout": 2.0, "attempts": 1}], indirect=True)
@@ -53,7 +56,7 @@ PRINTED = (
 
 
 async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path) -> None:
-    code = "for text in open(f'{task}.json'): print(json.loads(text))"
+    code = "for text in open(f'{os.path.dirname(__file__)}/{task}.json'): print(json.loads(text))"
     for number, (texts, _) in enumerate(PRINTED):
         (tmp_path / f"{number}.json").write_text("\n".join(map(json.dumps, texts)))
     ended = await run_each(workplace, tmp_path, code, list(range(len(PRINTED))))
@@ -76,7 +79,110 @@ async def test_its_environment_names_the_attempt_to_every_client(workplace: Any,
     *environment, task, rollout, number, folder = attempt.result
     assert environment == [url, url, key, url.removesuffix("/v1"), key, key]
     assert (task, rollout, number) == ('{"question":"wie groß?"}', "w0", "0")
-    assert folder == str(tmp_path)
+    assert not Path(folder).exists()
+
+
+FLOODING = """
+import subprocess
+tool = "import sys; open(sys.argv[1], 'w').write('0.9\\n')" if task == "opened" else "print(0.9)"
+subprocess.run([sys.executable, "-S", "-c", tool, f"/proc/{os.getpid()}/fd/1"], stderr=subprocess.DEVNULL)
+print(0.1, flush=True)
+subprocess.run([sys.executable, "-S", "-c", tool, f"/proc/{os.getpid()}/fd/1"], stderr=subprocess.DEVNULL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who wrote")
+async def test_what_its_subprocesses_print_is_no_result_of_it(workplace: Any, tmp_path: Path) -> None:
+    ended = await run_each(workplace, tmp_path, FLOODING, ["opened", "inherited"])
+    assert [attempt.result for _, attempt in ended.values()] == [0.1, 0.1]
+
+
+async def test_a_script_that_prints_nothing_itself_gives_what_its_program_prints(
+    workplace: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(f"{PROGRAM}print(7)")
+    (tmp_path / "run.sh").write_text(f"{sys.executable} -S \"$1\"\nexit $?\n")
+    runner = CommandPerAttempt(["sh", "run.sh", "./program.py"], tmp_path)
+    _, attempt = (await workplace.finish(workplace.start_runner(runner), [None]))[0]
+    assert attempt.result == 7, attempt.error
+
+
+async def test_it_works_in_an_empty_folder_of_its_own_that_is_removed(workplace: Any, tmp_path: Path) -> None:
+    """And finds what it names beside the configuration: its script, its modules, a folder."""
+    (tmp_path / "tasks.jsonl").write_text("the answers")
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__main__.py").write_text(
+        f"{PROGRAM}print(json.dumps([os.getcwd(), os.listdir(), sys.argv[1:]]))\nopen('left', 'w').close()"
+    )
+    folders = []
+    for name, command in (("file", ["shop/__main__.py"]), ("module", ["-m", "shop"]), ("folder", ["./shop"])):
+        runner = CommandPerAttempt([sys.executable, "-S", *command, "tasks.jsonl", "shop", ""], tmp_path)
+        worker = workplace.start_runner(runner)
+        await workplace.stack.server.queue.enqueue([make.rollout(name, task=Task("t", None))])
+        await workplace.stack.server.queue.done([name])
+        await worker.stop()
+        [attempt] = await workplace.stack.store.attempts(name)
+        assert attempt.ending is Ending.FINISHED, attempt.error
+        folder, listed, arguments = attempt.result
+        assert (listed, arguments) == ([], [str(tmp_path / "tasks.jsonl"), "shop", ""])
+        folders.append(folder)
+    await until(lambda: not any(map(os.path.exists, folders)))
+    assert len(set(folders)) == 3
+
+
+LEFT = (
+    "os.mkfifo('x.jsonl')",
+    "os.mkdir('x.jsonl')",
+    "os.symlink('nowhere', 'x.jsonl')",
+    "os.symlink('/dev/zero', 'x.jsonl')",
+    "os.symlink('x.jsonl', 'x.jsonl')",
+    "import socket; socket.socket(socket.AF_UNIX).bind('x.jsonl')",
+    "open('x.jsonl', 'w').truncate(1 << 40)",
+    "open('x.jsonl', 'w').write('\\n' * (9 << 20))",
+    "open(b'\\xff.jsonl', 'wb').write(b'\\xff')",
+    "shutil.rmtree(folder)",
+    "shutil.rmtree(folder); open(folder, 'w').close()",
+    "shutil.rmtree(folder); os.symlink('/', folder)",
+)
+"""What programs do in the folder with their reports, once they have printed their results."""
+ODD = (
+    '{"tool_result": ' + "[" * 100_000,
+    '{"reward": {"name": "r", "value": 1' + "0" * 400 + "}}",
+    '{"reward": {"name": "r", "value": NaN}}',
+    '{"reward": {"name": "r", "value": 1.7e308}}\n' * 2,
+    '{"tool_result": {"id": "a", "tool": "t", "status": "ok", "arguments": {"n": ' + "9" * 400 + "}}}",
+    '{"tool_result": {"id": "a", "tool": "t", "status": "ok", "arguments": {"n": 1e999}}}',
+    '{"tool_result": {"id": "a", "tool": "t", "status": "ok", "started": 1e300, "ended": -1e300}}',
+    '{"tool_result": {"id": "a", "tool": "\\u0000", "status": "ok"}}',
+    '{"tool_result": {"id": "a", "tool": "\\ud800", "status": "ok"}}',
+    '{"tool_result": {"id": "a", "tool": "t", "status": "ok", "result": ' + "[" * 189 + "]" * 189 + "}}",
+    '{"undelivered": "' + "\\u0000" * 100 + '"}',
+)
+"""What they write there."""
+
+
+@pytest.mark.parametrize("workplace", [{"attempts": 2}], indirect=True)
+async def test_nothing_that_it_leaves_after_its_result_earns_it_another_try(workplace: Any, tmp_path: Path) -> None:
+    """Nor does it stop the worker."""
+    code = """
+import shutil
+print(json.dumps("the result"), flush=True)
+folder = os.environ["AGL_REPORTS"]
+os.chdir(folder)
+exec(task)
+"""
+    written = [f"open('x.jsonl', 'w').write({each!r})" for each in ODD]
+    # Its own folder, deeper than Python calls.
+    deep = f"os.chdir({str(Path('..') / 'work')!r})\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
+    left = [*LEFT, *written, deep]
+    ended = await run_each(workplace, tmp_path, code, left)
+    for number, action in enumerate(left):
+        rollout, attempt = ended[number]
+        what = (rollout.ending, attempt.attempt, attempt.result)
+        assert what == (Ending.FINISHED, 0, "the result"), (action[:80], attempt.error)
+    problems = workplace.workers[0].worker.problems
+    assert sum("cannot be read" in each for each in problems) >= 6
+    assert any("more than 64 MiB" in each for each in problems)
 
 
 async def test_another_status_than_0_is_a_crash_with_the_end_of_its_stderr(workplace: Any, tmp_path: Path) -> None:

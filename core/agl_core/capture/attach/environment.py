@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from agl_core.capture.attach.attach import attach, installed_adapters
 from agl_core.capture.context import ActiveAttempt, start_running
-from agl_core.capture.recording import Recording, read_spool, spooled
+from agl_core.capture.recording import spooled
 from agl_core.capture.reports import report_problem
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
@@ -22,27 +20,6 @@ from agl_core.wire.headers import rollout_path
 SITE = Path(__file__).parent / "site"
 """The folder with our sitecustomize."""
 _TELEMETRY = "OTEL_EXPORTER_OTLP_"
-
-
-@contextmanager
-def bootstrapped(
-    attempt: AttemptKey,
-    base_url: str,
-    api_key: str,
-    recording: Recording,
-    environment: Mapping[str, str],
-    plugins: Sequence[Path] = (),
-) -> Iterator[dict[str, str]]:
-    """The variables to add to `environment` for a command that is run inside, so that its Python processes attach.
-
-    At the end, also after an error, their reports are in `recording`. See `bootstrap_variables`.
-    """
-    with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
-        reports = Path(folder)
-        try:
-            yield bootstrap_variables(attempt, base_url, api_key, reports, environment, plugins)
-        finally:
-            read_spool(reports, recording)
 
 
 def bootstrap_variables(

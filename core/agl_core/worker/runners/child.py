@@ -31,6 +31,8 @@ def run_job(files: list[int], load: Callable[[], Agent | None]) -> None:
     if "command" in job:
         channel.send(failed=_execute(job, *files[1:]))
         return
+    if job["folder"] is not None:
+        os.chdir(job["folder"])
     _reseed()
     assignment = Assignment.model_validate(job["assignment"])
     os.environ.update(attempt_variables(assignment, job["base_url"]))
@@ -62,6 +64,7 @@ def _execute(job: dict[str, Any], stdout: int, stderr: int) -> str:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
+        os.write(1, b"\n")  # Tells the worker which process this is.
         os.chdir(job["folder"])
         os.environ.update(job["variables"])
         os.execvp(job["command"][0], job["command"])

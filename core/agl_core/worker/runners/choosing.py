@@ -48,10 +48,9 @@ def choose_runner(
     imported = load_agent(agent.entry, folder)
     if workers.isolation == "none":
         return InProcess(imported)
-    processes = ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=attached, memory=memory)
-    if workers.isolation == "auto" and imported.is_async and memory is None:
-        return MovesOut(InProcess(imported), processes)
-    return processes
+    stays = workers.isolation == "auto" and imported.is_async and memory is None
+    processes = ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=attached, memory=memory, stays=stays)
+    return MovesOut(InProcess(imported), processes) if stays else processes
 
 
 class MovesOut:
