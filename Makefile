@@ -20,10 +20,10 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 # Their pins do not go together: each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is
 # enough, and NAME=FOLDER for an adapter, whose extra `test` has the packages. NAME is that of a driver in
 # tests/conformance/apart, or of a test in core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that
-# works. To test one of them:
+# works. `npm` needs Node, and installs Claude Code and the AI SDK itself. To test one of them:
 # make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
-	a2a=a2a-sdk[http-server] \
+	a2a=a2a-sdk[http-server] npm= \
 	llama_index=adapters/llama-index,llama-index-core==0.14.20 llama_index=adapters/llama-index \
 	haystack=adapters/haystack,haystack-ai==3.0.0 haystack=adapters/haystack \
 	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \

@@ -3,8 +3,8 @@
 Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
 becomes `reasoning_effort`. Fields that this module does not know are passed on as they are, as with chat completions.
 Tools that are no functions go to the model server as they are, which may refuse them. What would need OpenAI's own
-servers (stored prompts and conversations, background) is refused. Nothing here summarises or encrypts reasoning, or
-shortens a conversation that is too long, so what asks for that is ignored.
+servers (stored prompts and conversations, background) is refused. Nothing here summarises reasoning, or shortens a
+conversation that is too long, so what asks for that is ignored.
 """
 
 from __future__ import annotations
@@ -183,7 +183,12 @@ def _response(request: ModelRequest, reply: Reply) -> dict[str, Json]:
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": body.get("max_tool_calls"),
         "model": request.model,
-        "output": _output(reply, logprobs=request.logprobs, status="incomplete" if reason else "completed"),
+        "output": _output(
+            reply,
+            logprobs=request.logprobs,
+            encrypted=_ENCRYPTED in (body.get("include") or ()),
+            status="incomplete" if reason else "completed",
+        ),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
@@ -200,16 +205,16 @@ def _response(request: ModelRequest, reply: Reply) -> dict[str, Json]:
     }
 
 
-def _output(reply: Reply, *, logprobs: bool, status: str) -> list[dict[str, Json]]:
+def _output(reply: Reply, *, logprobs: bool, encrypted: bool, status: str) -> list[dict[str, Json]]:
     """The output items. An empty reply has an empty text, so that its echo is a message too."""
     message = reply.choices[0].message
     reasoning, content, calls = reasoning_of(message), message.get("content"), message.get("tool_calls") or ()
     items: list[dict[str, Json]] = []
     if reasoning:
         text = {"type": "reasoning_text", "text": reasoning}
-        items.append(
-            {"id": item_id("rs", reply.id), "type": "reasoning", "summary": [], "content": [text], "status": status}
-        )
+        own_id = item_id("rs", reply.id)
+        sealed = {"encrypted_content": own_id} if encrypted else {}  # Clients send it back; memory has what it means.
+        items.append({"id": own_id, "type": "reasoning", "summary": [], "content": [text], "status": status, **sealed})
     if content or not calls:
         sampled = _logprobs(reply) if logprobs else []
         part = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": sampled}

@@ -75,7 +75,8 @@ class _Reader:
             case "reasoning" if item.get("content"):
                 self._assistant("reasoning_content", item)["reasoning_content"] = _reasoning(place, item)
             case "reasoning":
-                if not self._refer(item):  # Encrypted, or only a summary: no model here can read it.
+                sealed = {**item, "id": item.get("encrypted_content")}  # Clients that keep nothing leave ids out.
+                if not (self._refer(item) or self._refer(sealed)):  # No model here can read another server's.
                     self._ignored.add("input.reasoning")
             case "item_reference":
                 fields.need_text(item, "id", f"{place}.")

@@ -247,6 +247,15 @@ async def test_reasoning_without_its_text_is_the_replys_own_or_left_out(stack: S
     bare = {"type": "reasoning", "id": reasoning["id"], "summary": [], "encrypted_content": None}
     await client.responses.create(model="m", input=[user(), bare, text, user()])
     assert forwarded(stack)[1] == own
+    stack.upstream.script(reply(own))
+    sealed: Any = await client.responses.create(
+        model="m", input=[user()], store=False, include=["reasoning.encrypted_content"]
+    )
+    assert sealed.output[0].encrypted_content
+    answer: Any = {"role": "assistant", "content": own["content"]}
+    stateless: Any = {"type": "reasoning", "summary": [], "encrypted_content": sealed.output[0].encrypted_content}
+    await client.responses.create(model="m", input=[user(), stateless, answer, user()])
+    assert forwarded(stack)[1] == own
     foreign = {**bare, "id": "rs_68a", "encrypted_content": "x"}
     raw = await client.responses.with_raw_response.create(model="m", input=[user(), foreign, text, user()])
     assert forwarded(stack)[1] == {"role": "assistant", "content": own["content"]}

@@ -1,0 +1,168 @@
+"""Agents and clients of the JavaScript world: Claude Code, and tool loops of the AI SDK.
+
+`make test-frameworks` runs it in an environment of its own, with the newest releases. It needs Node and npm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.testing.scripts import CallTools, Raw, Received, Say, Step
+from agl_core.testing.server import Stack, running_stack
+from agl_core.types import AttemptKey, Call, Ending
+from agl_core.wire.workers import CloseRequest
+
+CLAUDE_CODE = ["@anthropic-ai/claude-code"]
+AI_SDK = {
+    "5": ["ai@5", "@ai-sdk/openai@2", "@ai-sdk/anthropic@2", "zod"],
+    "6": ["ai@6", "@ai-sdk/openai@3", "@ai-sdk/anthropic@3", "zod"],
+}
+LOOP = """
+import { generateText, tool, stepCountIs } from "ai";
+import { createOpenAI } from "@ai-sdk/openai";
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { z } from "zod";
+
+const { BASE, KEY, PROVIDER, STORE } = process.env;
+const model = PROVIDER === "anthropic"
+  ? createAnthropic({ baseURL: BASE, apiKey: KEY })("claude")
+  : createOpenAI({ baseURL: `${BASE}/v1`, apiKey: KEY }).responses("o4-mini");
+const add = tool({
+  description: "Adds.",
+  inputSchema: z.object({ a: z.number(), b: z.number() }),
+  execute: async ({ a, b }) => String(a + b),
+});
+const messages = [{ role: "user", content: "What is 1 + 2?" }];
+const asked = {
+  model, tools: { add }, stopWhen: stepCountIs(4), maxRetries: 0,
+  providerOptions: { openai: { store: STORE === "true" } },
+};
+const first = await generateText({ ...asked, messages });
+messages.push(...first.response.messages, { role: "user", content: "Thanks." });
+const second = await generateText({ ...asked, messages });
+console.log(JSON.stringify([first.text, second.text]));
+"""
+
+
+def installed(name: str, packages: list[str]) -> Path:
+    """A folder of this environment with the newest releases of npm packages."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.fail("These tests need Node and npm on the PATH.")
+    folder = Path(sys.prefix) / "npm" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([npm, "install", "--no-audit", "--no-fund", "--prefix", folder, *packages], check=True)
+    return folder
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with running_stack(timeout=300) as running:
+        yield running
+
+
+async def run(*command: str | Path, env: dict[str, str], cwd: Path) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, env=env, cwd=cwd, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+def continues(calls: list[Call]) -> bool:
+    """Whether each call's messages begin with those of the call before it and the model's own reply to them."""
+    for before, after in itertools.pairwise(calls):
+        messages, own = before.request["messages"], before.choices[0].message
+        echoed = after.request["messages"][: len(messages) + 1]
+        said = {name: value for name, value in own.items() if value is not None}
+        if echoed != [*messages, {**said, "content": own.get("content")}]:
+            return False
+    return True
+
+
+async def tool_results(stack: Stack, key: AttemptKey) -> list[Any]:
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    episode = await stack.episode(key)
+    return [(each.tool, each.result) for transition in episode.transitions for each in transition.tool_results]
+
+
+async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:
+    folder = await asyncio.to_thread(installed, "claude-code", CLAUDE_CODE)
+    package = folder / "node_modules" / CLAUDE_CODE[0]
+    if (package / "install.cjs").exists():  # npm may have been told to run no such scripts.
+        await asyncio.to_thread(subprocess.run, ["node", package / "install.cjs"], check=True)
+    key = await stack.lease()
+
+    def answer(received: Received) -> Step:
+        tools = {tool["function"]["name"] for tool in received.body.get("tools") or ()}
+        ran = any(message["role"] == "tool" for message in received.body["messages"])
+        if "Bash" not in tools or ran:
+            return Say("It says forty-two.")
+        return CallTools([("Bash", {"command": "echo forty-two", "description": "Say it"})])
+
+    stack.upstream.answer = answer
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "ANTHROPIC_BASE_URL": stack.url(key).removesuffix("/v1"),
+        "ANTHROPIC_AUTH_TOKEN": stack.key(key),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+    claude = folder / "node_modules" / ".bin" / "claude"
+    output = await run(
+        claude, "-p", "Run echo forty-two.", "--output-format", "json", "--allowedTools", "Bash", env=env, cwd=tmp_path
+    )
+    assert json.loads(output)["result"] == "It says forty-two."
+    calls = [call for call in await stack.calls(key) if call.request.get("tools")]
+    assert len(calls) == 2
+    assert continues(calls)
+    assert await tool_results(stack, key) == [("Bash", "forty-two")]
+
+
+@pytest.mark.parametrize("version", AI_SDK)
+@pytest.mark.parametrize(("provider", "store"), [("openai", "true"), ("openai", "false"), ("anthropic", "")])
+async def test_the_ai_sdk_runs_a_tool_and_goes_on(stack: Stack, version: str, provider: str, store: str) -> None:
+    folder = await asyncio.to_thread(installed, f"ai-sdk-{version}", AI_SDK[version])
+    (folder / "loop.mjs").write_text(LOOP)
+    key = await stack.lease()
+
+    def answer(received: Received) -> Step:
+        if len(received.body["messages"]) > 1:
+            return Say("It is 3.")
+        function = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+        message = {
+            "role": "assistant",
+            "content": None if store == "false" else "Let me add.",
+            "reasoning_content": "A sum.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        }
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
+        return Raw(json.dumps({"id": "x", "object": "chat.completion", "model": "m", "choices": [choice]}).encode())
+
+    stack.upstream.answer = answer
+    env = {
+        **os.environ,
+        "BASE": stack.url(key).removesuffix("/v1"),
+        "KEY": stack.key(key),
+        "PROVIDER": provider,
+        "STORE": store,
+    }
+    output = await run("node", folder / "loop.mjs", env=env, cwd=folder)
+    assert json.loads(output.strip().splitlines()[-1]) == ["It is 3.", "It is 3."]
+    calls = await stack.calls(key)
+    assert len(calls) == 3
+    assert continues(calls)
+    assert await tool_results(stack, key) == [("add", "3")]
