@@ -7,8 +7,8 @@ model server would not render it to the same tokens.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -35,9 +35,11 @@ KEPT_BYTES = 16 << 20
 """And so many bytes of them, as JSON, and of the conversations that they answered."""
 
 
+KEPT_IN_ALL = 256 << 20
+"""Bytes of memories that all attempts have together, and of replies that they keep for retries."""
 NOT_KEPT = (
-    f"agl keeps the last {KEPT} responses of an attempt in memory ({KEPT_BYTES >> 20} MiB at most), except those with "
-    "'store': false, and a restart forgets them."
+    f"agl keeps the last {KEPT} responses of an attempt in memory ({KEPT_BYTES >> 20} MiB at most, and "
+    f"{KEPT_IN_ALL >> 20} MiB of all attempts), except those with 'store': false, and a restart forgets them."
 )
 
 
@@ -76,7 +78,8 @@ class ReplyMemory:
     _asked: dict[str, set[str]] = field(default_factory=dict)
     """The replies that asked for each tool call: some endpoints count calls anew in each reply."""
     _messages: dict[bytes, _Shared] = field(default_factory=dict)
-    _size: int = 0
+    size: int = 0
+    """Bytes."""
 
     def add(self, reply: Reply, conversation: Sequence[Message] | None) -> None:
         """Remember a reply, and the conversation that it answers if a later request may continue it."""
@@ -91,7 +94,7 @@ class ReplyMemory:
         known = None if conversation is None else tuple(self._share(each) for each in (*conversation, own[0]))
         size = sum(len(_text(message)) for message in own) + _REFERENCE * len(known or ())
         self._replies[reply.id] = _Remembered(tuple(map(_key, own)), own[0], asked, known, size)
-        self._size += size
+        self.size += size
         self._bound()
 
     def keep(self, reply_id: str, response: Message) -> None:
@@ -124,7 +127,7 @@ class ReplyMemory:
         return None if kept is None else kept.message
 
     def _bound(self) -> None:
-        while len(self._replies) > 1 and (len(self._replies) > KEPT or self._size > KEPT_BYTES):
+        while len(self._replies) > 1 and (len(self._replies) > KEPT or self.size > KEPT_BYTES):
             self._forget_oldest()
 
     def own(self, message: Message) -> Message:
@@ -155,14 +158,14 @@ class ReplyMemory:
         key = blake2b(text, digest_size=16).digest()
         if key not in self._messages:
             self._messages[key] = _Shared(message, len(text))
-            self._size += len(text)
+            self.size += len(text)
         self._messages[key].uses += 1
         return key
 
     def _forget_oldest(self) -> None:
         reply_id = next(iter(self._replies))
         forgotten = self._replies.pop(reply_id)
-        self._size -= forgotten.size
+        self.size -= forgotten.size
         for key in forgotten.said:
             self._own[key].popleft()
             if not self._own[key]:
@@ -177,15 +180,37 @@ class ReplyMemory:
         for shared in keys:
             self._messages[shared].uses -= 1
             if not self._messages[shared].uses:
-                self._size -= self._messages.pop(shared).size
+                self.size -= self._messages.pop(shared).size
+
+
+class _Total:
+    """Bytes that are kept of several attempts, the one that was used last at the end."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[ActiveAttempt, int] = OrderedDict()
+        self._size = 0
+
+    def update(self, attempt: ActiveAttempt, size: int, most: int) -> Iterator[ActiveAttempt]:
+        """Take note of what an attempt has now; yields those that are to have nothing any more, so that it is less."""
+        self._size += size - self._sizes.pop(attempt, 0)
+        self._sizes[attempt] = size
+        while self._size > most and len(self._sizes) > 1:
+            oldest, freed = self._sizes.popitem(last=False)
+            self._size -= freed
+            yield oldest
+
+    def drop_closed(self) -> None:
+        self._sizes = OrderedDict((attempt, size) for attempt, size in self._sizes.items() if not attempt.closed)
+        self._size = sum(self._sizes.values())
 
 
 class ReplyMemories:
-    """The memories of the attempts that are open."""
+    """The memories of the attempts that are open, and a bound for all that is kept of their replies."""
 
     def __init__(self) -> None:
         self._of: dict[ActiveAttempt, ReplyMemory] = {}
         self._limit = _FEW
+        self._memories, self._exchanges = _Total(), _Total()
 
     def of(self, attempt: ActiveAttempt) -> ReplyMemory:
         """The memory of an attempt. Those of closed ones are dropped each time there are twice as many as were open."""
@@ -194,8 +219,20 @@ class ReplyMemories:
             if len(self._of) >= self._limit:
                 self._of = {other: kept for other, kept in self._of.items() if not other.closed}
                 self._limit = max(_FEW, 2 * len(self._of))
+                self._memories.drop_closed()
+                self._exchanges.drop_closed()
             memory = self._of[attempt] = ReplyMemory()
         return memory
+
+    def bound(self, attempt: ActiveAttempt) -> None:
+        """After a reply: attempts that were not used for longest lose what is too much of all together.
+
+        An echo is then translated anew, `previous_response_id` is refused, and a retry is a call of its own.
+        """
+        for other in self._memories.update(attempt, self.of(attempt).size, KEPT_IN_ALL):
+            self._of.pop(other, None)
+        for other in self._exchanges.update(attempt, attempt.retries.size, KEPT_IN_ALL):
+            other.retries.forget()
 
 
 def _echoed(message: Message) -> Message:

@@ -123,8 +123,10 @@ class Gateway:
             client: CorkedHttp = request.scope[CONNECTION]
             exchange.waiting.append(client)
             reply = await self._reply(request, attempt, exchange, dialect, asked)
+            memory = self._memories.of(attempt)
             memory.add(reply, asked.conversation)
             response = dialect.render(asked, reply, memory)
+            self._memories.bound(attempt)
             response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **asked.notes(reply)})
             return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
         except Exception as error:

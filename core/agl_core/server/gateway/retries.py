@@ -75,7 +75,8 @@ class RetryBook:
     _recorded: list[Call] = field(default_factory=list)
     _over: dict[Exchange, int] = field(default_factory=dict)
     """Those that are over, with their sizes, in that order."""
-    _size: int = 0
+    size: int = 0
+    """Bytes of their replies."""
 
     def find(self, api: str, headers: Headers, body: bytes) -> Exchange | None:
         """The exchange that this request retries; None if it is a call of its own.
@@ -112,13 +113,18 @@ class RetryBook:
         """It has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
         if exchange not in reversed(self._by_body.get(exchange.digest, [])):  # from the end: it is one of the latest
             return
-        self._size += exchange.size - self._over.pop(exchange, 0)
+        self.size += exchange.size - self._over.pop(exchange, 0)
         self._over[exchange] = exchange.size
-        while len(self._over) > 1 and (len(self._over) > KEPT or self._size > KEPT_BYTES):
+        while len(self._over) > 1 and (len(self._over) > KEPT or self.size > KEPT_BYTES):
             self._forget(next(iter(self._over)))
 
+    def forget(self) -> None:
+        """Forget the exchanges that are over."""
+        for exchange in [*self._over]:
+            self._forget(exchange)
+
     def _forget(self, exchange: Exchange) -> None:
-        self._size -= self._over.pop(exchange)
+        self.size -= self._over.pop(exchange)
         equal = self._by_body[exchange.digest]
         equal.remove(exchange)
         if not equal:
@@ -150,7 +156,7 @@ class RetryBook:
         self._by_marker.clear()
         self._by_body.clear()
         self._over.clear()
-        self._size = 0
+        self.size = 0
 
 
 def retry_count(headers: Headers) -> int:

@@ -314,3 +314,22 @@ async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
     [attempt] = await stack.store.attempts(key.rollout)
     assert attempt.passed_through == {"responses/input_tokens": 1, "messages/count_tokens": 1}
+
+
+async def test_what_is_kept_of_all_open_attempts_is_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt that was not used for longest loses it: that costs a call anew, or a clear refusal, and no call."""
+    monkeypatch.setattr("agl_core.server.dialects.replies.KEPT_IN_ALL", 60_000)
+    text = 4000 * " "
+    keys = [await stack.lease() for _ in range(8)]
+    clients = [stack.client(key) for key in keys]
+    responses = [await client.responses.create(model="m", input=f"{text}{each}") for each, client in enumerate(clients)]
+    again = [
+        await client.responses.create(model="m", input=f"{text}{each}", extra_headers={"x-stainless-retry-count": "1"})
+        for each, client in reversed([*enumerate(clients)])
+    ][::-1]
+    same = [first.id == second.id for first, second in zip(responses, again, strict=True)]
+    assert (same[0], same[-1]) == (False, True)
+    assert [len(await stack.calls(key)) for key in keys] == [1 if kept else 2 for kept in same]
+    await clients[0].responses.create(model="m", input="go on", previous_response_id=again[0].id)
+    with pytest.raises(openai.BadRequestError, match="256 MiB of all attempts"):
+        await clients[-1].responses.create(model="m", input="go on", previous_response_id=again[-1].id)
