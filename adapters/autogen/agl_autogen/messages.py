@@ -20,12 +20,6 @@ from autogen_core.tools import Tool, ToolSchema
 from agl_core.capture import ids_of
 from agl_core.types import Choice, FinishReason, Json, Tokens
 
-_FINISH_REASONS = {
-    "length": FinishReason.LENGTH,
-    "function_calls": FinishReason.TOOL_CALLS,
-    "content_filter": FinishReason.CONTENT_FILTER,
-}
-
 
 def request_body(
     messages: Sequence[LLMMessage], tools: Sequence[Tool | ToolSchema], settings: Mapping[str, Any]
@@ -48,7 +42,7 @@ def choice(result: CreateResult, reply: Mapping[str, Any]) -> Choice:
     return Choice(
         index=0,
         message=_assistant_message(result.content, result.thought),
-        finish_reason=_FINISH_REASONS.get(result.finish_reason, FinishReason.STOP),
+        finish_reason=FinishReason.read(result.finish_reason, calls_tools=False),
         response_ids=ids,
         logprobs=np.array([each.logprob for each in result.logprobs or ()], np.float32) if fit else None,
     )

@@ -13,8 +13,6 @@ from agl_core.types import Choice, FinishReason, Json
 
 _NO_TOKENS = ("messages", "prompt", "stream", "stream_options")
 
-_FINISH_REASONS = frozenset(FinishReason)
-
 
 def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:
     """Messages as a chat completion request has them."""
@@ -79,12 +77,9 @@ def _choice(index: int, generation: Generation) -> Choice:
     if isinstance(generation, ChatGeneration):
         message = openai_messages([generation.message])[0]
         details = {**details, **generation.message.response_metadata}
-    reason = details.get("finish_reason")
     return Choice(
         index=index,
         message=message,
-        finish_reason=FinishReason(reason)
-        if isinstance(reason, str) and reason in _FINISH_REASONS
-        else FinishReason.STOP,
+        finish_reason=FinishReason.read(details.get("finish_reason"), calls_tools=False),
         logprobs=logprobs_of(details.get("logprobs")),
     )

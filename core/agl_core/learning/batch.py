@@ -13,7 +13,7 @@ from agl_core.errors import PluginError
 from agl_core.learning.propagation import propagate_rewards
 from agl_core.learning.trainable import filter_trainable
 from agl_core.protocols import CreditRule
-from agl_core.types import Batch, CreditKind, DropReason, Episode, TrainingRecord, Transition
+from agl_core.types import Batch, CreditKind, DropReason, Episode, FinishReason, TrainingRecord, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,8 @@ def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs:
         return DropReason.NO_LOGPROBS
     if transition.distorted:
         return DropReason.DISTORTED
+    if transition.finish_reason is FinishReason.ABORTED:
+        return DropReason.ABORTED
     return None
 
 

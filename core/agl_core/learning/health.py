@@ -18,7 +18,6 @@ from agl_core.types import (
     Ending,
     Episode,
     Evidence,
-    FinishReason,
     Symptom,
     ToolResult,
     ToolStatus,
@@ -138,7 +137,7 @@ def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:
     if episode.dropped is DropReason.REWARD_FAILED:
         yield Symptom.REWARD_FAILED
     for transition in episode.transitions:
-        if transition.finish_reason is FinishReason.LENGTH:
+        if transition.finish_reason.is_cut:
             yield Symptom.TRUNCATED
         if transition.parse_error is not None:
             yield Symptom.PARSE_ERROR

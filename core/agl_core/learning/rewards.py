@@ -76,9 +76,9 @@ async def score(
     `endings` maps the rollout's ending to "score" (the rules score it), a number (its fixed terminal reward) or "drop".
     An episode that was already dropped for its ending, or a stall, is returned as it is. A rule that raises, or rewards
     a call that the episode does not have, drops the episode; the exceptions are returned, with a note naming rule and
-    rollout, so that the run can report them. A value that is not finite in single precision is such an exception too; the episode
-    then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails, the
-    exception is returned and the rule is ignored.
+    rollout, so that the run can report them. A value that is not finite in single precision is such an exception too;
+    the episode then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails,
+    the exception is returned and the rule is ignored.
 
     A session of real use is dropped if its feedback contradicts itself, and if no rule with a weight has a value.
     """

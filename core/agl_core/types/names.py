@@ -1,5 +1,8 @@
 """The closed vocabularies of agl, as enums instead of strings."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -53,6 +56,31 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
     CONTENT_FILTER = "content_filter"
+    ABORTED = "aborted"
+    """The model server broke it off: neither the policy nor a limit ended it."""
+
+    @classmethod
+    def read(cls, word: object, *, calls_tools: bool) -> FinishReason:
+        """What the word of a model server or a framework says; one that says nothing leaves what the response shows.
+
+        >>> FinishReason.read("repetition", calls_tools=False), FinishReason.read(None, calls_tools=True)
+        (<FinishReason.LENGTH: 'length'>, <FinishReason.TOOL_CALLS: 'tool_calls'>)
+        """
+        known = _FINISHED.get(word.lower()) if isinstance(word, str) else None
+        return known or (cls.TOOL_CALLS if calls_tools else cls.STOP)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the response has no end."""
+        return self in (FinishReason.LENGTH, FinishReason.ABORTED)
+
+
+_FINISHED: Mapping[str, FinishReason] = {
+    **{reason.value: reason for reason in FinishReason},
+    **dict.fromkeys(("tool_call", "tool_use", "function_call", "function_calls"), FinishReason.TOOL_CALLS),
+    **dict.fromkeys(("max_tokens", "model_length", "repetition"), FinishReason.LENGTH),
+    **dict.fromkeys(("abort", "error", "cancelled", "insufficient_system_resource"), FinishReason.ABORTED),
+}
 
 
 class ToolStatus(StrEnum):
@@ -120,6 +148,8 @@ class DropReason(StrEnum):
     """A session of real use of which no rule had anything to say. Missing feedback is missing, not 0."""
     CONTRADICTED = "contradicted"
     """The feedback on a session contradicts itself (`agl_core.learning.feedback`)."""
+    ABORTED = "aborted"
+    """The model server broke the response off: its end is not the policy's doing."""
     UNDELIVERED = "undelivered"
     """The reply reached no client: the client hung up before it came, or left the stream."""
     STALLED = "stalled"
@@ -147,7 +177,7 @@ class Symptom(StrEnum):
     REWARD_FAILED = "reward_failed"
     """A reward rule raised."""
     TRUNCATED = "truncated"
-    """The token limit cut a response off."""
+    """A response was cut off, by the token limit or by the model server."""
     PARSE_ERROR = "parse_error"
     """The tool calls of a response did not parse."""
     REPETITION = "repetition"

@@ -33,11 +33,14 @@ def _normalise(message: Mapping[str, Any], place: str, names: dict[str, str]) ->
     role = message.get("role")
     if role not in _ROLES:
         raise ChatError(f"{place}.role is {role!r}; it must be one of {', '.join(_ROLES)}.", param=f"{place}.role")
-    normal: Message = {"role": "system" if role == "developer" else role, "content": _text(message, place)}
+    said = _texts(message, place)
+    normal: Message = {"role": "system" if role == "developer" else role, "content": said["text"]}
     if message.get("name") is not None:
         normal["name"] = message["name"]
-    if message.get("reasoning_content") is not None:
-        normal["reasoning_content"] = message["reasoning_content"]
+    # Servers and clients name it differently; this is the name that chat templates know.
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or said["thinking"]
+    if reasoning:
+        normal["reasoning_content"] = reasoning
     if message.get("tool_calls"):
         normal["tool_calls"] = [
             _tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])
@@ -51,26 +54,24 @@ def _normalise(message: Mapping[str, Any], place: str, names: dict[str, str]) ->
     return normal
 
 
-def _text(message: Mapping[str, Any], place: str) -> str:
-    content = message.get("content")
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
+def _texts(message: Mapping[str, Any], place: str) -> dict[str, str]:
+    """What a message says, and what it thought if its content has that too."""
+    content, said = message.get("content"), {"text": "", "thinking": ""}
+    if content is None or isinstance(content, str):
+        return {**said, "text": content or ""}
     for index, part in enumerate(content if isinstance(content, list) else [content]):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "refusal" and isinstance(part.get("refusal"), str):
-            texts.append(part["refusal"])
-        elif kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
+        text = part.get(kind) if kind in ("text", "thinking", "refusal") else None
+        if kind == "thinking" and isinstance(text, list):
+            text = _texts({"content": text}, f"{place}.content[{index}].thinking")["text"]
+        if not isinstance(text, str):
             raise ChatError(
                 f"{place}.content[{index}] is of type {kind!r}; this engine takes text only.",
                 param=f"{place}.content",
                 code="unsupported_content",
             )
-    return "".join(texts)
+        said["thinking" if kind == "thinking" else "text"] += text
+    return said
 
 
 def _tool_call(call: Any, place: str) -> Message:

@@ -303,3 +303,18 @@ def test_a_template_that_has_a_variable_for_a_field_gets_it(qwen: Loaded) -> Non
     chat = ScriptedChat(with_template(qwen, f"{{{{ reasoning_effort }}}}{TURNS}"))
     shown = [chat.ask([USER], "x", **fields)["prompt_token_ids"] for fields in ({"reasoning_effort": "low"}, {})]
     assert shown[0] == [*chat.encode("low"), *shown[1]]
+
+
+def test_reasoning_that_comes_back_is_shown_by_the_template(qwen: Loaded) -> None:
+    turn = "{% for m in messages %}{{ m.reasoning_content and '(' ~ m.reasoning_content ~ ')' }}{{ m.content }}{% endfor %}"
+    chat = ScriptedChat(with_template(qwen, turn))
+    thought = [{"type": "text", "text": "12 "}, {"type": "text", "text": "plus"}]
+    spelled: list[dict[str, Any]] = [
+        {"reasoning_content": "12 plus", "content": "42"},
+        {"reasoning": "12 plus", "content": "42"},
+        {"content": [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "42"}]},
+        {"content": [{"type": "thinking", "thinking": "12 plus"}, {"type": "text", "text": "42"}]},
+    ]
+    for message in spelled:
+        body = chat.ask([USER, {"role": "assistant", **message}], "x", session=None)
+        assert qwen.tokenizer.decode(body["prompt_token_ids"]) == "What is 12 plus 30?(12 plus)42"

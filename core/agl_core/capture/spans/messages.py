@@ -18,13 +18,6 @@ _SETTINGS = {
     "gen_ai.request.max_tokens": "max_tokens",
     "gen_ai.request.seed": "seed",
 }
-_FINISHED = {
-    **{reason.value: reason for reason in FinishReason},
-    "tool_call": FinishReason.TOOL_CALLS,
-    "tool_use": FinishReason.TOOL_CALLS,
-    "function_call": FinishReason.TOOL_CALLS,
-    "max_tokens": FinishReason.LENGTH,
-}
 
 
 def request_of(spans: Sequence[Span]) -> dict[str, Json]:
@@ -170,5 +163,4 @@ def _as_text(value: Json) -> str:
 
 
 def _finish_reason(message: Mapping[str, Json], reason: Json) -> FinishReason:
-    known = _FINISHED.get(reason) if isinstance(reason, str) else None
-    return known or (FinishReason.TOOL_CALLS if message.get("tool_calls") else FinishReason.STOP)
+    return FinishReason.read(reason, calls_tools=bool(message.get("tool_calls")))

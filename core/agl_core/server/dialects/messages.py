@@ -231,6 +231,7 @@ _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
     FinishReason.CONTENT_FILTER: "refusal",
+    FinishReason.ABORTED: "max_tokens",
 }
 _ERRORS = {
     401: "authentication_error",

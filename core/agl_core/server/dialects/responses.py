@@ -364,6 +364,10 @@ _WRITTEN: Mapping[str, tuple[str, str]] = {
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
 """By the type of an item that calls a tool: the field with what the model wrote, and what its events are called."""
-_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
+_INCOMPLETE = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.CONTENT_FILTER: "content_filter",
+    FinishReason.ABORTED: "max_output_tokens",
+}
 _NOT_YET = ("usage", "incomplete_details")
 """Fields that are null until the response has ended."""

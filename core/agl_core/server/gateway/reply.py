@@ -13,6 +13,8 @@ from agl_core.server.errors import ApiError
 from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
 
+_OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
+"""Clients may take no other finish reason."""
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
@@ -80,7 +82,7 @@ def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, log
         extras = body.get("agl") or {}
         extra_choices = extras.get("choices") or ()
         choices = tuple(
-            _choice(raw, extra_choices[place] if place < len(extra_choices) else {})
+            _choice(place, raw, extra_choices[place] if place < len(extra_choices) else {})
             for place, raw in enumerate(body["choices"])
         )
         if not choices:
@@ -95,7 +97,7 @@ def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, log
                         "index": choice.index,
                         "message": choice.message,
                         "logprobs": raw.get("logprobs") if logprobs else None,
-                        "finish_reason": choice.finish_reason.value,
+                        "finish_reason": _shown(raw.get("finish_reason"), choice.finish_reason),
                     }
                     for choice, raw in zip(choices, body["choices"], strict=True)
                 ],
@@ -145,18 +147,14 @@ def _count(value: Json, default: int) -> int:
     return value if type(value) is int and value >= 0 else default
 
 
-def _choice(raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
-    message = raw["message"]
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str | None):
-        raise TypeError("a message is no object with a text as content")
-    for call in message.get("tool_calls") or ():
-        if not all(isinstance(each, str) for each in called(call)):
-            raise TypeError("a tool call has no name or no arguments")
+def _choice(place: int, raw: Mapping[str, Any], extra: Mapping[str, Any]) -> Choice:
+    message = _with_distinct_ids(_message(raw["message"]))
     ids = _ids(raw.get("token_ids"))
+    calls_tools = bool(message.get("tool_calls") or message.get("function_call"))
     return Choice(
-        index=int(raw["index"]),
-        message=_with_distinct_ids(message),
-        finish_reason=FinishReason(raw["finish_reason"]),
+        index=int(raw.get("index", place)),
+        message=message,
+        finish_reason=FinishReason.read(raw.get("finish_reason"), calls_tools=calls_tools),
         response_ids=ids,
         logprobs=_logprobs(raw.get("logprobs"), ids),
         mask=_mask(extra.get("mask"), ids),
@@ -185,6 +183,48 @@ def _with_distinct_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": [{**call, "id": own} for call, own in zip(calls, distinct, strict=True)]}
 
 
+def _message(raw: Any) -> dict[str, Json]:
+    """A message as OpenAI's clients expect it: content as a text or null, and arguments as texts."""
+    if not isinstance(raw, dict):
+        raise TypeError("a message is no object")
+    message: dict[str, Any] = {"role": "assistant", **raw}
+    if isinstance(message.get("content"), list):
+        message |= _joined(message["content"])
+    if not isinstance(message.get("content"), str | None):
+        raise TypeError("a message's content is no text")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_written(call) for call in message["tool_calls"]]
+    return message
+
+
+def _joined(parts: list[Any]) -> dict[str, str]:
+    """Content, and reasoning if there is any, of a message whose content is a list of parts."""
+    texts = {"text": "", "thinking": ""}
+    for part in parts:
+        kind = part["type"]
+        if kind not in texts or not isinstance(said := part[kind], str | list):
+            raise TypeError(f"a message's content has a part of type {kind!r} that is no text")
+        texts[kind] += said if isinstance(said, str) else _joined(said)["content"]
+    return {"content": texts["text"]} | ({"reasoning_content": texts["thinking"]} if texts["thinking"] else {})
+
+
+def _written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool call whose arguments are a text; some servers send the object itself, or null where there are none."""
+    written = {"type": "function", **call}
+    if written["type"] != "custom" and not isinstance(passed := call["function"].get("arguments"), str):
+        written["function"] = {**call["function"], "arguments": orjson.dumps(passed or {}).decode()}
+    if not all(isinstance(each, str) for each in called(written)):
+        raise TypeError("a tool call has no name or no input")
+    return written
+
+
+def _shown(word: Json, reason: FinishReason) -> str:
+    """A finish reason that every client takes: the model server's own if it is one of OpenAI's."""
+    if isinstance(word, str) and word in _OPENAIS_WORDS:
+        return word
+    return FinishReason.LENGTH.value if reason.is_cut else reason.value
+
+
 def _ids(values: object) -> Tokens | None:
     if values is None:
         return None
@@ -198,9 +238,10 @@ def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprob
     if logprobs is None or ids is None:
         return None
     content = logprobs.get("content") or ()
-    if len(content) != len(ids):
+    values = [entry.get("logprob") for entry in content]
+    if len(values) != len(ids) or not all(isinstance(value, int | float) for value in values):
         return None
-    return np.array([entry["logprob"] for entry in content], dtype=np.float32)
+    return np.array(values, dtype=np.float32)
 
 
 def _mask(values: object, ids: Tokens | None) -> TokenMask | None:

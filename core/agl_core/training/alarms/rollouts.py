@@ -29,6 +29,7 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     DropReason.NO_TOKEN_IDS: "Serve the policy with agl's own engine, or with one that returns token ids.",
     DropReason.NO_LOGPROBS: "Serve the policy with agl's own engine, or with one that returns log-probabilities.",
     DropReason.UNTRAINED_AGENT: "Name agents in train.agents that make calls.",
+    DropReason.ABORTED: "See the model server's log: it breaks off what it is asked.",
     DropReason.UNDELIVERED: "Let the agent wait for its replies, or give its client a longer timeout.",
     DropReason.PLUGIN: "See which `episode_built` hook takes them out.",
     DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",

@@ -15,7 +15,7 @@ from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.protocols import Engine, RecordedTasks, TokenizingEngine
 from agl_core.store.interface import Store
 from agl_core.training.rollouts.plan import train_index
-from agl_core.types import Call, Choice, Episode, FinishReason, Rollout, RolloutState
+from agl_core.types import Call, Choice, Episode, Rollout, RolloutState
 from agl_core.types.recorded import RecordedReply, TokenizedReply
 
 
@@ -138,7 +138,7 @@ class _Tokens:
 
 
 def _is_complete(choice: Choice) -> bool:
-    return choice.finish_reason is not FinishReason.LENGTH
+    return not choice.finish_reason.is_cut
 
 
 def _tokenized(choice: Choice, made: TokenizedReply | None) -> Choice:

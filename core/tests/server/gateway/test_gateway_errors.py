@@ -138,7 +138,8 @@ FAILURES: list[tuple[Any, int, str]] = [
     (Raw(b"{}"), 502, "not a chat completion"),
     (Raw(b'{"choices": []}'), 502, "no choices"),
     (Raw(b'{"choices": [{"index": 0, "message": 3, "finish_reason": "stop"}]}'), 502, "message"),
-    (Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "abort"}]}'), 502, "abort"),
+    (Raw(b'{"choices": [{"message": {"content": [{"type": "image", "image": "x"}]}}]}'), 502, "'image'"),
+    (Raw(b'{"choices": [{"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}}]}'), 502, "name"),
     (
         Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "stop", "token_ids": ["1"]}]}'),
         502,

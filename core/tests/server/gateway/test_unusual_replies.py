@@ -1,0 +1,215 @@
+"""Replies of model servers that write otherwise than OpenAI: they reach every client, and what is recorded is exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import anthropic
+import pytest
+from openai.types.chat import ChatCompletion
+
+from agl_core.learning import build_episode
+from agl_core.learning.batch import left_out
+from agl_core.testing.scripts import Raw
+from agl_core.testing.server import Stack
+from agl_core.types import AttemptKey, Call, DropReason, Ending, FinishReason
+from agl_core.wire.workers import CloseRequest
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+IDS = [7, 8, 9]
+ABSENT: Any = object()
+
+Ask = Callable[[Stack, AttemptKey], Awaitable[tuple[str, str, list[Any]]]]
+"""One call by an API's own client: the text, the reasoning and the tools' arguments that it gets."""
+
+
+def reply(message: Mapping[str, Any], finish_reason: Any = "stop") -> Raw:
+    choice: dict[str, Any] = {
+        "message": message,
+        "finish_reason": finish_reason,
+        "token_ids": IDS,
+        "logprobs": {"content": [{"token": "x", "logprob": -0.5}] * len(IDS)},
+    }
+    if finish_reason is ABSENT:
+        del choice["finish_reason"]
+    body = {"object": "chat.completion", "created": 1, "choices": [choice], "prompt_token_ids": [1, 2]}
+    return Raw(json.dumps(body).encode())
+
+
+async def chat(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
+    completion = await stack.client(key).chat.completions.create(model="m", messages=HELLO, tools=[TOOL])
+    # The SDK does not check what it gets; frameworks do.
+    message = ChatCompletion.model_validate(completion.to_dict()).choices[0].message
+    calls: Any = message.tool_calls or ()
+    return message.content or "", reasoning_of(message), [json.loads(call.function.arguments) for call in calls]
+
+
+async def chat_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
+    content, reasoning, arguments, finished = "", "", dict[int, str](), None
+    async for chunk in await stack.client(key).chat.completions.create(
+        model="m", messages=HELLO, tools=[TOOL], stream=True
+    ):
+        (choice,) = chunk.choices
+        content, reasoning = content + (choice.delta.content or ""), reasoning + reasoning_of(choice.delta)
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+        finished = choice.finish_reason
+    assert finished in ("stop", "length", "tool_calls", "function_call", "content_filter")
+    return content, reasoning, [json.loads(each) for each in arguments.values()]
+
+
+async def responses(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
+    response = await stack.client(key).responses.create(model="m", input="hello")
+    return of_response(response)
+
+
+async def responses_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
+    async with stack.client(key).responses.stream(model="m", input="hello") as stream:
+        events = [event async for event in stream]
+    last: Any = events[-1]
+    return of_response(last.response)
+
+
+async def messages(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
+    async with anthropic_client(stack, key) as client:
+        return of_blocks(await client.messages.create(model="m", max_tokens=9, messages=HELLO))
+
+
+async def messages_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
+    async with (
+        anthropic_client(stack, key) as client,
+        client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream,
+    ):
+        return of_blocks(await stream.get_final_message())
+
+
+def reasoning_of(message: Any) -> str:
+    extra = message.model_extra
+    return extra.get("reasoning_content") or extra.get("reasoning") or ""
+
+
+def of_response(response: Any) -> tuple[str, str, list[Any]]:
+    reasoning = "".join(part.text for item in response.output if item.type == "reasoning" for part in item.content)
+    calls = [json.loads(item.arguments) for item in response.output if item.type == "function_call"]
+    return response.output_text, reasoning, calls
+
+
+def anthropic_client(stack: Stack, key: AttemptKey) -> anthropic.AsyncAnthropic:
+    base_url = stack.url(key).removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=base_url, api_key=stack.key(key), max_retries=0)
+
+
+def of_blocks(message: anthropic.types.Message) -> tuple[str, str, list[Any]]:
+    content, reasoning, calls = "", "", list[Any]()
+    for block in message.content:
+        match block.type:
+            case "text":
+                content += block.text
+            case "thinking":
+                reasoning += block.thinking
+            case "tool_use":
+                calls.append(block.input)
+    return content, reasoning, calls
+
+
+async def recorded(stack: Stack, key: AttemptKey) -> Call:
+    (call,) = await stack.calls(key)
+    (choice,) = call.choices
+    assert call.prompt_ids is not None
+    assert choice.response_ids is not None
+    assert choice.logprobs is not None
+    assert (call.prompt_ids.tolist(), choice.response_ids.tolist()) == ([1, 2], IDS)
+    assert choice.logprobs.tolist() == [-0.5] * len(IDS)
+    return call
+
+
+def tool_call(**function: Any) -> dict[str, Any]:
+    return {"content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize("ask", [chat, chat_stream, responses, responses_stream, messages, messages_stream])
+@pytest.mark.parametrize(
+    ("message", "content", "reasoning", "calls"),
+    [
+        (tool_call(name="add", arguments={"a": "é"}), "", "", [{"a": "é"}]),
+        (tool_call(name="add", arguments=None), "", "", [{}]),
+        (tool_call(name="add"), "", "", [{}]),
+        ({"content": None, "reasoning": "hm"}, "", "hm", []),
+        ({"reasoning_content": "hm", "tool_calls": []}, "", "hm", []),
+        ({"content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "!"}]}, "Hello!", "", []),
+        (
+            {
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]},
+                    {"type": "text", "text": "Hello"},
+                ]
+            },
+            "Hello",
+            "hm",
+            [],
+        ),
+        ({"content": [{"type": "thinking", "thinking": "hm"}]}, "", "hm", []),
+        ({"content": []}, "", "", []),
+    ],
+)
+async def test_a_message_reaches_every_client(
+    stack: Stack, ask: Ask, message: dict[str, Any], content: str, reasoning: str, calls: list[Any]
+) -> None:
+    key = await stack.lease()
+    stack.upstream.script(reply(message))
+    assert await ask(stack, key) == (content, reasoning, calls)
+    said = (await recorded(stack, key)).choices[0].message
+    assert (said["role"], said.get("content") or "") == ("assistant", content)
+    assert [json.loads(call["function"]["arguments"]) for call in said.get("tool_calls") or ()] == calls
+
+
+@pytest.mark.parametrize("ask", [chat, chat_stream, responses, responses_stream, messages, messages_stream])
+@pytest.mark.parametrize(
+    ("word", "reason", "dropped"),
+    [
+        ("abort", FinishReason.ABORTED, DropReason.ABORTED),
+        ("error", FinishReason.ABORTED, DropReason.ABORTED),
+        ("repetition", FinishReason.LENGTH, None),
+        ("function_call", FinishReason.TOOL_CALLS, None),
+        ("eos_token", FinishReason.STOP, None),
+        ("", FinishReason.STOP, None),
+        (None, FinishReason.STOP, None),
+        (ABSENT, FinishReason.STOP, None),
+    ],
+)
+async def test_whatever_a_response_ended_by(
+    stack: Stack, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
+) -> None:
+    """It reaches the agent; what the model server broke off is not trained on, for its end is nobody's action."""
+    key = await stack.lease()
+    stack.upstream.script(reply({"content": "Hello"}, word))
+    assert (await ask(stack, key))[0] == "Hello"
+    call = await recorded(stack, key)
+    assert call.choices[0].finish_reason is reason
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    [rollout], [attempt] = await stack.server.queue.done([key.rollout]), await stack.store.attempts(key.rollout)
+    (transition,) = build_episode(rollout, attempt, [call]).transitions
+    assert left_out(transition, ["*"]) is dropped
+
+
+async def test_a_cut_reply_is_told_as_one(stack: Stack) -> None:
+    key = await stack.lease()
+    stack.upstream.script(*[reply({"content": "Hel"}, "abort")] * 3)
+    client = stack.client(key)
+    assert (await client.chat.completions.create(model="m", messages=HELLO)).choices[0].finish_reason == "length"
+    assert (await client.responses.create(model="m", input="hello")).status == "incomplete"
+    async with anthropic_client(stack, key) as other:
+        assert (await other.messages.create(model="m", max_tokens=9, messages=HELLO)).stop_reason == "max_tokens"
+
+
+async def test_log_probabilities_that_are_no_numbers_are_none(stack: Stack) -> None:
+    key = await stack.lease()
+    choice = {"message": {"content": "x"}, "token_ids": IDS, "logprobs": {"content": [{"logprob": None}] * len(IDS)}}
+    stack.upstream.script(Raw(json.dumps({"choices": [choice], "prompt_token_ids": [1]}).encode()))
+    await stack.client(key).chat.completions.create(model="m", messages=HELLO)
+    (call,) = await stack.calls(key)
+    assert call.choices[0].logprobs is None
