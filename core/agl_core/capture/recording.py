@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agl_core.types import Json, Source
-from agl_core.wire.workers import RewardReport, ToolResultReport
+from agl_core.wire.workers import MAX_ADDRESS, MAX_BYPASSED, RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Report(BaseModel):
     reward: RewardReport | None = None
     problem: str | None = None
     undelivered: str | None = None
+    bypassed: str | None = None
 
     def add_to(self, recording: Recording) -> None:
         if self.tool_result is not None:
@@ -61,6 +63,8 @@ class Report(BaseModel):
             recording.problem(self.problem)
         if self.undelivered is not None:
             recording.undelivered(self.undelivered)
+        if self.bypassed is not None:
+            recording.bypassed(self.bypassed)
 
 
 class Recording:
@@ -77,6 +81,7 @@ class Recording:
         self._rewards: list[RewardReport] = []
         self._problems: dict[str, None] = {}
         self._undelivered: dict[str, None] = {}
+        self._bypassed: Counter[str] = Counter()
         self._requests: dict[str, list[ToolRequest]] = {}
         self._answered: set[tuple[str, str | None]] = set()
         """By tool call id and the parent span of the call."""
@@ -106,6 +111,12 @@ class Recording:
         """The ids of calls whose replies the agent did not read to their end."""
         with self._lock:
             return tuple(self._undelivered)
+
+    @property
+    def bypassed_calls(self) -> dict[str, int]:
+        """How often model APIs were called that are not agl's, by address."""
+        with self._lock:
+            return dict(self._bypassed)
 
     @property
     def late(self) -> int:
@@ -155,6 +166,16 @@ class Recording:
             else:
                 self._undelivered[call] = None
         self._send(Report(undelivered=call))
+
+    def bypassed(self, address: str) -> None:
+        """The agent calls a model API elsewhere: agl does not see that call."""
+        address = address[:MAX_ADDRESS]
+        with self._lock:
+            if self._closed:
+                self._late += 1
+            elif address in self._bypassed or len(self._bypassed) < MAX_BYPASSED:
+                self._bypassed[address] += 1
+        self._send(Report(bypassed=address))
 
     def asked(self, request: ToolRequest) -> None:
         """Remember that a response asked for a tool: a later tool result with this id answers it."""

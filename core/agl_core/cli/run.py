@@ -232,10 +232,13 @@ def _closing(ended: Exit, recording: Recording) -> CloseRequest:
         tool_results=list(recording.tool_results[:MAX_REPORTS]),
         rewards=list(recording.rewards[:MAX_REPORTS]),
         undelivered=list(recording.undelivered_calls[:MAX_REPORTS]),
+        bypassed=recording.bypassed_calls,
     )
 
 
 def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, folder: Path) -> None:
+    from agl_core.analysis.text.words import one_line
+
     for problem in recording.problems:
         _say(f"problem: {problem}")
     agents = sorted({call.agent for call in calls if call.agent})
@@ -247,6 +250,8 @@ def _summarise(attempt: Attempt, calls: Sequence[Call], recording: Recording, fo
         _say(f"{undelivered} replies were undelivered: no client waited for them, and they do not count")
     for route, count in (attempt.passed_through or {}).items():
         _say(f"passed through and not recorded: {count} {route}")
+    for address, count in (attempt.bypassed or {}).items():
+        _say(f"past agl, and not recorded: {count} calls to {one_line(address, 200)}")
     if attempt.error:
         _say(attempt.error)
     _say(f"agl show {attempt.rollout} --run {folder}")

@@ -157,6 +157,8 @@ def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:
 
 def _missing(episode: Episode) -> Iterator[Evidence]:
     transitions = episode.transitions
+    if episode.bypassed:
+        yield Evidence.CALLS
     if not all(each.has_ids and each.logprobs is not None for each in transitions):
         yield Evidence.TOKEN_IDS
     known = {each.tool_call_id for transition in transitions for each in transition.tool_results}

@@ -74,6 +74,7 @@ def build_episode(
         unjoined=tuple(unjoined),
         undelivered=tuple(undelivered),
         passed_through=attempt.passed_through,
+        bypassed=attempt.bypassed,
         unattributed=sum(call.is_unattributed for call in ordered),
         feedback=tuple(feedback),
         step=rollout.step,

@@ -214,8 +214,12 @@ ALTER TABLE calls ADD COLUMN trace TEXT;  -- NULL: not known
 CREATE INDEX calls_trace ON calls (trace) WHERE trace IS NOT NULL;
 """
 
+_VERSION_9 = """
+ALTER TABLE attempts ADD COLUMN bypassed TEXT;  -- NULL: none was noticed
+"""
+
 MIGRATIONS: tuple[str, ...] = (
-    *(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7, _VERSION_8),
+    *(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7, _VERSION_8, _VERSION_9),
 )
 """SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
 

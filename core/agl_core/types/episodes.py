@@ -87,6 +87,8 @@ class Episode:
     """Those with undelivered replies: not credited, not trained on. Each has the turn of the next one that counts."""
     passed_through: Mapping[str, Json] | None = None
     """Requests that were passed on and not recorded, by route; None if there were none."""
+    bypassed: Mapping[str, Json] | None = None
+    """Calls to model APIs that are not agl's, which it does not see, by address; None if none was noticed."""
     unattributed: int = 0
     """Calls of which nothing says who made them. Tool results without an id that may be theirs are not joined."""
     feedback: tuple[Feedback, ...] = ()

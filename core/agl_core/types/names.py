@@ -195,6 +195,8 @@ class Symptom(StrEnum):
 class Evidence(StrEnum):
     """What was not recorded of a rollout, though it happened."""
 
+    CALLS = "calls"
+    """A call to a model API that is not agl's."""
     TOKEN_IDS = "token_ids"
     """The token ids or log-probabilities of a response."""
     TOOL_RESULTS = "tool_results"

@@ -103,6 +103,8 @@ class Attempt:
     """The exception's type and message, when it crashed; a hint what to do, when it made no call."""
     passed_through: Mapping[str, Json] | None = None
     """Requests that were passed on and not recorded (embeddings, audio, …), by route; None if there were none."""
+    bypassed: Mapping[str, Json] | None = None
+    """Calls to model APIs that are not agl's, which it does not see, by address; None if none was noticed."""
 
     @property
     def key(self) -> AttemptKey:

@@ -12,6 +12,8 @@ from agl_core.wire.operation import Operation, Right
 
 MAX_REPORTS = 10_000
 """Tool results, and rewards, that one attempt may report."""
+MAX_BYPASSED, MAX_ADDRESS = 100, 500
+"""Addresses of model APIs elsewhere that one attempt may report, and the characters of one."""
 MAX_LEASES = 4096
 """Attempts that one request may ask for, or name in a heartbeat."""
 MAX_RESULT = 7 << 20
@@ -135,6 +137,9 @@ class CloseRequest(Body):
     rewards: list[RewardReport] = Field([], max_length=MAX_REPORTS)
     undelivered: list[str] = Field(
         [], max_length=MAX_REPORTS, description="Calls whose replies the agent did not read to their end."
+    )
+    bypassed: dict[str, int] = Field(
+        {}, max_length=MAX_BYPASSED, description="How often the agent called model APIs that are not agl's, by address."
     )
 
 

@@ -136,6 +136,7 @@ async def test_no_other_host_is_told_anything(stack: Stack, ask: Any) -> None:
     (received,) = stack.upstream.received
     assert not [name for name in received.headers if name.lower().startswith("x-agl")]
     assert stack.key(attempt.key) not in str(dict(received.headers))
+    assert attempt.active.recording.bypassed_calls == {url: 1}, "but the rollout says that it was called"
 
 
 async def test_after_a_call_of_an_unknown_client_no_tool_is_joined(stack: Stack) -> None:

@@ -150,11 +150,11 @@ def test_what_agents_said_reaches_no_terminal_as_a_command(run: Any, command: tu
     assert "[/x] [bold]" in result.output
 
 
-def test_show_names_undelivered_replies_and_calls_of_unknown_clients(run: Any) -> None:
+def test_show_names_what_is_not_seen_whole(run: Any) -> None:
     rollout, attempt, first, second, *_ = run.trained(6, "m0")
     run.put(
         rollout,
-        replace(attempt, passed_through={"embeddings": 3}),
+        replace(attempt, passed_through={"embeddings": 3}, bypassed={"https://api.openai.com/v1/responses": 2}),
         replace(first, undelivered=True),
         replace(second, stamped=False, agent=None, parent_span=None),
     )
@@ -164,6 +164,8 @@ def test_show_names_undelivered_replies_and_calls_of_unknown_clients(run: Any) -
     assert result.exit_code == 0, result.exception
     assert "undelivered, before turn 0:" in result.output
     assert "passed through and not recorded: 3 embeddings" in result.output
+    assert "past agl, and not recorded: 2 calls to https://api.openai.com/v1/responses" in result.output
+    assert "unobserved (calls" in result.output
     assert "1 calls came from a client that agl does not know" in " ".join(result.output.split())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,14 +68,13 @@ def test_symptoms(episode: Episode, symptom: Symptom) -> None:
 
 
 def test_a_reward_rule_that_raised() -> None:
-    from dataclasses import replace
-
     assert health_of(replace(built(said("hi")), dropped=DropReason.REWARD_FAILED)).symptoms == (Symptom.REWARD_FAILED,)
 
 
 @pytest.mark.parametrize(
     ("episode", "evidence"),
     [
+        (replace(built(said("hi")), bypassed={"https://api.openai.com/v1/responses": 1}), Evidence.CALLS),
         (built(said("hi", response_ids=None)), Evidence.TOKEN_IDS),
         (built(said("hi", logprobs=None)), Evidence.TOKEN_IDS),
         (built(said("hi"), prompt_ids=None), Evidence.TOKEN_IDS),

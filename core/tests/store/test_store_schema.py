@@ -72,7 +72,8 @@ async def test_the_calls_of_a_file_of_version_5_were_delivered(
         connection.executescript(
             "DROP INDEX calls_trace; ALTER TABLE calls DROP COLUMN trace;"
             "ALTER TABLE calls DROP COLUMN undelivered; ALTER TABLE calls DROP COLUMN stamped;"
-            "ALTER TABLE attempts DROP COLUMN passed_through; DROP TABLE feedback; DROP TABLE erased;"
+            "ALTER TABLE attempts DROP COLUMN passed_through; ALTER TABLE attempts DROP COLUMN bypassed;"
+            "DROP TABLE feedback; DROP TABLE erased;"
             "PRAGMA user_version = 5"
         )
     connection.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.types import Call, Ending, ToolResult
+from agl_core.types import Attempt, Call, Ending, ToolResult
 
 from .viewed_runs import HERE, HOSTILE, Folder, Parsed, rollout, said
 
@@ -335,6 +335,18 @@ def test_spans_are_a_tree(runs: Folder) -> None:
     assert tree in page
     runs.trained("other")
     assert "who called what" not in runs.page("/runs/other/rollouts/s1-g0-m0")
+
+
+def test_calls_past_agl_stand_above_the_turns(runs: Folder) -> None:
+    records = [
+        replace(each, bypassed={"https://api.openai.com/v1/responses": 2}) if isinstance(each, Attempt) else each
+        for each in rollout("s1-g0-m0", answer="42", reward=1.0)
+    ]
+    runs.make("calc", *records)
+
+    page = said(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+
+    assert "Past agl, and not recorded: 2 calls to https://api.openai.com/v1/responses" in page
 
 
 def test_undelivered_replies_stand_before_the_turn_that_counts(runs: Folder) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agl_core.capture.attach.attach import attach, installed_adapters
+from agl_core.capture.attach.requests import MODEL_CALL
 from agl_core.capture.context import ActiveAttempt, start_running
 from agl_core.capture.recording import spooled
 from agl_core.capture.reports import report_problem
@@ -36,8 +37,8 @@ def bootstrap_variables(
     below `reports` (see `read_spool`). `plugins` are files whose adapters are attached beside the installed ones.
     Frameworks are those of the adapters that are installed here, and those that adapters of the command's own Python
     name in the entry-point group `agl.frameworks`. A process that imports no framework and no agl, and asks the server
-    for nothing, is left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says
-    where.
+    for nothing, is left alone; that it calls a model API elsewhere is reported. An OpenTelemetry exporter sends its
+    spans to the attempt, unless `environment` says where.
     """
     return {
         "AGL_BASE_URL": base_url,
@@ -46,6 +47,7 @@ def bootstrap_variables(
         "AGL_ATTEMPT": str(attempt.attempt),
         "AGL_REPORTS": str(reports),
         "AGL_TRIGGERS": ",".join(sorted({"agl_core", *_own_frameworks(*plugins)})),
+        "AGL_MODEL_CALLS": MODEL_CALL.pattern,
         "AGL_PLUGINS": os.pathsep.join(map(str, plugins)),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), environment.get("PYTHONPATH")])),
         **_telemetry(attempt, base_url, api_key, environment),

@@ -1,12 +1,13 @@
 """Headers that say who calls, and for which attempt, on requests to the Lightning Server.
 
 A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
-that sends it. Requests to any other host are left alone.
+that sends it. Requests to any other host are left alone; those to a model API are counted, for agl does not see them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -27,6 +28,16 @@ Resolver: TypeAlias = Callable[[], Identity | None]
 _RETRY_COUNT = "x-stainless-retry-count"
 """How the clients of OpenAI and Anthropic number the retries of a request, 0 first."""
 _MAX_HEADER = 512
+MODEL_CALL = re.compile(
+    r"/chat/completions$|/v1/(?:completions|responses)$|:(?:stream)?(?:G|g)enerateContent$|:(?:streamR|r)awPredict$"
+    r"|(?:anthropic\.com|localhost|127\.0\.0\.1|\[::1\])(?::\d+)?/(?:.*/)?messages$"
+    r"|\.azure\.com(?::\d+)?/.*/(?:completions|responses)$|cohere\.(?:com|ai)/v\d/chat$"
+    r"|amazonaws\.com(?::\d+)?/model/.*/(?:converse|invoke)(?:-stream|-with-response-stream)?$|:11434/api/(?:chat|generate)$"
+)
+"""Addresses, without their query, at which models are called: also those of servers of one's own.
+
+`messages` alone may be anybody's: it counts at Anthropic's host and on this machine.
+"""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -121,12 +132,19 @@ def header_value(text: str) -> str:
 
 
 def goes_to_the_server(url: str) -> bool:
-    """Whether a request belongs to an attempt of this context: its URL is below the base URL of the server."""
+    """Whether a request belongs to an attempt of this context: its URL is below the base URL of the server.
+
+    A call to a model API elsewhere is reported.
+    """
     active = current_attempt()
     if active is None:
         return False
     try:
-        return _is_below(url, active.base_url)
+        if _is_below(url, active.base_url):
+            return True
+        if MODEL_CALL.search(address := _address(url)):
+            active.recording.bypassed(address)
+        return False
     except ValueError as error:
         report_problem("Reading the URL of a request", error)
         return False
@@ -134,12 +152,20 @@ def goes_to_the_server(url: str) -> bool:
 
 def _is_below(url: str, base_url: str) -> bool:
     found, base = urlsplit(url), urlsplit(base_url)
+    hosts = {"127.0.0.1" if each.hostname == "localhost" else each.hostname for each in (found, base)}
     return (
         found.scheme == base.scheme
-        and found.hostname == base.hostname
+        and len(hosts) == 1
         and (found.port or _DEFAULT_PORTS.get(found.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
         and (found.path.startswith(f"{base.path.rstrip('/')}/") or found.path == base.path)
     )
+
+
+def _address(url: str) -> str:
+    """A URL without what may be secret in it: user, password and query."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2].removesuffix(f":{_DEFAULT_PORTS.get(parts.scheme)}")
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
 
 
 def _authorize(request: Outgoing, active: ActiveAttempt) -> None:

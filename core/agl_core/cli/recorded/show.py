@@ -86,6 +86,8 @@ def _print_attempt(screen: Screen, attempt: AttemptReport, weights: Mapping[str,
         screen.print(f"  undelivered, before turn {undelivered.turn}: {agent} did not get {said!r}", style="yellow")
     for route, count in (episode.passed_through or {}).items():
         screen.print(f"  passed through and not recorded: {count} {one_line(route, 80)}")
+    for address, count in (episode.bypassed or {}).items():
+        screen.print(f"  past agl, and not recorded: {count} calls to {one_line(address, 200)}", style="yellow")
     if episode.unattributed:
         screen.print(
             f"  {episode.unattributed} calls came from a client that agl does not know: who made them is unknown, and "

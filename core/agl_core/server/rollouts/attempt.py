@@ -152,7 +152,9 @@ def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str 
         return Ending.CONTEXT_OVERFLOW, error or attempt.last_failure
     if attempt.last_failure:
         return Ending.NO_CALL, f"None of the agent's LLM calls got a reply. The last error was: {attempt.last_failure}"
-    return Ending.NO_CALL, _NOT_AWAITED if attempt.started_calls else _NO_CALL
+    if attempt.started_calls:
+        return Ending.NO_CALL, _NOT_AWAITED
+    return Ending.NO_CALL, _NO_CALL + (f" It called {', '.join(request.bypassed)}." if request.bypassed else "")
 
 
 def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:

@@ -347,6 +347,7 @@ class RolloutQueue:
             result=request.result,
             error=error,
             passed_through=active.passed_through or None,
+            bypassed=request.bypassed or None,
         )
         again = is_tried_again(active, ending, self._budget)
         if again:

@@ -1,14 +1,15 @@
 """Attaches agl in the Python processes of a command that agl runs: this folder is put on its PYTHONPATH.
 
-A process that imports nothing that agl could attach to is left as it is. Python imports one sitecustomize only, so the
-one that it would have imported without agl is imported from here. This file may be run by any Python, with or without
-agl installed, and must never fail.
+A process that imports nothing that agl could attach to is left as it is; its calls to model APIs elsewhere are
+reported. Python imports one sitecustomize only, so the one that it would have imported without agl is imported from
+here. This file may be run by any Python, with or without agl installed, and must never fail.
 """
 
 import functools
 import importlib.util
 import json
 import os
+import re
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
@@ -32,7 +33,8 @@ class _Attaching:
     def __init__(self, triggers, environment) -> None:  # type: ignore[no-untyped-def]
         self._triggers, self._reports = triggers, environment["AGL_REPORTS"]
         self._server = environment.get("AGL_BASE_URL", "").partition("//")[2].partition("/")[0]
-        self._asked, self._attached = False, False
+        self._model_calls = environment.get("AGL_MODEL_CALLS", "$^")
+        self._asked, self._attached, self._has_failed = False, False, False
         self._importing = 0
         """Frameworks whose import has begun and not ended."""
         self._due = False
@@ -91,13 +93,16 @@ class _Attaching:
 
         @functools.wraps(send)
         def waiting(client, *args, **kwargs):  # type: ignore[no-untyped-def]
-            if not self._attached and self._server in _destination(client, args):
+            address = "" if self._attached and not self._has_failed else _address(client, args, kwargs)
+            if self._server in address and not self._attached:
                 is_mine = getattr(owner, name) is waiting
                 if is_mine:
                     setattr(owner, name, send)
                 self._attach()
                 if is_mine:
                     return getattr(owner, name)(client, *args, **kwargs)
+            elif self._server not in address and re.search(self._model_calls, address):
+                self._report({"bypassed": address})
             return send(client, *args, **kwargs)
 
         return waiting
@@ -115,15 +120,19 @@ class _Attaching:
 
             attach_to_attempt(os.environ)
         except Exception as error:
+            self._has_failed = True
             problem = (
                 f"agl could not attach to {sys.executable}: {type(error).__name__}: {error}. Its LLM calls are "
                 "recorded, but not who made them and what the tools did: install agl-core and the adapters there."
             )
-            try:
-                with open(os.path.join(self._reports, f"{os.getpid()}.jsonl"), "a", encoding="utf-8") as spool:
-                    spool.write(json.dumps({"problem": problem}) + "\n")
-            except OSError:
-                sys.stderr.write(problem + "\n")
+            self._report({"problem": problem})
+
+    def _report(self, report) -> None:  # type: ignore[no-untyped-def]
+        try:
+            with open(os.path.join(self._reports, f"{os.getpid()}.jsonl"), "a", encoding="utf-8") as spool:
+                spool.write(json.dumps(report) + "\n")
+        except OSError:
+            sys.stderr.write(f"agl: {report}\n")
 
 
 _SENDING = {
@@ -150,10 +159,16 @@ def _is_importing_what_agl_needs(complete: str) -> bool:
     )
 
 
-def _destination(client, args) -> str:  # type: ignore[no-untyped-def]
-    """Where a request goes, in any of the forms in which libraries have it."""
-    place = f"{getattr(client, 'host', '')}:{getattr(client, 'port', '')} {getattr(client, '_base_url', '')}"
-    return " ".join([place, *(str(getattr(each, "url", each)) for each in args[:2])])
+def _address(client, args, kwargs) -> str:  # type: ignore[no-untyped-def]
+    """Where a request goes, without the query, in any of the forms in which libraries have it."""
+    url = getattr(args[0], "url", None) if args else None
+    url = str(kwargs.get("url", args[1] if len(args) > 1 else "") if url is None else url).partition("?")[0]
+    if "://" not in url:
+        port = getattr(client, "port", None)
+        host = f"{'https' if port == 443 else 'http'}://{getattr(client, 'host', '')}:{port}"
+        base = getattr(client, "_base_url", None) or host
+        url = f"{base}{url}"
+    return url.replace("://localhost:", "://127.0.0.1:").replace(":443/", "/", 1).rstrip("/")
 
 
 def _frameworks() -> "frozenset[str]":
