@@ -12,6 +12,7 @@ from typing import Any
 import anthropic
 import numpy as np
 import openai
+import psutil
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
@@ -108,6 +109,14 @@ def test_from_a_run_to_a_served_policy(agl: Any) -> None:
     client.close()
     serving.process.send_signal(signal.SIGINT)
     assert serving.wait(60) == 0, serving.output()
+
+    # Without its engine it ends, and says so, instead of refusing every call.
+    serving = agl.start("policy", "serve", "tuned@1", "--port=0")
+    serving.until(lambda: "try: curl" in serving.output())
+    for engine in psutil.Process(serving.process.pid).children():
+        engine.kill()
+    assert serving.wait(60) == 2
+    assert "The engine was lost" in serving.output()
 
     # A changed base is another one, and what does not fit is refused.
     base = agl.folder / "base"
