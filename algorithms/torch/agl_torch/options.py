@@ -28,7 +28,10 @@ class TorchOptions(BaseModel):
         1800.0, gt=0, description="Seconds that the engine may take until it serves, the download of a model included."
     )
     max_context: int | None = Field(
-        None, ge=16, description="Longest prompt and response together, in tokens; absent: the model's own limit."
+        None,
+        ge=16,
+        description="Longest prompt and response together, in tokens; absent: the model's own limit, with LongRoPE its "
+        "original one.",
     )
     max_rows: int = Field(128, ge=1, le=4096, description="Replies decoded at the same time, for each policy.")
     cache_mib: int | None = Field(

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -68,9 +69,23 @@ def use(model: Any) -> None:
         model.set_attn_implementation(NAME)
 
 
-def follows_branches(model: Any) -> bool:
-    """Whether the model takes the inputs that `branch_inputs` makes."""
-    return bool(model.config._attn_implementation == NAME)
+def hides_tokens(config: Any, context_length: int) -> str | None:
+    """Why a token of a context of this length does not see all tokens before it by attention alone; None if it does."""
+    for number, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"layer {number} keeps a {type(layer).__name__}, and only full attention is supported"
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        if window is not None and window < context_length:
+            return (
+                f"layer {number} sees a sliding window of {window} tokens, and the context is {context_length}; set "
+                f"engine.torch.max_context to at most {window}"
+            )
+    return None
+
+
+def follows_branches(model: Any, context_length: int) -> bool:
+    """Whether the model takes the inputs that `branch_inputs` makes, of sequences of at most this length."""
+    return bool(model.config._attn_implementation == NAME) and hides_tokens(model.config, context_length) is None
 
 
 def branch_inputs(branches: Sequence[Branch], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -252,7 +252,13 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _context_length(config: Any, tokenizer: Any) -> int:
-    lengths = [getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
+    text = config.get_text_config()
+    lengths = [getattr(text, "max_position_embeddings", None), tokenizer.model_max_length]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):
+        # Beyond this length other frequencies hold, for all rows of a pass: a row would depend on its neighbours.
+        if isinstance(each, Mapping) and each.get("rope_type") == "longrope":
+            lengths.append(each["original_max_position_embeddings"])
     known = [int(length) for length in lengths if length is not None and 0 < length < 10**9]
     if not known:
         raise EngineError("The model does not say how long its context is. Set engine.torch.max_context.")

@@ -18,7 +18,7 @@ from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.sampling.cache import EMPTY, LayerShape, Placement, SlotCache
 from agl_torch.sampling.choose import Uniforms, choose
-from agl_torch.sampling.inspect import cache_layers
+from agl_torch.sampling.inspect import cache_layers, next_logits
 from agl_torch.sampling.prefill import MIN_SHARED, PrefixScan, passes
 from agl_torch.sampling.rows import Job, Row
 from agl_torch.sampling.types import Counters, Generated, Request, SampledModel
@@ -263,14 +263,7 @@ class Sampler:
     ) -> None:
         """Compute `counts` tokens of each slot from `starts` on and, if asked, append the next token of each."""
         view = self._cache.view(slots, starts, counts)
-        logits_BV = self._model(
-            input_ids=view.inputs_BQ,
-            attention_mask=view.mask(self._dtype),
-            position_ids=view.positions_BQ,
-            past_key_values=view,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        logits_BV = next_logits(self._model, view, self._dtype)
         self._cache.lengths[slots] = starts + counts
         self._peak = max(self._peak, int((starts + counts).max()))
         if sample:

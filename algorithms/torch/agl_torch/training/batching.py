@@ -43,10 +43,10 @@ class Limits:
     """The model's: from it follows when sharing a prefix pays. None: its attention cannot follow branches."""
 
     @classmethod
-    def of(cls, model: Any, tokens: int) -> Limits:
-        """Of a causal LM, for passes of so many tokens."""
+    def of(cls, model: Any, tokens: int, context_length: int) -> Limits:
+        """Of a causal LM, for passes of so many tokens, and transitions of at most `context_length`."""
         vocabulary, hidden_size = model.get_output_embeddings().weight.shape
-        return cls(tokens, vocabulary, hidden_size if follows_branches(model) else None)
+        return cls(tokens, vocabulary, hidden_size if follows_branches(model, context_length) else None)
 
 
 @dataclass(frozen=True, slots=True)

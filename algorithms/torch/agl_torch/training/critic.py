@@ -47,7 +47,7 @@ class Critic:
         causal = loaded.model.get_base_model() if loaded.has_adapter else loaded.model
         self._backbone: Any = causal.base_model
         # Made on no device, because its usual random weights would advance the random state.
-        self._limits = replace(Limits.of(causal, tokens_per_micro_batch), vocabulary=1)
+        self._limits = replace(Limits.of(causal, tokens_per_micro_batch, loaded.context_length), vocabulary=1)
         head = nn.Linear(
             causal.get_output_embeddings().weight.shape[1],
             1,

@@ -53,7 +53,7 @@ class PolicyTrainer:
         self.optimizer = PolicyOptimizer(trained, settings, training_steps=steps)
         self._steps = steps
         self._loaded = loaded
-        self._limits = Limits.of(loaded.model, tokens_per_micro_batch)
+        self._limits = Limits.of(loaded.model, tokens_per_micro_batch, loaded.context_length)
         self._seed = seed
         self._gradient_checkpointing = gradient_checkpointing
         self._initial = initial

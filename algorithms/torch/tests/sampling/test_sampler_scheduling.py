@@ -10,13 +10,40 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_torch.sampling import Generated, Request, Sampler
 
 from .conftest import Loaded, drive, random_ids, recomputed
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+
+
+class Deaf(LlamaForCausalLM):
+    """Takes no mask from outside: a padded row sees its pads."""
+
+    def forward(self, *args, attention_mask=None, **kwargs):
+        return super().forward(*args, **kwargs)
 
 
 def test_a_short_request_overtakes_a_long_one(qwen: Loaded) -> None:
@@ -232,6 +259,22 @@ def test_a_model_with_a_short_window_is_refused(qwen: Loaded) -> None:
         num_key_value_heads=1, head_dim=32, sliding_window=16,
     )  # fmt: skip
     model = MistralForCausalLM(config).eval()
-    with pytest.raises(EngineError, match="sliding window of 16"):
+    with pytest.raises(EngineError, match=r"sliding window of 16.*engine\.torch\.max_context to at most 16"):
         Sampler(replace(qwen, model=model, context_length=64))
     Sampler(replace(qwen, model=model, context_length=16))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (FalconForCausalLM(FalconConfig(**SMALL, alibi=True)), "does not run with the sampler's cache and mask"),
+        (BloomForCausalLM(BloomConfig(**SMALL)), "does not run with the sampler's cache and mask"),
+        (FalconH1ForCausalLM(FalconH1Config(**SMALL, **MAMBA)), "only full attention"),
+        (JambaForCausalLM(JambaConfig(**SMALL, num_experts=2, use_mamba_kernels=False)), "only full attention"),
+        (Deaf(LlamaConfig(**SMALL)), "from that of the model's own forward pass"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_model_that_cannot_be_sampled_exactly_is_refused_at_the_start(qwen: Loaded, model, reason: str) -> None:
+    with pytest.raises(EngineError, match=reason):
+        Sampler(replace(qwen, model=model.eval(), context_length=64))

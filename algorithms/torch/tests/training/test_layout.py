@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CohereConfig, CohereForCausalLM
+from transformers import CohereConfig, CohereForCausalLM, MistralConfig, MistralForCausalLM
 
 from agl_core.types import Batch, TransitionKey
+from agl_torch.models import attention
 from agl_torch.models.loading import LoadedModel
 from agl_torch.training import batching
 from agl_torch.training.batching import Limits, MicroBatch, micro_batches, score
@@ -145,6 +146,22 @@ def test_scores_equal_a_plain_forward_of_each_transition(in_float64: LoadedModel
             torch.testing.assert_close(logprobs[micro.transition_R == local], plain, rtol=1e-9, atol=1e-9)
         assert (entropy > 0).all()
         assert (entropy < np.log(320)).all()
+
+
+def test_a_window_within_the_context_keeps_trees_from_branching() -> None:
+    config = MistralConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=8, initializer_range=0.15, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = MistralForCausalLM(config).double().eval()
+    attention.use(model)
+    batch = make_shared(3)
+    assert Limits.of(model, 10_000, context_length=8).hidden_size == 32
+    for micro in laid_out(batch, Limits.of(model, 10_000, context_length=256)):
+        with torch.no_grad():
+            logprobs = score(model, micro).logprobs_R
+            for local, i in enumerate(micro.transitions_n.tolist()):
+                torch.testing.assert_close(logprobs[micro.transition_R == local], plain_logprobs(model, batch, i))
 
 
 @pytest.mark.parametrize("batch", [make_shared(3), make_long()], ids=["short", "long"])

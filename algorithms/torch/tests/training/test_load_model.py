@@ -7,14 +7,16 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch.models.loading import LoadedModel, load_model
+from agl_torch.sampling import Request, Sampler
 
 from .conftest import LORA, TEXTS, Shape, make_checkpoint
 
@@ -55,6 +57,33 @@ def test_checkpoint_formats(tmp_path: Path, architecture: str, tied: bool, shard
     plain = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(loaded.model(ids).logits, plain(ids).logits)
     assert not loaded.model.training
+
+
+def test_positions_that_depend_on_the_length_end_the_context_where_they_change(tmp_path: Path) -> None:
+    """With LongRoPE, the longest row of a pass decides about the frequencies of all."""
+    folder = make_checkpoint(tmp_path / "model")
+    config = Phi3Config(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=256, original_max_position_embeddings=32, initializer_range=0.15, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8
+        },
+    )  # fmt: skip
+    Phi3ForCausalLM(config).save_pretrained(folder)
+    loaded = load(folder)
+    sampler = Sampler(loaded)
+    for length in (5, 20, 30):
+        prompt = np.arange(3, 3 + length, dtype=np.int32)
+        sampler.submit(Request(str(length), prompt, max_tokens=min(30, loaded.context_length - length)))
+    while not sampler.idle:
+        for done in sampler.step():
+            [response] = done.responses
+            ids = torch.tensor([*done.request.prompt_ids, *response.ids])[None].long()
+            logits = torch.cat([loaded.model(input_ids=ids[:, :end]).logits[0, -1:] for end in range(1, ids.shape[1])])
+            plain = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[-len(response.ids) :, 0]
+            np.testing.assert_allclose(response.logprobs, plain.detach().numpy(), atol=1e-4)
+    assert loaded.context_length == 32
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
