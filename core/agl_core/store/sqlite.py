@@ -105,7 +105,8 @@ class SqliteStore(SessionStore):
 
     async def rollout(self, prefix: str) -> Rollout:
         """The rollout whose id is `prefix`, else the only one whose id starts with it."""
-        return await self._read(queries.rollout, *_texts([prefix]), str(self._path))
+        [text] = _texts([prefix])
+        return await self._read(queries.rollout, text, str(self._path))
 
     async def attempts(self, *rollouts: str) -> list[Attempt]:
         return await self._read(queries.attempts, _texts(rollouts))
