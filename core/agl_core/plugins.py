@@ -233,15 +233,25 @@ class Plugins:
         self._broken.setdefault((origin, name), BrokenPlugin(name, origin, _described(error)))
 
 
+def add_to_path(folder: Path) -> None:
+    """Make the modules of a user's folder importable.
+
+    They come before installed packages, but after the standard library: a `glob.py` there would break whatever imports
+    Python's.
+    """
+    path = str(folder.resolve())
+    if path not in sys.path:
+        installed = (place for place, each in enumerate(sys.path) if each.endswith(("site-packages", "dist-packages")))
+        sys.path.insert(next(installed, 0), path)
+
+
 def import_file(file: Path) -> ModuleType:
     """Import a user's own plugin file; its folder is importable from it."""
     if not file.is_file():
         raise PluginError(
             f"The plugin file {file} does not exist. Paths are relative to the configuration file, or to its `folder`."
         )
-    folder = str(file.parent.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    add_to_path(file.parent)
     if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) == str(file.resolve()):
         return sys.modules[file.stem]
     spec = importlib.util.spec_from_file_location(file.stem, file.resolve())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agl_core.builtin.tasks import read_utf8
 from agl_core.errors import ConfigError, nearest
 from agl_core.types import Task
 from agl_core.types.forms import dump_json, load_json
@@ -112,9 +114,8 @@ def csv_tasks(options: FileOptions, folder: Path, seed: int) -> TableTasks:
     """Tasks from a CSV file with a header; all values are texts."""
     path = _file(options, folder)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
+        rows = list(csv.DictReader(io.StringIO(read_utf8(path), newline=""), strict=True))
+    except csv.Error as error:
         raise ConfigError(f"The tasks {path} cannot be read as CSV: {error}.") from error
     _check_rows(rows, path)
     return TableTasks(rows, options, str(path))

@@ -59,7 +59,7 @@ def jsonl(options: JsonlOptions, folder: Path, seed: int) -> JsonlTasks:
 
 def _read(path: Path, options: JsonlOptions) -> Iterator[Task]:
     line_of: dict[str, int] = {}
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
         if not line.strip():
             continue
         task = _parse(line, number, f"{path}:{number}", options)
@@ -72,18 +72,28 @@ def _read(path: Path, options: JsonlOptions) -> Iterator[Task]:
         yield task
 
 
-def _lines(path: Path) -> list[bytes]:
+def read_utf8(path: Path) -> str:
+    """The text of a file of tasks. ConfigError names what is wrong with it, and where."""
     try:
-        return path.read_bytes().split(b"\n")
+        data = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
             f"The tasks {path} do not exist. Paths are relative to the configuration file, or to its `folder`."
         ) from None
     except OSError as error:
         raise ConfigError(f"The tasks {path} cannot be read: {error}.") from error
+    try:
+        return data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        *before, line = data[: error.start].split(b"\n")
+        raise ConfigError(
+            f"{path}:{len(before) + 1}: byte {len(line) + 1} of the line is "
+            f"0x{data[error.start]:02x}, which is not UTF-8. Save the file as UTF-8, for instance: "
+            f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
+        ) from None
 
 
-def _parse(line: bytes, number: int, where: str, options: JsonlOptions) -> Task:
+def _parse(line: str, number: int, where: str, options: JsonlOptions) -> Task:
     try:
         found: Any = orjson.loads(line)
     except orjson.JSONDecodeError as error:

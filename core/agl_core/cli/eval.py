@@ -107,7 +107,7 @@ def _evaluated_apart(target: str, repeat: int, seed: int | None, set_: list[str]
     arguments = ["eval", target, "--json", f"--repeat={repeat}", *(f"--set={each}" for each in set_)]
     if seed is not None:
         arguments.append(f"--seed={seed}")
-    done = subprocess.run([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", program, *arguments], stdout=subprocess.PIPE, check=False)
     if done.returncode:
         raise typer.Exit(done.returncode)  # It has said why.
     found: dict[str, Any] = json.loads(done.stdout)

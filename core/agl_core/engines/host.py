@@ -191,7 +191,7 @@ class ProcessEngine(ABC, Generic[wire.Options]):
         log = self._open_log()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self.module),
+                *(sys.executable, "-P", "-m", self.module),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,

@@ -127,7 +127,7 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
         finally:
             loop.remove_reader(listener)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agl_core.view", str(listener.fileno())),
+            *(sys.executable, "-P", "-m", "agl_core.view", str(listener.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],

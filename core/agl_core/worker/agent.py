@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agl_core.errors import AgentError, last_frames
+from agl_core.plugins import add_to_path
 from agl_core.types import Json, Mode
 
 
@@ -48,8 +48,8 @@ def load_agent(entry: str, folder: Path | None = None) -> Agent:
     AgentError if that fails, or if what is found cannot be called with a task's input.
     """
     module_name, _, function_name = entry.partition(":")
-    if folder is not None and str(folder.resolve()) not in sys.path:
-        sys.path.insert(0, str(folder.resolve()))
+    if folder is not None:
+        add_to_path(folder)
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:

@@ -136,3 +136,12 @@ def test_what_the_system_says_of_a_file_is_a_sentence(
 ) -> None:
     monkeypatch.setattr(agl_core.cli, "app", lambda: (tmp_path / "gone" / "file").write_text(""))
     assert f"{tmp_path}/gone/file cannot be read, made or written (No such file or directory)" in refused("train")
+
+
+def test_a_file_with_the_name_of_a_standard_module_does_no_harm(folder: Path) -> None:
+    for name in ("glob", "queue", "types", "logging"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('imported instead of the standard module')")
+    command = [str(Path(sys.executable).with_name("agl")), "train", "train.toml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert "it is broken" in done.stderr  # The engine, which is the last to be started.
+    assert "imported instead" not in done.stdout + done.stderr

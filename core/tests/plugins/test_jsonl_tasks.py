@@ -74,6 +74,25 @@ def test_a_bad_file_is_told_with_its_line(tmp_path: Path, text: str, said: str) 
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [(b'{"input": 1}\n{"input": "caf\xe9"}', ":2: byte 15 of the line is 0xe9"), (b"\xff\xfe{\0", ":1: byte 1 of")],
+)
+def test_a_file_that_is_not_utf8_is_told_with_its_place_and_a_remedy(
+    tmp_path: Path, content: bytes, place: str
+) -> None:
+    (tmp_path / "tasks.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        JsonlTasks(JsonlOptions(path=Path("tasks.jsonl")), tmp_path)
+    assert f"{tmp_path / 'tasks.jsonl'}{place}" in str(error.value)
+    assert "which is not UTF-8. Save the file as UTF-8, for instance: iconv" in str(error.value)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"input": "é"}', encoding="utf-8-sig")
+    assert JsonlTasks(JsonlOptions(path=Path("tasks.jsonl")), tmp_path).task(0).input == "é"
+
+
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     source = Plugins.load().component(Kind.TASK_SOURCE, "jsonl", "[tasks.train] source")
 

@@ -104,7 +104,7 @@ def test_two_rows_with_one_id(tmp_path: Path) -> None:
         ("csv", b"", "has no rows"),
         ("csv", b"input,id\nx\n", "row 1: has more or fewer values"),
         ("csv", b"input\nx,y\n", "row 1: has more or fewer values"),
-        ("csv", b"input\n\xff\xfe\n", "cannot be read as CSV"),
+        ("csv", b"input\n\xff\xfe\n", "tasks.csv:2: byte 1 of the line is 0xff, which is not UTF-8"),
         ("parquet", b"input\n", "cannot be read as Parquet"),
         ("parquet", None, "do not exist"),
     ],
