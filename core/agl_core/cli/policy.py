@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -124,9 +123,9 @@ def serve(
     from agl_core.cli.shared.screen import Screen
     from agl_core.policies.gateway import POLICY_KEY
     from agl_core.server.http.event_loop import run
+    from agl_core.wire.keys import take_key
 
-    key = os.environ.pop(POLICY_KEY, "").strip() or None
-    run(_serve(names, host, port, key, engine, set_, Screen()))
+    run(_serve(names, host, port, take_key(POLICY_KEY), engine, set_, Screen()))
 
 
 async def _serve(

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from agl_core.learning.tool_results import (
+    FAILED,
     Asked,
     asked_for,
     choices_of,
@@ -67,12 +68,17 @@ def join_tool_results(
         if each in reported:
             found = [completed(report, each, read.get(each)) for report in deduplicate(reported[each])]
             joined.setdefault(each.key, []).extend(found)
-        elif each in read and each.key not in without_id:
+        elif each in read and not _is_told(read[each], without_id.get(each.key)):
             joined.setdefault(each.key, []).append(read[each])
     joined = _marked(joined, doubtful)
     for key, found in without_id.items():
         joined.setdefault(key, []).extend(found)
     return joined, unjoined
+
+
+def _is_told(shown: ToolResult, told: Sequence[ToolResult] | None) -> bool:
+    """Whether reports that stand for the whole response tell this too: a failure only if one of them is a failure."""
+    return bool(told) and (shown.status not in FAILED or any(each.status in FAILED for each in told or ()))
 
 
 def _marked(

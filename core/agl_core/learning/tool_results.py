@@ -14,7 +14,7 @@ from agl_core.capture.status import UNCERTAIN, message_status
 from agl_core.capture.status_rules import message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
 
-_FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
+FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,18 +82,27 @@ def _precedence(tool_result: ToolResult) -> tuple[int, float, str]:
 
 
 CONTRADICTED = "contradicted"
-"""The rule of a tool result that the conversation shows, and that a report that joins no tool call contradicts."""
+"""The rule of a tool result that the conversation shows, and that a report contradicts.
+
+One calls it ok, the other a failure: the conversation counts. A report that calls it a failure joins no tool call.
+"""
+_FROM_ANYWHERE = (Source.COMMAND, Source.SPAN)
+"""Sources whose reports any process can make that the agent starts."""
 
 
 def completed(tool_result: ToolResult, asked: Asked, shown: ToolResult | None) -> ToolResult:
     """A report with what it leaves open, from the tool call that it answers and from what the conversation shows of it.
 
-    What a rule found counts before what none did: a span without a result says less than the message with it.
+    What a rule found counts before what none did: a span without a result says less than the message with it. A failure
+    that the model was shown counts before a report that anything may have made.
     """
     if tool_result.tool_call_id is None:
         tool_result = replace(tool_result, tool_call_id=asked.tool_call["id"])
     if tool_result.arguments is None:
         tool_result = replace(tool_result, arguments=_function(asked.tool_call)[1])
+    if shown is not None and _is_denied(tool_result, shown):
+        failure = replace(tool_result, status=shown.status, status_rule=CONTRADICTED, source=shown.source)
+        return replace(failure, result=None, error=shown.error)
     if shown is None or tool_result.status_rule not in UNCERTAIN:
         return tool_result
     if tool_result.status_rule != "unknown" and shown.status_rule in UNCERTAIN:
@@ -105,6 +114,16 @@ def completed(tool_result: ToolResult, asked: Asked, shown: ToolResult | None) -
         status_rule=shown.status_rule,
         error=shown.error,
         result=shown.result if is_result else None if shown.error is not None else tool_result.result,
+    )
+
+
+def _is_denied(tool_result: ToolResult, shown: ToolResult) -> bool:
+    """Whether the model was shown a failure where a report, which anything may have made, looked and saw none."""
+    return (
+        tool_result.source in _FROM_ANYWHERE
+        and tool_result.status not in FAILED
+        and tool_result.status_rule not in ("unknown", "looks-like-error")
+        and shown.status in FAILED
     )
 
 
@@ -140,9 +159,9 @@ def marked(joined: Iterable[ToolResult], failures: Iterable[ToolResult]) -> list
     A failure that joins no tool call may be of any of them, unless the conversation shows as many of that tool.
     """
     joined = list(joined)
-    open_failures = Counter(each.tool for each in failures if each.status in _FAILED)
+    open_failures = Counter(each.tool for each in failures if each.status in FAILED)
     shown = [each for each in joined if each.source is Source.CONVERSATION]
-    open_failures.subtract(each.tool for each in shown if each.status in _FAILED)
+    open_failures.subtract(each.tool for each in shown if each.status in FAILED)
     return [
         replace(each, status_rule=CONTRADICTED)
         if open_failures[each.tool] > 0 and each.source is Source.CONVERSATION and each.status_rule in UNCERTAIN
@@ -241,7 +260,7 @@ def tool_calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _tool_result(asked: Asked, message: Mapping[str, Any]) -> ToolResult:
     content, call = message.get("content"), asked.call
     status, rule = message_status(content, message.get("status"))
-    failed = status in _FAILED
+    failed = status in FAILED
     tool, arguments = _function(asked.tool_call)
     return ToolResult(
         id=f"{call.id}:{asked.key.choice}:{asked.place}",

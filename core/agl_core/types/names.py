@@ -232,6 +232,7 @@ class AlarmName(StrEnum):
     NOTHING_TO_TRAIN = "nothing_to_train"
     FAILURES = "failures"
     ASSERTED_TOOL_RESULTS = "asserted_tool_results"
+    CONTRADICTED_TOOL_RESULTS = "contradicted_tool_results"
     ASSERTED_REWARDS = "asserted_rewards"
     STALL = "stall"
 
@@ -247,6 +248,7 @@ _WITHOUT_THRESHOLD = frozenset(
         AlarmName.NOTHING_TO_TRAIN,
         AlarmName.FAILURES,
         AlarmName.ASSERTED_TOOL_RESULTS,
+        AlarmName.CONTRADICTED_TOOL_RESULTS,
         AlarmName.ASSERTED_REWARDS,
     }
 )

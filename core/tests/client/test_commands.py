@@ -79,7 +79,7 @@ async def test_its_environment_names_the_attempt_to_every_client(workplace: Any,
     *environment, task, rollout, number, folder = attempt.result
     assert environment == [url, url, key, url.removesuffix("/v1"), key, key]
     assert (task, rollout, number) == ('{"question":"wie groß?"}', "w0", "0")
-    assert not Path(folder).exists()
+    assert folder != str(tmp_path)
 
 
 FLOODING = """
@@ -101,7 +101,7 @@ async def test_a_script_that_prints_nothing_itself_gives_what_its_program_prints
     workplace: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "program.py").write_text(f"{PROGRAM}print(7)")
-    (tmp_path / "run.sh").write_text(f"{sys.executable} -S \"$1\"\nexit $?\n")
+    (tmp_path / "run.sh").write_text(f'{sys.executable} -S "$1"\nexit $?\n')
     runner = CommandPerAttempt(["sh", "run.sh", "./program.py"], tmp_path)
     _, attempt = (await workplace.finish(workplace.start_runner(runner), [None]))[0]
     assert attempt.result == 7, attempt.error

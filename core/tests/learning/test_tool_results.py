@@ -14,7 +14,8 @@ import agl_core.capture.status
 from agl_core.capture import message_status
 from agl_core.learning import build_episode
 from agl_core.learning.tool_results import deduplicate
-from agl_core.types import Episode, Source, ToolResult, ToolStatus
+from agl_core.training.alarms.rollouts import Assertions
+from agl_core.types import AlarmName, Episode, Source, ToolResult, ToolStatus
 
 
 def answer(tool_call_id: str, content: Any = "22 °C", **more: Any) -> dict[str, Any]:
@@ -171,6 +172,33 @@ def test_what_a_report_found_is_not_taken_back_by_the_conversation(make: Any, ru
     reported = told(make, "1:2", "a", "otel", status=ToolStatus.EMPTY, status_rule=rule, result="")
     (found,) = asking(make, ["a"], answer("a", "Error: quoted"), reported=(reported,)).transitions[0].tool_results
     assert (found.status, found.status_rule) == (ToolStatus.EMPTY, rule)
+
+
+@pytest.mark.parametrize("source", [Source.COMMAND, Source.SPAN])
+@pytest.mark.parametrize("named", ["a", None])
+@pytest.mark.parametrize("rule", ["reported-success", "ok", "empty", None])
+def test_no_report_denies_a_failure_that_the_model_was_shown(
+    make: Any, source: Source, named: str | None, rule: str | None
+) -> None:
+    """Whether it names the tool call or only fits it; the contradiction is marked, counted and cautioned about."""
+    (asked,) = make.choice(tool_calls=["a"]).message["tool_calls"]
+    told = {"id": "o", "tool": asked["function"]["name"], "status": ToolStatus.OK, "tool_call_id": named}
+    reported = ToolResult(
+        **told, rollout="r", attempt=0, arguments={}, result="42", source=source, adapter="mine", status_rule=rule
+    )
+    episode = asking(make, ["a"], answer("a", "Error: no city"), reported=(reported,))
+    (found,) = episode.transitions[0].tool_results
+    assert (found.status, found.status_rule, found.source) == (ToolStatus.ERROR, "contradicted", Source.CONVERSATION)
+    assert (found.result, found.error) == (None, "Error: no city")
+    [alarm] = Assertions().noticed([episode, episode])
+    assert alarm.name is AlarmName.CONTRADICTED_TOOL_RESULTS
+    assert alarm.seen.startswith("2 of 2 tool results")
+
+
+def test_a_report_of_a_whole_response_denies_no_failure_either(make: Any) -> None:
+    reported = make.tool_result("o", None, parent_span="s", status=ToolStatus.OK)
+    episode = asking(make, ["a", "b"], answer("a"), answer("b", "Error: no city"), reported=(reported,))
+    assert sorted(statuses(episode)) == ["error", "ok"]
 
 
 def test_a_report_that_found_nothing_keeps_its_result(make: Any) -> None:

@@ -14,6 +14,7 @@ from agl_core.config import LoadedConfig
 from agl_core.errors import TrainingError
 from agl_core.learning import was_rewarded
 from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.tool_results import CONTRADICTED, FAILED
 from agl_core.registering import Capability
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm, raised
@@ -41,7 +42,10 @@ _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STAL
 
 @dataclass
 class Assertions:
-    """Alarms that the run rests on what only the agent's side asserts: one for tool results, one for rewards."""
+    """Alarms that the run rests on what only the agent's side asserts: one for tool results, one for rewards.
+
+    And one for reports that the conversation contradicts.
+    """
 
     of_tool_results: bool = False
     """A rule of the run computes rewards or credit from tool results; false once the alarm was raised."""
@@ -59,13 +63,21 @@ class Assertions:
 
     def noticed(self, episodes: Sequence[Episode]) -> Iterator[Alarm]:
         tool_results = [each for e in episodes for t in e.transitions for each in t.tool_results]
-        if self.of_tool_results and tool_results and all(each.source.is_asserted for each in tool_results):
+        asserted = Counter(each.source.value for each in tool_results if each.source.is_asserted).most_common()
+        if self.of_tool_results and asserted:
             self.of_tool_results = False
-            counts = Counter(each.source.value for each in tool_results).most_common()
-            sources = ", ".join(f"{source} {count}" for source, count in counts)
+            sources = ", ".join(f"{source} {count}" for source, count in asserted)
             yield raised(
                 AlarmName.ASSERTED_TOOL_RESULTS,
-                f"tool results count in the reward, and only the agent's side says what they were ({sources})",
+                f"tool results count in the reward, and only the agent's side says what some of the "
+                f"{len(tool_results)} of this step were ({sources})",
+            )
+        denied = [each for each in tool_results if each.status_rule == CONTRADICTED and each.status in FAILED]
+        if denied:
+            yield raised(
+                AlarmName.CONTRADICTED_TOOL_RESULTS,
+                f"{len(denied)} of {len(tool_results)} tool results were reported as a success, and the model was "
+                f"shown a failure, which counts (the first: {denied[0].tool} in {denied[0].rollout})",
             )
         if self.of_rewards and any(reward.source == AGENT_SOURCE for e in episodes for reward in e.rewards):
             self.of_rewards = False

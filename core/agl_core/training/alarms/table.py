@@ -188,7 +188,12 @@ ALARMS: Mapping[AlarmName, Kind] = {
     AlarmName.ASSERTED_TOOL_RESULTS: Kind(
         _ASSERTED,
         _TRUST,
-        when="tool results count in reward or credit, and only the agent's side says what they were; raised once",
+        when="tool results count in reward or credit, and only the agent's side says what some were; raised once",
+    ),
+    AlarmName.CONTRADICTED_TOOL_RESULTS: Kind(
+        "Something that the agent starts may be forging reports, or a tool's report is wrong.",
+        "Read these rollouts (agl show ROLLOUT) and see docs/security.md.",
+        when="tool results of a step were reported as a success, and the model was shown a failure, which counts",
     ),
     AlarmName.ASSERTED_REWARDS: Kind(
         _ASSERTED,
