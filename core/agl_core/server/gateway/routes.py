@@ -110,7 +110,7 @@ class ModelCalls:
         """Log once what requests ask for and do not get."""
         if ignored is not None and (note := f"{route}: {ignored}") not in self._noted and len(self._noted) < _NOTES:
             self._noted.add(note)
-            logger.warning("Ignored in requests to %s, since it only tunes a hosted service.", note)
+            logger.warning("Ignored in requests to %s.", note)
 
 
 def find_place(path: str) -> Place | None:

@@ -40,6 +40,7 @@ REPLY = {
         }
     ],
 }
+FOUND_TOOL = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "add"}]}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
 USES_CUSTOM = Raw(json.dumps(REPLY).encode())
 
@@ -243,15 +244,16 @@ async def test_documents_and_results_of_searches_are_text_where_they_can_be(stac
     messages: Any = [
         {"role": "user", "content": content},
         {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "ok"}]},
-        {"role": "user", "content": "go on"},
+        {"role": "user", "content": [FOUND_TOOL]},
     ]
     raw = await client_of(stack, key).messages.with_raw_response.create(model="m", max_tokens=9, messages=messages)
     assert raw.headers[HEADER_IGNORED] == "citations, redacted_thinking"
-    asked, answered, _ = stack.upstream.received[0].body["messages"]
+    asked, answered, tool = stack.upstream.received[0].body["messages"]
     assert [each["text"] for each in asked["content"][:-1]] == ["T", "C", "D", "whole", "part", "S", "here", "hit"]
     file = {"filename": "p.pdf", "file_data": "data:application/pdf;base64,AAAA"}
     assert asked["content"][-1] == {"type": "file", "file": file}
     assert answered == {"role": "assistant", "content": "ok"}
+    assert tool == {"role": "tool", "tool_call_id": "c", "content": "add"}
 
 
 async def test_a_model_need_not_be_named_where_there_is_one(stack: Stack) -> None:
