@@ -109,6 +109,27 @@ async def test_requests_name_a_version_and_the_same_weights_are_loaded_once(calc
         assert await bench.ask("gpt-4o-mini") == "calc@30", "one policy answers an agent that names none"
 
 
+async def test_clients_may_send_here_what_they_may_send_in_training() -> None:
+    asked: Any = {"messages": [{"role": "user", "content": "hi"}]}
+    async with serving("calc") as bench, bench.openai() as client, httpx.AsyncClient(trust_env=False) as bare:
+        unnamed = await bare.post(f"{bench.url}/openai/deployments/calc/chat/completions", json=asked)
+        assert (unnamed.status_code, unnamed.json()["model"]) == (200, "calc")
+        assert (await bare.post(f"{bench.url}/chat/completions/", json=asked)).json()["model"] == "calc"
+        counted = await bare.post(f"{bench.url}/v1/messages/count_tokens", json=asked)
+        assert counted.json()["input_tokens"] == unnamed.json()["usage"]["prompt_tokens"]
+        response = await client.responses.create(model="calc", input="hi", truncation="auto")
+        assert await client.responses.retrieve(response.id) == response
+        referred: Any = [{"type": "item_reference", "id": item.id} for item in response.output]
+        await client.responses.create(model="calc", input=[*referred, {"role": "user", "content": "go on"}])
+        assert bench.upstream.received[-1].body["messages"][0]["content"] == response.output_text
+        chat = await bare.post(f"{bench.url}/v1/chat/completions", json={**asked, "return_token_ids": True})
+        assert chat.json()["choices"][0]["token_ids"]
+    async with serving("calc", key="k") as bench, httpx.AsyncClient(trust_env=False) as bare:
+        assert (await bare.get(f"{bench.url}/v1/responses/resp_1")).status_code == 401
+        azures = {"api-key": "k"}
+        assert (await bare.get(f"{bench.url}/v1/responses/resp_1", headers=azures)).status_code == 404
+
+
 async def test_every_api_answers(calc: Checkpoints) -> None:
     async with serving("calc@20") as bench:
         asked: Any = {"model": "calc", "max_tokens": 9}

@@ -65,6 +65,14 @@ VALID: Mapping[str, Json] = {
         "tools": [{"name": "add", "input_schema": {"type": "object"}}],
         "stop_sequences": ["x"],
     },
+    "/v1/responses/input_tokens": {
+        "input": [{"type": "reasoning", "id": f"rs_{'0' * 32}", "summary": []}, {"role": "user", "content": "hi"}]
+    },
+    "/v1/messages/count_tokens": {
+        "messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "d"}}]}],
+        "tools": [{"type": "bash_20250124", "name": "bash", "defer_loading": True}],
+        "thinking": {"type": "adaptive"},
+    },
     "/v1/traces": {
         "resourceSpans": [
             {
