@@ -34,6 +34,9 @@ NO_TEXT_SHARE = 0.05
 CHANCE_LOGPROB, CHANCE_TOKENS = -4.0, 8
 """Below this mean log-probability of so many sampled tokens, a response is gibberish: each was one of about 55."""
 
+LONGEST_TOKEN = 128
+"""Characters; and no token holds two words."""
+
 _REFUSAL = re.compile(
     r"(I['’]?m |I am )?(very |really )?(sorry|afraid)\b.{0,40}\b(can['’]?t|cannot|can not|unable|won['’]?t|not able)\b"
     r"|(sorry, )?(but )?I (can['’]?t|cannot|can not|won['’]?t|am unable to|am not able to) "
@@ -110,6 +113,18 @@ def is_gibberish(transition: Transition) -> bool:
     return logprobs is not None and len(logprobs) >= CHANCE_TOKENS and float(logprobs.mean()) < CHANCE_LOGPROB
 
 
+def has_cut_prompt(transition: Transition) -> bool:
+    """Whether the model saw less than it was told: its prompt has fewer tokens than its text needs by any tokenizer.
+
+    What the assistant said does not count, for templates leave out what it thought.
+    """
+    if transition.prompt_ids is None:
+        return False
+    told = [message_text(each.get("content")) for each in transition.messages if each.get("role") != "assistant"]
+    needed = sum(max(len(text.split()), len(text) // LONGEST_TOKEN) for text in told)
+    return needed > len(transition.prompt_ids)
+
+
 def answer(episode: Episode) -> str | None:
     """The text of the last response; None if it asks for tools, or there is none."""
     if not episode.transitions or _tool_calls(episode.transitions[-1].response):
@@ -147,6 +162,8 @@ def _symptoms(episode: Episode, pruned: bool) -> Iterator[Symptom]:
             yield Symptom.GIBBERISH
         if transition.prefix_broken:
             yield Symptom.PREFIX_BROKEN
+        if has_cut_prompt(transition):
+            yield Symptom.PROMPT_CUT
     said = answer(episode)
     if said is not None and not said.strip() and not pruned:
         yield Symptom.EMPTY_ANSWER

@@ -190,6 +190,8 @@ class Symptom(StrEnum):
     """It used tools, and all of them failed."""
     PREFIX_BROKEN = "prefix_broken"
     """An earlier reply was echoed, but its recorded token ids could not be spliced in."""
+    PROMPT_CUT = "prompt_cut"
+    """The model server cut a prompt: it has fewer tokens than its text needs."""
 
 
 class Evidence(StrEnum):

@@ -36,6 +36,10 @@ def built(
     return build_episode(make.rollout(), make.attempt(ending=ending), calls, results)
 
 
+def asks(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": "thought at length"}, {"role": "tool", "content": text}]}
+
+
 ASKS = make.choice(tool_calls=["c1"])
 FAILED = make.tool_result("1", "c1", status=ToolStatus.ERROR)
 
@@ -59,12 +63,19 @@ def test_a_rollout_that_went_as_it_should() -> None:
         (built(said(" \n")), Symptom.EMPTY_ANSWER),
         (built(ASKS, said("I failed."), results=(FAILED,)), Symptom.TOOLS_FAILED),
         (built(said("hi"), prefix_broken=True), Symptom.PREFIX_BROKEN),
+        (built(said("hi"), prompt_ids=np.arange(3), request=asks("one two three four")), Symptom.PROMPT_CUT),
+        (built(said("hi"), prompt_ids=np.arange(3), request=asks("x" * 512)), Symptom.PROMPT_CUT),
     ],
 )  # fmt: skip
 def test_symptoms(episode: Episode, symptom: Symptom) -> None:
     found = health_of(episode)
     assert (found.verdict, found.symptoms) == (Verdict.UNHEALTHY, (symptom,))
     assert symptom.value.replace("_", " ") in found.text
+
+
+@pytest.mark.parametrize("text", ["one two three", " " * 300, "x" * 511, "\n\n a\t b "])
+def test_a_prompt_that_may_be_whole_is_not_marked(text: str) -> None:
+    assert health_of(built(said("hi"), prompt_ids=np.arange(3), request=asks(text))) == Health()
 
 
 def test_a_reward_rule_that_raised() -> None:

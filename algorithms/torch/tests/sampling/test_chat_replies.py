@@ -306,9 +306,8 @@ def test_a_template_that_has_a_variable_for_a_field_gets_it(qwen: Loaded) -> Non
 
 
 def test_reasoning_that_comes_back_is_shown_by_the_template(qwen: Loaded) -> None:
-    thought_and_content = "{{ m.reasoning_content and '(' ~ m.reasoning_content ~ ')' }}{{ m.content }}"
-    turn = "{% for m in messages %}" + thought_and_content + "{% endfor %}"
-    chat = ScriptedChat(with_template(qwen, turn))
+    turn = "{% for m in messages %}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    chat = ScriptedChat(with_template(qwen, turn + "{% endfor %}"))
     thought = [{"type": "text", "text": "12 "}, {"type": "text", "text": "plus"}]
     spelled: list[dict[str, Any]] = [
         {"reasoning_content": "12 plus", "content": "42"},

@@ -12,6 +12,7 @@ import typer
 from agl_core.analysis.text.words import message_text, number, one_line, reporter, said_by, status_text
 from agl_core.cli.shared.options import AsJson, RunOption
 from agl_core.cli.shared.text import print_json
+from agl_core.learning.health import has_cut_prompt
 from agl_core.types import Reward, TrainingRecord
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
     if transition.logprobs is not None:
         logprob = f", log-probability {float(transition.logprobs.sum()):.3f}"
     broken = ", prefix broken" if transition.prefix_broken else ""
+    broken += ", prompt cut by the model server" if has_cut_prompt(transition) else ""
     screen.print(f"    {ids}{logprob}{broken}", style="dim")
     if transition.parse_error:
         screen.print(f"    tool call did not parse: {one_line(transition.parse_error, width)}", style="yellow")

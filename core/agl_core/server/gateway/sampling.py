@@ -52,6 +52,10 @@ def forwarded(
 ) -> dict[str, Json]:
     """The chat completion that the upstream gets."""
     body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
+    if body.get("tools") == []:  # None are offered; chat templates may take an empty list for another thing.
+        del body["tools"]
+        if body.get("tool_choice") in ("auto", "none"):
+            del body["tool_choice"]
     body["model"] = upstream.models[policy]
     sampling = {
         "temperature": effective.temperature,

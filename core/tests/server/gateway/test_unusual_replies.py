@@ -12,9 +12,10 @@ from openai.types.chat import ChatCompletion
 
 from agl_core.learning import build_episode
 from agl_core.learning.batch import left_out
+from agl_core.learning.health import health_of
 from agl_core.testing.scripts import Raw
 from agl_core.testing.server import Stack
-from agl_core.types import AttemptKey, Call, DropReason, Ending, FinishReason
+from agl_core.types import AttemptKey, Call, DropReason, Ending, FinishReason, Symptom
 from agl_core.wire.workers import CloseRequest
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -194,6 +195,28 @@ async def test_whatever_a_response_ended_by(
     [rollout], [attempt] = await stack.server.queue.done([key.rollout]), await stack.store.attempts(key.rollout)
     (transition,) = build_episode(rollout, attempt, [call]).transitions
     assert left_out(transition, ["*"]) is dropped
+
+
+@pytest.mark.parametrize(("words", "is_cut"), [(2, False), (3, True)])
+async def test_a_prompt_that_was_cut_is_marked(stack: Stack, words: int, is_cut: bool) -> None:
+    """The prompt has two tokens."""
+    key = await stack.lease()
+    stack.upstream.script(reply({"content": "Hello"}))
+    told: Any = [{"role": "user", "content": [{"type": "text", "text": "word " * words}]}]
+    await stack.client(key).chat.completions.create(model="m", messages=told)
+    call = await recorded(stack, key)
+    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+    [rollout], [attempt] = await stack.server.queue.done([key.rollout]), await stack.store.attempts(key.rollout)
+    assert (Symptom.PROMPT_CUT in health_of(build_episode(rollout, attempt, [call])).symptoms) is is_cut
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+async def test_no_tools_are_offered_in_one_way(stack: Stack, choice: Any) -> None:
+    key = await stack.lease()
+    for tools in ({}, {"tools": []}):
+        await stack.client(key).chat.completions.create(model="m", messages=HELLO, **tools, **(choice if tools else {}))
+    bare, empty = ({k: v for k, v in each.body.items() if k != "seed"} for each in stack.upstream.received)
+    assert empty == bare
 
 
 async def test_a_cut_reply_is_told_as_one(stack: Stack) -> None:
