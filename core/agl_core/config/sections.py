@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A model's name on the Hugging Face hub, as a whole match."""
@@ -43,9 +43,19 @@ class OpenSection(BaseModel):
 
 
 class PluginChoice(OpenSection):
-    """`name` chooses a plugin, and a table of that name holds its settings."""
+    """`name` chooses a plugin, and a table of that name holds its settings. A table that stands alone is chosen."""
 
-    name: str = Field(description="The plugin to use; its settings are in the table of this name.")
+    name: str = Field(
+        description="The plugin to use; its settings are in the table of this name. Not needed beside one table alone."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_by_table(cls, section: Any) -> Any:
+        if not isinstance(section, dict) or "name" in section:
+            return section
+        tables = [name for name, value in section.items() if isinstance(value, dict)]
+        return {"name": tables[0], **section} if len(tables) == 1 else section
 
     @property
     def tables(self) -> dict[str, Any]:

@@ -43,6 +43,20 @@ def test_the_chosen_components_come_with_validated_options(loaded: Load, minimal
     assert run.store.component.name == "forgetting"
 
 
+def test_a_table_that_stands_alone_is_the_choice(loaded: Load, minimal: dict[str, Any]) -> None:
+    """So that one setting of a plugin can be set from the command line."""
+    minimal["algorithm"] = {"comparing": {"beta": 0.5}}
+    del minimal["engine"]
+    change(minimal, "policies.default.credit", {"whole": {}})
+
+    run = loaded(minimal, "engine.pretending.threads=2")
+
+    plan = run.policies["default"]
+    assert (plan.algorithm.component.name, plan.credit.component.name) == ("comparing", "whole")
+    assert plan.algorithm.options.model_dump()["beta"] == 0.5
+    assert run.engine.component.name == "pretending"
+
+
 def test_paths_are_resolved_against_the_file(
     folder: Path, minimal: dict[str, Any], loaded: Load, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
 ) -> None:
@@ -240,6 +254,8 @@ def test_a_bad_override_says_so(minimal: dict[str, Any], loaded: Load, override:
          "[policies.default.algorithm] beta: there is no such key here; settings stand in "
          "[policies.default.algorithm.comparing]."),
         ("policies.default.algorithm", {}, "[policies.default.algorithm] name: is missing"),
+        ("policies.default.algorithm", {"comparing": {}, "judging": {}},
+         "[policies.default.algorithm] name: is missing"),
         ("policies.default.credit", {"name": "whol"}, "[policies.default.credit] name: there is no credit 'whol'."),
         ("policies.default.agents", "writer", "[policies.default] agents: must be a list, not 'writer'."),
         ("policies.second", {"agents": ["wr*"], "model": {"path": "weights"}},
