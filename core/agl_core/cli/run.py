@@ -210,12 +210,13 @@ async def _launch(
     from agl_core.capture.attach.environment import bootstrap_variables
     from agl_core.capture.recording import read_spool
     from agl_core.types import AttemptKey
-    from agl_core.worker.environment import attempt_variables
+    from agl_core.worker.environment import OTHER_KEY, attempt_variables
 
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
+    inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
     with suppress(RecursionError), TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as reports:
         bootstrap = bootstrap_variables(key, base_url, lease.key, Path(reports), os.environ, plugins)
-        ended = await launch(command, {**os.environ, **attempt_variables(lease, base_url), **bootstrap})
+        ended = await launch(command, {**inherited, **attempt_variables(lease, base_url), **bootstrap})
         read_spool(Path(reports), recording)
     return ended, recording
 

@@ -20,6 +20,8 @@ from agl_core.worker.agent import AgentContext
 from agl_core.worker.bounds import MAX_ERROR, bounded_text, depth_of
 
 _NO_PROXY = ("no_proxy", "NO_PROXY")
+OTHER_KEY = "ANTHROPIC_AUTH_TOKEN"
+"""A second key beside ANTHROPIC_API_KEY, which some clients refuse; it would be the user's own."""
 PLACEHOLDER_KEY = "agl"
 """The key of a client that is made outside any attempt; each of its requests gets the key of its attempt."""
 
@@ -124,7 +126,6 @@ def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": base_url,
         "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_AUTH_TOKEN": key,
         **dict.fromkeys(_NO_PROXY, _without_proxy(urlsplit(base_url).hostname or "")),
     }
 
@@ -148,9 +149,10 @@ def attempt_variables(assignment: Assignment, base_url: str) -> dict[str, str]:
 
 @contextmanager
 def agent_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside, this process's environment has these variables."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Inside, this process's environment has these variables, and no `OTHER_KEY`."""
+    before = {name: os.environ.get(name) for name in (*variables, OTHER_KEY)}
     os.environ.update(variables)
+    os.environ.pop(OTHER_KEY, None)
     try:
         yield
     finally:

@@ -217,3 +217,34 @@ def test_detaching_restores_the_clients(wire: Wire) -> None:
     with wire.library.Client(transport=wire.transport) as client, running(attempt()):
         client.get(f"{BASE}/v1")
     assert wire.stamps() == [{}]
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("https://api.openai.com/v1/responses", "https://api.openai.com/v1/responses"),
+        (
+            "https://user:pass@gate.example:8443/x/chat/completions/?key=1",
+            "https://gate.example:8443/x/chat/completions",
+        ),
+        ("https://api.anthropic.com:443/v1/messages?beta=true", "https://api.anthropic.com/v1/messages"),
+        ("http://localhost:4000/v1/messages", "http://localhost:4000/v1/messages"),
+        ("https://a.openai.azure.com/openai/deployments/d/chat/completions?api-version=1", "*"),
+        ("https://generativelanguage.googleapis.com/v1beta/models/gemini-9:streamGenerateContent?alt=sse", "*"),
+        ("https://bedrock-runtime.eu-west-1.amazonaws.com/model/claude/converse-stream", "*"),
+        ("http://127.0.0.1:11434/api/chat", "*"),
+        ("http://localhost:8000/v1/chat/completions", None),  # The server, by another of its names.
+        ("https://chat.example/v1/messages", None),
+        ("https://api.openai.com/v1/embeddings", None),
+        ("https://api.openai.com/v1/models", None),
+        ("https://search.example/?q=https://api.openai.com/v1/responses", None),
+        ("https://forms.example/forms/7/responses", None),
+    ],
+)
+def test_calls_of_models_elsewhere_are_counted(wire: Wire, url: str, address: str | None) -> None:
+    active = attempt()
+    with wire.library.Client(transport=wire.transport) as client, running(active):
+        client.post(url, json={})
+    expected = {} if address is None else {url.partition("?")[0] if address == "*" else address: 1}
+    assert active.recording.bypassed_calls == expected
+    assert bool(wire.stamps()[0]) is (":8000/" in url)

@@ -62,6 +62,22 @@ sys.exit(3)
 """
 
 
+def test_anthropics_clients_get_one_key(running: Bench) -> None:
+    """agno and Anthropic's Node SDK refuse, or warn of, a second one: it would be the user's own."""
+    code = """
+        import os, anthropic
+        assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
+        message = {"role": "user", "content": "hi"}
+        anthropic.Anthropic(max_retries=0).messages.create(model="any", max_tokens=9, messages=[message])
+    """
+    running.script("agent.py", textwrap.dedent(code))
+
+    result = running.run(sys.executable, "agent.py", ANTHROPIC_AUTH_TOKEN="the user's own")
+
+    assert result.returncode == 0, result.stderr
+    assert len(running.recorded()[2].transitions) == 1
+
+
 def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -> None:
     running.script("agent.py", PARENT)
     running.script("child.py", CHILD)
@@ -92,6 +108,8 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     }
     assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
     assert "crashed: 1 LLM calls by seeker, 1 tool results" in result.stderr
+    said = f"past agl, and not recorded: 1 calls to {running.upstream.url}/chat/completions"
+    assert said in result.stderr.replace("localhost", "127.0.0.1")
 
     shown = running.agl("show", rollout.id)
     assert 'state {"plan": ["ask", "search"]}' in shown.stdout, shown.stderr

@@ -14,7 +14,7 @@ from agl_core.errors import AgentError
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Task
-from agl_core.worker import CommandPerAttempt
+from agl_core.worker import CommandPerAttempt, agent_environment, client_variables
 
 QUICK = pytest.mark.parametrize("workplace", [{"timeout": 2.0, "attempts": 1}], indirect=True)
 
@@ -68,16 +68,25 @@ async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
 
 
-async def test_its_environment_names_the_attempt_to_every_client(workplace: Any, tmp_path: Path) -> None:
+async def test_its_environment_names_the_attempt_to_every_client(
+    workplace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "ANTHROPIC_AUTH_TOKEN", "the user's own, which agno and Anthropic's Node SDK refuse beside a key"
+    )
     names = [
         "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
-        "ANTHROPIC_AUTH_TOKEN", "AGL_TASK", "AGL_ROLLOUT", "AGL_ATTEMPT",
+        "AGL_TASK", "AGL_ROLLOUT", "AGL_ATTEMPT",
     ]  # fmt: skip
-    code = f"print(json.dumps([os.environ[each] for each in {names}] + [os.getcwd()]))"
-    _, attempt = await run(workplace, tmp_path, code, {"question": "wie groß?"})
+    second = "'ANTHROPIC_AUTH_TOKEN' in os.environ"
+    code = f"print(json.dumps([os.environ[each] for each in {names}] + [os.getcwd(), {second}]))"
+    with agent_environment(client_variables(workplace.stack.server.base_url)):
+        _, attempt = await run(workplace, tmp_path, code, {"question": "wie groß?"})
+    assert "ANTHROPIC_AUTH_TOKEN" in os.environ
     url, key = workplace.stack.url(attempt.key), workplace.stack.server.keys.of_attempt(attempt.key)
-    *environment, task, rollout, number, folder = attempt.result
-    assert environment == [url, url, key, url.removesuffix("/v1"), key, key]
+    *environment, task, rollout, number, folder, has_second_key = attempt.result
+    assert not has_second_key
+    assert environment == [url, url, key, url.removesuffix("/v1"), key]
     assert (task, rollout, number) == ('{"question":"wie groß?"}', "w0", "0")
     assert folder != str(tmp_path)
 
