@@ -244,15 +244,21 @@ async def test_an_engine_whose_thread_died_ends_with_the_reason(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(TorchEngine, "module", "dying_engine")
     async with running(context(tmp_path, checkpoint)) as (engine, upstream):
-        with pytest.raises(openai.APIConnectionError):
-            await chat(upstream, "Tom", n=100, timeout=0.01)
         with pytest.raises(EngineError, match=r"exit code 1.*thread.* ended by RuntimeError: no such luck"):
-            await ask_for_ever(engine)
+            await hang_up_for_ever(engine, upstream)
 
 
-async def ask_for_ever(engine: TorchEngine) -> NoReturn:
+async def hang_up_for_ever(engine: TorchEngine, upstream: Upstream) -> NoReturn:
+    """Whenever replies are in the making; now and then they are complete before."""
     while True:
-        await engine.stats()
+        decoded = (await engine.stats())["tokens_decoded"]
+        asking = asyncio.ensure_future(chat(upstream, "Tom", n=100))
+        try:
+            while (await engine.stats())["tokens_decoded"] == decoded:
+                pass
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
 
 async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:
