@@ -42,7 +42,12 @@ UpstreamOption = Annotated[
         help="An OpenAI-compatible server; by default what OPENAI_BASE_URL says.",
     ),
 ]
-NameOption = Annotated[str | None, typer.Option("--name", help="The run's folder below ./runs; by default 'capture'.")]
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name", help="The run's folder below ./runs, with a number if it is taken, as NAME-2; by default 'capture'."
+    ),
+]
 
 _LONGEST = 30 * 86_400.0
 """Seconds that an attempt may take: a command ends when it ends."""
