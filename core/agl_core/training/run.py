@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
@@ -13,7 +14,7 @@ from agl_core.client import RemoteServer, ServerAddress
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
-from agl_core.errors import AglError, EngineError, PluginError, StoreError, TrainingError, last_frames
+from agl_core.errors import AglError, CheckpointError, EngineError, PluginError, StoreError, TrainingError, last_frames
 from agl_core.protocols import RecordedTasks, Tracker
 from agl_core.server.gateway.upstream import Answering
 from agl_core.store.interface import Store
@@ -54,6 +55,11 @@ async def train(
     trainer. With `look`, a new run begins with a rollout of the agent that is shown; TrainingError if it does not work.
     """
     config = loaded.config
+    if not os.access(run_dir, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise CheckpointError(
+            f"The run's folder {run_dir} cannot be written, so that the run cannot go on. Check its permissions and "
+            f"the disk, or go on with a copy of the folder."
+        )
     checkpoints = Checkpoints(
         run_dir / CHECKPOINTS, config.train.keep_checkpoints, keep_best=config.train.keep_best_checkpoint
     )
