@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tomllib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,15 @@ async def vacuum(folder: Path) -> Vacuumed:
     async with open_store(folder, read_only=False) as store:
         await _shrinking(store, folder).vacuum()
     return Vacuumed(folder, before, _size(folder))
+
+
+def remove(folder: Path) -> None:
+    """Remove a run with all that it has. ConfigError if it is none; StoreError if a process writes it."""
+    if "config_version" not in _toml(folder / CONFIG_FILE):
+        raise ConfigError(f"{folder} is not removed: its {CONFIG_FILE} is not that of a run.")
+    if is_written(folder / "store.sqlite"):
+        raise StoreError(f"{folder} is not removed: a process trains, serves or evaluates it. End that first.")
+    shutil.rmtree(folder)
 
 
 def _size(folder: Path) -> int:

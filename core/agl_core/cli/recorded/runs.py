@@ -1,4 +1,4 @@
-"""`agl runs`: what runs there are, and how to make them smaller."""
+"""`agl runs`: what runs there are, how to make them smaller, and how to remove them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ KeepCheckpoints = Annotated[
     int | None,
     typer.Option(min=1, help="The number of last checkpoints to keep; by default the run's train.keep_checkpoints."),
 ]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
-runs = typer.Typer(help="List runs, and make them smaller.", no_args_is_help=True)
+runs = typer.Typer(help="List runs, make them smaller, and remove them.", no_args_is_help=True)
 
 
 @runs.command("list")
@@ -85,3 +86,20 @@ def vacuum(run: Runs, as_json: AsJson = False) -> None:
         return
     for each in done:
         Screen().print(f"{each.folder}: {size(each.before)} → {size(each.after)}")
+
+
+@runs.command()
+def rm(run: Runs, yes: Yes = False) -> None:
+    """Remove runs with all that they have: recorded rollouts, metrics and checkpoints.
+
+    Asks first. A run that is being trained, served or evaluated is refused.
+    """
+    from agl_core.analysis import runs
+
+    folders = list(dict.fromkeys(map(runs.find_run, run)))
+    for folder in folders:
+        entry = runs.read_entry(folder)
+        if not yes:
+            typer.confirm(f"Remove {folder} ({entry.state}, {entry.steps} steps, {size(entry.size)})?", abort=True)
+        runs.remove(folder)
+        typer.echo(f"removed {folder}")
