@@ -302,3 +302,22 @@ async def test_what_ended_while_the_worker_was_stopped_is_reported(
     assert [(each.ending, each.result) for each in attempts] == [(Ending.LOST, "late"), (Ending.FINISHED, "in time")]
     assert attempts[0].error.endswith("Its worker reported later that it was finished; that does not count.")
     assert rollout.counted_attempt == 1
+
+
+@pytest.mark.parametrize("moments", [0, 3])
+async def test_a_start_that_is_given_up_says_nothing_and_leaves_no_process(
+    capfd: pytest.CaptureFixture[str], moments: int
+) -> None:
+    """As when a run that is finished is resumed: its worker is closed before it had anything to do."""
+    runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url="http://127.0.0.1:9")
+    before = {each.pid for each in children()}
+    starting = asyncio.create_task(runner.start())
+    for _ in range(moments):
+        await asyncio.sleep(0)
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await starting
+    await runner.close()
+
+    assert {each.pid for each in children()} == before
+    assert "Traceback" not in capfd.readouterr().err

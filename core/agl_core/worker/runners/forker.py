@@ -47,7 +47,10 @@ def main() -> None:
     """`python -m agl_core.worker.runners.forker FD`: serve the worker at that socket's other end, until it is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
     with control.makefile("rb") as lines:
-        setup = Setup(**json.loads(lines.readline()))
+        told = lines.readline()
+    if not told.endswith(b"\n"):
+        return  # The worker is gone: it had nothing to run.
+    setup = Setup(**json.loads(told))
     sys.path[:] = setup.path
     agent = None
     if setup.preload:
@@ -55,10 +58,10 @@ def main() -> None:
             agent = load_prepared(setup)
         except Exception as error:
             reason = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
-            control.sendall(json.dumps({"failed": reason}).encode() + b"\n")
+            _send(control, {"failed": reason})
             return
     gc.freeze()  # No fork should collect what is imported here: its pages stay shared.
-    control.sendall(json.dumps({"ready": {"threads": threading.active_count()}}).encode() + b"\n")
+    _send(control, {"ready": {"threads": threading.active_count()}})
     _Forker(control, setup, agent).serve()
 
 
@@ -131,7 +134,7 @@ class _Forker:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.write(files[0], json.dumps({"failed": f"no process could be started ({error})"}).encode() + b"\n")
-            self._send({"exited": [id, 0]})
+            _send(self._control, {"exited": [id, 0]})
         else:
             if pid == 0:
                 self._become(files)
@@ -178,7 +181,7 @@ class _Forker:
         if any_ended:
             self._end_orphans()
         for each in exited:
-            self._send({"exited": each})
+            _send(self._control, {"exited": each})
 
     def _end_orphans(self) -> None:
         """Kill what has become a child of this process because the root of its tree is gone."""
@@ -187,9 +190,10 @@ class _Forker:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # The worker is gone; the next read shows it.
-            self._control.sendall(json.dumps(message).encode() + b"\n")
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # The worker is gone; the next read shows it.
+        control.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _fork() -> int:

@@ -144,14 +144,23 @@ class Processes:
         # Agents may know no key of workers and operators, which would let one act for others.
         environment = {name: value for name, value in os.environ.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
         with theirs:
-            self._forker = await asyncio.to_thread(
-                subprocess.Popen,
-                [sys.executable, "-P", "-m", "agl_core.worker.runners.forker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**environment, **self._variables},
-                start_new_session=True,
+            starting = asyncio.ensure_future(
+                asyncio.to_thread(
+                    subprocess.Popen,
+                    [sys.executable, "-P", "-m", "agl_core.worker.runners.forker", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**environment, **self._variables},
+                    start_new_session=True,
+                )
             )
+            try:
+                self._forker = await asyncio.shield(starting)
+            except asyncio.CancelledError:  # The thread goes on, and needs the socket until the process has it.
+                self._forker = await starting
+                ours.close()
+                await self._stop_forker()
+                raise
         ours.setblocking(False)
         self._control = ours
         loop = asyncio.get_running_loop()
