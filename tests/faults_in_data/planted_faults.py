@@ -123,7 +123,11 @@ CHOICE: Mapping[str, Faults] = {
         *((asked(each), TRAINED) for each in (7, None, {"id": []}, {"id": "x", "function": 7}, {"id": "r0-t"})),
         ({"tool_calls": 7}, TRAINED),
     ),
-    "finish_reason": ((FinishReason.LENGTH, TRAINED), (FinishReason.CONTENT_FILTER, TRAINED)),
+    "finish_reason": (
+        (FinishReason.LENGTH, TRAINED),
+        (FinishReason.CONTENT_FILTER, TRAINED),
+        (FinishReason.ABORTED, DropReason.ABORTED),
+    ),
     "response_ids": (
         (None, DropReason.NO_TOKEN_IDS),
         (ids(), DropReason.EMPTY_RESPONSE),

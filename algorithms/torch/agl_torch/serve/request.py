@@ -119,8 +119,9 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
             name,
         )
     for name, (neutral, why) in _NOT_SERVED.items():
-        if body.get(name) and body[name] != neutral:
-            raise _unsupported(f"{name} = {str(body[name])[:60]} is not supported: {why}.", name)
+        value = body.get(name)
+        if value is not None and value is not False and value not in (neutral, "", [], {}):
+            raise _unsupported(f"{name} = {str(value)[:60]} is not supported: {why}.", name)
 
 
 def _unsupported(message: str, param: str) -> ChatError:
@@ -140,7 +141,7 @@ _NOT_SERVED: Mapping[str, tuple[Any, str]] = {
         "this engine returns the log-probabilities of the sampled tokens, and of no others. Send logprobs=true alone "
         "(in /v1/completions, logprobs=0)",
     ),
-    "prompt_logprobs": (0, "this engine returns the log-probabilities of responses alone. Leave it out"),
+    "prompt_logprobs": (None, "this engine returns the log-probabilities of responses alone. Leave it out"),
     "functions": ([], "it is the older form of tools. Send 'tools'"),
     "response_format": ({"type": "text"}, _UNENFORCED),
     **dict.fromkeys(
