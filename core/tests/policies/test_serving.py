@@ -20,7 +20,7 @@ from agl_core.policies.gateway import POLICY_KEY, PolicyServer, check_key
 from agl_core.policies.shelf import Shelf, wanted_of
 from agl_core.protocols import PolicyEngine, PolicySpec, Upstream
 from agl_core.server.http.listening import Listening
-from agl_core.testing.scripts import Hold, Say
+from agl_core.testing.scripts import Fail, Hold, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.training.checkpoints import Checkpoints
 
@@ -305,3 +305,27 @@ def test_others_are_served_with_a_valid_key_only(host: str, key: str | None) -> 
         check_key(host, key)
     check_key("0.0.0.0", "s3cret")
     check_key("::1", None)
+
+
+async def test_what_a_client_asks_for_beside_the_text_is_returned_or_refused_by_name(calc: Checkpoints) -> None:
+    asked: Any = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
+    async with serving("calc") as bench, bench.openai() as client:
+        reply = await client.chat.completions.create(**asked, extra_body={"return_token_ids": True})
+        bench.upstream.headers["x-agl-ignored"] = "verbosity"
+        raw = await client.chat.completions.with_raw_response.create(**asked, verbosity="low")
+        del bench.upstream.headers["x-agl-ignored"]
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options=options)
+        usages = [chunk.usage async for chunk in stream]
+        bench.upstream.script(Fail(400, {"error": {"message": "prompt_logprobs = 1 is not supported"}}))
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+            await client.chat.completions.create(**asked, extra_body={"prompt_logprobs": 1})
+
+    sent = [each.body for each in bench.upstream.received]
+    assert sent[0]["return_token_ids"]
+    assert sent[-1]["prompt_logprobs"] == 1
+    extra, choice = reply.model_extra or {}, reply.choices[0].model_extra or {}
+    assert bytes(choice["token_ids"][:-1]).decode() == reply.choices[0].message.content
+    assert extra["prompt_token_ids"]
+    assert raw.headers["x-agl-ignored"] == "verbosity"
+    assert all(usages)
