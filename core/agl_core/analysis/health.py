@@ -142,9 +142,12 @@ def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
     dropped = _counts(steps, "dropped/") + _counts(steps, "episodes_dropped/")
     del dropped[DropReason.GROUP_TOO_SMALL]  # It follows from other reasons.
     others = [reason for reason, _ in dropped.most_common() if reason != DropReason.NO_ADVANTAGE]
-    if others and not dropped[DropReason.NO_ADVANTAGE]:
+    has_kept = any(each.get("transitions/kept") for each in steps)
+    if others and not dropped[DropReason.NO_ADVANTAGE] and not has_kept:
         reasons = ", ".join(f"{int(dropped[reason])} {reason}" for reason in others)
         return f"nothing was trained on; dropped: {reasons}. {REMEDIES.get(DropReason(others[0]), '')}".strip()
+    if has_kept and any(each.get("groups/no_contrast", 1.0) < 1 for each in steps):
+        return "every advantage was 0, although the rewards of some groups differ: see the credit (agl show ROLLOUT)"
     rewards = [f"{each['reward/mean']:.3g}" for each in steps if "reward/mean" in each]
     seen = f" (mean reward {', '.join(dict.fromkeys(rewards[-3:]))})" if rewards else ""
     return (

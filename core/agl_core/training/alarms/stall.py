@@ -87,7 +87,8 @@ class StallWatch:
     def slept(self, seconds: float) -> None:
         """This process, which is the gateway too, did nothing for so long: it was stopped, or blocked."""
         if seconds >= (self._setting or SHORTEST) + HEALTH_INTERVAL:
-            self._stalls.append((time.time() - seconds, time.time()))
+            if not self._is_kept_waiting:
+                self._stalls.append((time.time() - seconds, time.time()))
             self._raise(f"this process got no time for {seconds:.0f} s, and every agent waited for it", _PROCESS)
 
     @property
@@ -110,25 +111,31 @@ class StallWatch:
     async def look(self) -> None:
         """Raise the alarm if nothing has finished for too long; later only once that time has doubled."""
         quiet = time.monotonic() - self._since
-        if quiet < self._next or quiet < (self._setting or SHORTEST):
+        is_due = quiet >= self._next
+        if quiet < (self._setting or SHORTEST) or not (is_due or self._stalled):
             return
         if not self._stalled and quiet < (expected := await self._expected()):
             self._next = expected
             return
-        self._stalled, self._next = True, 2 * quiet
+        self._stalled = True
         try:
             activity = await self._activity()
-            asking = {AttemptKey(each.rollout, each.attempt) for each in activity.attempts if each.asking is not None}
-            answered = {
-                AttemptKey(each.rollout, each.attempt) for each in activity.attempts if each.answered is not None
-            }
-            self._busy = (self._busy | answered) - asking
-            if (asking or not activity.serving) and not self._is_kept_waiting:
-                self._stalls.append((time.time() - quiet, math.inf))
-            seen, remedy = who_waits(activity, await asked_tools(self._store, activity))
+            self._note(activity, quiet)
+            if is_due:
+                seen, remedy = who_waits(activity, await asked_tools(self._store, activity))
         except AglError as error:
             seen, remedy = f"and the server does not say why ({error})", ""
-        self._raise(f"no rollout has finished for {quiet:.0f} s: {seen}", remedy)
+        if is_due:
+            self._next = 2 * quiet
+            self._raise(f"no rollout has finished for {quiet:.0f} s: {seen}", remedy)
+
+    def _note(self, activity: Activity, quiet: float) -> None:
+        """Which attempts the machine keeps waiting, and which wait for something of their own."""
+        asking = {AttemptKey(each.rollout, each.attempt) for each in activity.attempts if each.asking is not None}
+        answered = {AttemptKey(each.rollout, each.attempt) for each in activity.attempts if each.answered is not None}
+        self._busy = (self._busy | answered) - asking
+        if (asking or not activity.serving) and not self._is_kept_waiting:
+            self._stalls.append((time.time() - quiet, math.inf))
 
     async def watched(self, work: Awaitable[Result], what: str) -> Result:
         """The result of something that the engine does; an alarm if it takes much longer than ever before."""
