@@ -55,10 +55,9 @@ class ModelRequest:
     """The fields that only tune a hosted service."""
 
     def named(self, deployment: str | None, models: Collection[str]) -> ModelRequest:
-        """With a model in any case: its own, its path's, or the only one that is served. ApiError 400 without any."""
+        """The same with a model: that of its path, or the only one that is served. ApiError 400 without any."""
         only = next(iter(models)) if len(models) == 1 else None
-        model = self.model or deployment or only
-        return replace(self, model=model or fields.need(self.body, "model"))
+        return replace(self, model=deployment or only or fields.need(self.body, "model"))
 
     def notes(self, reply: Reply) -> dict[str, str]:
         """Headers for the reply that say what was ignored, here and by the model server."""

@@ -24,7 +24,7 @@ from agl_core.server.dialects.chat import openai_error
 from agl_core.server.dialects.dialect import Dialect, rendered
 from agl_core.server.dialects.replies import NOT_KEPT, ReplyMemory
 from agl_core.server.dialects.routes import DIALECTS
-from agl_core.server.errors import ApiError
+from agl_core.server.errors import ApiError, as_answer
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough, is_passed_on
 from agl_core.server.http.request import CallRequest
 from agl_core.wire.headers import HEADER_IGNORED
@@ -103,8 +103,8 @@ class ModelCalls:
                 memory.drop(id)
                 found = {"id": id, "object": "response", "deleted": True}
             return rendered(found)
-        except ApiError as error:
-            return openai_error(error)
+        except Exception as error:
+            return openai_error(as_answer(error, request.url.path))
 
     def _note(self, route: str, ignored: str | None) -> None:
         """Log once what requests ask for and do not get."""

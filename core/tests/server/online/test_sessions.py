@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -40,6 +41,16 @@ async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed)
     [attempt] = await use.store.attempts(one.id)
     episode = build_episode(one, attempt, calls)
     assert [t.turn for t in episode.transitions] == [0, 1]
+
+
+async def test_what_a_session_was_answered_is_known_by_its_id(use: Deployed) -> None:
+    async with use.agent(use.keys.of_application("shop"), **{"x-agl-session": "talk-1"}) as client:
+        response = await client.responses.create(model="default", input="where is my order?")
+        assert await client.responses.retrieve(response.id) == response
+        referred: list[Any] = [{"type": "item_reference", "id": item.id} for item in response.output]
+        await client.responses.create(model="default", input=[*referred, {"role": "user", "content": "and then?"}])
+    said, _ = use.model.received[-1].body["messages"]
+    assert said == {"role": "assistant", "content": response.output_text}
 
 
 async def test_replies_are_sampled_as_the_application_asks(use: Deployed) -> None:
