@@ -98,8 +98,9 @@ async def _serve(
             console.print(
                 f"        keys: agl sessions key {shlex.quote(str(run_dir))} {next(iter(online.applications))}"
             )
-        console.print(f"train:  agl train {trained} --server {server.base_url}")
-        console.print(f"work:   agl worker {worked} --server {server.base_url}")
+        if not loaded.config.only_records:
+            console.print(f"train:  agl train {trained} --server {server.base_url}")
+            console.print(f"work:   agl worker {worked} --server {server.base_url}")
         async with shown(run_dir, loaded.config.server, server.keys.operator, console):
             await stopping
         console.print("stopping; trainer and workers wait for the next server")

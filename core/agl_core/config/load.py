@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import tomli_w
 
 from agl_core import private
-from agl_core.config.models import RunConfig
+from agl_core.config.models import RecordingConfig, RunConfig
 from agl_core.config.policies import ModelSection, PolicySection
 from agl_core.config.problems import Report
 from agl_core.config.resolve import Chosen, PolicyPlan, below, resolve, resolve_store
@@ -100,6 +100,11 @@ def load(path: Path, overrides: Sequence[str] = (), seed: int | None = None) -> 
         tasks = loaded.tasks["train"].build(loaded.folder, loaded.config.seed)
     """
     config, folder, report = _validated(path, overrides, seed)
+    if config.only_records:
+        raise ConfigError(
+            f"{path} only records sessions of real use: agl serve {path}. To train, add [tasks.train], [policies] and "
+            f"what else `agl init` writes."
+        )
     _check_folder(folder, report)
     weights = _all_weights(config.policies, folder, report)
     plugins = Plugins.load(config.plugin_files)
@@ -192,7 +197,9 @@ def _validated(path: Path, overrides: Sequence[str], seed: int | None = None) ->
     report = Report(path, apply_overrides(data, overrides))
     if seed is not None:
         data["seed"] = seed
-    config = report.validated(RunConfig, data)
+    # What only records needs no tasks and no model; with either of them, it is to be trained too.
+    only_records = "online" in data and not {"learn", "tasks", "policies"} & data.keys()
+    config = report.validated(RecordingConfig if only_records else RunConfig, data)
     report.raise_if_any()
     assert config is not None
     folder = (path.parent / (config.folder or Path()).expanduser()).resolve()
@@ -217,7 +224,8 @@ def store_config(config: RunConfig, run_dir: Path) -> None:
     """
     assert config.folder is not None
     folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
-    data = config.model_copy(update={"folder": folder}).model_dump(mode="json", exclude_none=True)
+    left_out = {"tasks", "policies"} if config.only_records else None
+    data = config.model_copy(update={"folder": folder}).model_dump(mode="json", exclude_none=True, exclude=left_out)
     private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(data))
 
 

@@ -23,7 +23,9 @@ class AgentSection(Section):
     command: str | tuple[str, ...] | None = Field(
         None,
         description="Instead of entry: a program that is run for each rollout, with its task in AGL_TASK (JSON). Its "
-        "result is the last line that it prints if that is JSON, else all that it prints.",
+        "result is the last line that it prints if that is JSON, else all that it prints. It works in an empty folder "
+        "of its own, which is removed afterwards; arguments that name a file beside this one are made absolute "
+        "(docs/security.md).",
     )
     attach: bool = Field(True, description="Attach every installed adapter to the frameworks that the agent imports.")
 
@@ -354,6 +356,11 @@ class RunConfig(Section):
             )
         return self
 
+    @property
+    def only_records(self) -> bool:
+        """Whether this is a `RecordingConfig`: sessions are recorded, and nothing can be trained."""
+        return not self.policies
+
     @field_validator("tasks")
     @classmethod
     def _has_train(cls, value: dict[str, TaskSection]) -> dict[str, TaskSection]:
@@ -403,3 +410,10 @@ class RunConfig(Section):
                         )
             taken[name] = policy.agents
         return value
+
+
+class RecordingConfig(RunConfig):
+    """What records sessions of real use and names no tasks or models: [online] without [learn]."""
+
+    tasks: dict[str, TaskSection] = Field(default_factory=dict)
+    policies: dict[str, PolicySection] = Field(default_factory=dict)

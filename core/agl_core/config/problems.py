@@ -29,7 +29,7 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return f"{written(self.place)}: {self.text}"
+        return f"{written(self.place)}: {self.text}" if self.place else self.text
 
 
 def written(place: Place) -> str:

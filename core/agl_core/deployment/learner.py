@@ -10,6 +10,7 @@ alone, so a learner that is killed at any point goes on as if it had not been.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,8 @@ from agl_core.training.run_folder import make_run_dir
 from agl_core.training.summary import Summary
 
 _STORE = "store.sqlite"
+_LOOK = 1.0
+"""Seconds between two looks at the canary once nothing is learned any more."""
 
 
 async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summary:
@@ -138,7 +141,7 @@ class Learner(Trainer):
         return MixedExperience(sessions, self._of_tasks(tasks) if tasks else None)
 
     async def train(self) -> None:
-        """Train from where `state` is to the last step, or until this is cancelled.
+        """Train from where `state` is to the last step, and then answer sessions until this is cancelled.
 
         ConfigError if the engine cannot say how far versions are from each other.
         """
@@ -153,6 +156,16 @@ class Learner(Trainer):
         if self._standing.state(self.state.step) is State.CANDIDATE:
             await self._decide_at_gate()  # The learner was killed before the gate decided.
         await super().train()
+        await self._serve_on()
+
+    async def _serve_on(self) -> None:
+        self.observer.say(
+            f"train.steps = {self.loaded.config.train.steps} is reached, so nothing more is learned. The versions go "
+            f"on answering sessions, and a canary is decided on, until Ctrl-C. A higher train.steps learns on."
+        )
+        while True:
+            await self._attend()
+            await asyncio.sleep(_LOOK)
 
     async def _after_step(self) -> None:
         await self._attend()

@@ -121,6 +121,37 @@ def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_c
     assert "thumbs 1" in told.stdout
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "deploy-and-learn.md"
+
+
+def test_the_page_begins_with_a_configuration_that_records(place: Place) -> None:
+    """It names no tasks and no model; what reads a run reads this one too."""
+    page = PAGE.read_text().partition("```toml\n")[2].partition("```")[0]
+    (place.folder / "shop.toml").write_text(
+        page.replace("http://127.0.0.1:8000/v1", place.model.url).replace("support", "shop", 1)
+    )
+    with place.serving() as (_, url):
+        ask(url, place.key(), "a question", "talk")
+        [session] = place.listed()
+    with place.serving():
+        assert [each["calls"] for each in place.listed()] == [1]
+    for command in (["show", session["id"], "--run", "shop"], ["rollouts", "shop", "--mode", "use"]):
+        shown = place.agl(*command)
+        assert shown.returncode == 0, shown.stderr
+        assert session["id"] in shown.stdout
+    trained = place.agl("train", "shop.toml")
+    assert (trained.returncode, "only records" in trained.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("table", ["online", "learn"])
+def test_a_configuration_in_which_nothing_answers_says_so(place: Place, table: str) -> None:
+    settings = {"online": {"online": {"applications": {"support": 1}}}, "learn": {"learn": {}}}[table]
+    (place.folder / "shop.toml").write_text(tomli_w.dumps({**CONFIG, **settings}))
+    served = place.agl("serve", "shop.toml")
+    assert (served.returncode, "needs" in served.stderr) == (2, True)
+    assert served.stderr.startswith("Error: shop.toml: [")
+
+
 def test_sessions_are_deleted_by_the_server_or_without_one(place: Place) -> None:
     def raw() -> bytes:
         return b"".join(each.read_bytes() for each in (place.folder / "runs" / "shop").glob("store.sqlite*"))

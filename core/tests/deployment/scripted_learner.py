@@ -101,6 +101,8 @@ class World:
     """Whether the learner is killed right after a decision was written."""
     drift: float = 0.0
     """Of each token's log-probability, from one version to another."""
+    serves_on: bool = False
+    """Whether sessions are answered after the last step too."""
     ended: int = 0
     restarts: int = 0
     engine: Weights = field(default_factory=Weights)
@@ -218,6 +220,10 @@ class _Killable(Learner):
         super()._decide(decision)
         if self.world.kill(decision.state):
             raise KilledError
+
+    async def _serve_on(self) -> None:
+        if self.world.serves_on:
+            await super()._serve_on()
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from agl_core.deployment.standing import By, Decision, State
 from agl_core.protocols import Release
+from agl_core.testing.server import until
 
 from .scripted_learner import KilledError, World, world
 
@@ -51,6 +53,22 @@ async def test_a_canary_that_users_like_less_is_rolled_back(tmp_path: Path) -> N
         assert made.ledger.current("default").stable == 0
         assert not set(made.engine.made_by) & set(range(1, 5))
         await each_session_was_used_once(made)
+
+
+async def test_after_the_last_step_sessions_are_answered_and_the_canary_is_decided_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_core.deployment.learner._LOOK", 0.0)
+    live = {0: 0.5}
+    async with world(tmp_path, serves_on=True, live=lambda version: live.get(version, 1.0)) as made:
+        learning = asyncio.create_task(made.train(4))
+        await until(lambda: made.decisions[-1:] == [(4, "stable")])
+        assert (4, "canary") in made.decisions
+        answered = made.ended
+        await until(lambda: made.ended > answered)
+        assert (learning.done(), made.learner.state.step) == (False, 4)
+        learning.cancel()
+        await asyncio.wait({learning})
 
 
 async def test_without_a_canary_what_passes_answers_at_once(tmp_path: Path) -> None:
