@@ -115,6 +115,8 @@ def _forwarding(
     address = chosen_url(url)
     upstream, probe = open_upstream(address, chosen_key(key_variable), model)
     _say(f"forwarding to {address}")
+    if probe.unlisted:
+        _say(f"note: {probe.unlisted}")
     if not probe.returns_ids:
         _say(
             f"note: exact token ids are not recorded, for {probe.missing}. The episode is text: it can be read "

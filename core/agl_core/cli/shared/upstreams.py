@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
-from agl_core.errors import ConfigError, EngineError
+from agl_core.errors import ConfigError, EngineError, nearest
 from agl_core.protocols import Upstream
 
 _HOSTED = "https://api.openai.com/v1"
@@ -27,6 +27,8 @@ class Probe:
     """What does not go together in the ids that it returned."""
     missing: str = ""
     """What is missing for exact ids, if anything is."""
+    unlisted: str = ""
+    """That the server does not list the chosen model, if so, and what it lists."""
 
 
 def chosen_url(url: str | None) -> str:
@@ -60,19 +62,29 @@ def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, Prob
     with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=_PATIENCE, trust_env=False) as client:
         names = [model] if model else _models(client, url)
         models = {"default": names[0]} if len(names) == 1 else {name: name for name in names}
-        probe = _probe(client, url, names[0]) if len(names) == 1 else Probe(False, missing=_UNKNOWN)
-    return Upstream((url,), models, key, returns_ids=probe.returns_ids), probe
+        unlisted = _unlisted(client, url, model) if model else ""
+        probe = _probe(client, url, names[0], unlisted) if len(names) == 1 else Probe(False, missing=_UNKNOWN)
+    return Upstream((url,), models, key, returns_ids=probe.returns_ids), replace(probe, unlisted=unlisted)
 
 
 _UNKNOWN = "the server has several models: name one with --model, and it is asked whether it returns token ids"
 
 
+def _unlisted(client: httpx.Client, url: str, model: str) -> str:
+    names = _listed(_send(client, "GET", f"{url}/models"))
+    return f"the server lists no model '{model}'. {nearest(model, names)}" if names and model not in names else ""
+
+
+def _listed(response: httpx.Response) -> list[str]:
+    try:
+        return [str(each["id"]) for each in response.json()["data"]] if response.is_success else []
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
 def _models(client: httpx.Client, url: str) -> list[str]:
     response = _send(client, "GET", f"{url}/models")
-    try:
-        names = [str(each["id"]) for each in response.json()["data"]] if response.is_success else []
-    except (ValueError, KeyError, TypeError):
-        names = []
+    names = _listed(response)
     if not names:
         raise EngineError(
             f"The model server at {url} does not list its models (GET /models answered {response.status_code}). "
@@ -81,7 +93,7 @@ def _models(client: httpx.Client, url: str) -> list[str]:
     return names
 
 
-def _probe(client: httpx.Client, url: str, model: str) -> Probe:
+def _probe(client: httpx.Client, url: str, model: str, unlisted: str) -> Probe:
     plain = {"model": model, "messages": _QUESTION}
     wanted = {"return_token_ids": True, "logprobs": True}
     response = _send(client, "POST", f"{url}/chat/completions", {**plain, **wanted, "max_tokens": 8})
@@ -91,7 +103,7 @@ def _probe(client: httpx.Client, url: str, model: str) -> Probe:
     if not response.is_success:
         raise EngineError(
             f"The model server at {url} answered a chat completion of the model '{model}' with {response.status_code}: "
-            f"{response.text[:300]}. Is that a model of this server (--model)?"
+            f"{response.text[:300]}. {unlisted or 'Is that a model of this server (--model)?'}"
         )
     return examine(response.json())
 

@@ -311,10 +311,15 @@ def _policy(served: Destination, model: str, agent: str | None) -> str:
     if found is not None:
         return found
     caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
+    unknown = f"The model server lists no model {model!r}."
+    if served.settings.agents:
+        unknown = (
+            f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and none "
+            f"is named {model!r} or 'default'."
+        )
     raise ApiError(
         404,
-        f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and none "
-        f"is named {model!r} or 'default'. {nearest(model, policies)}",
+        f"{unknown} {nearest(model, policies)}",
         param="model",
         code="model_not_found",
     )
