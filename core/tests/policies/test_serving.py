@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -329,3 +332,24 @@ async def test_what_a_client_asks_for_beside_the_text_is_returned_or_refused_by_
     assert extra["prompt_token_ids"]
     assert raw.headers["x-agl-ignored"] == "verbosity"
     assert all(usages)
+
+
+READING = """
+from agl_core.cli import main
+from agl_core.server.http import event_loop
+
+def run(serving):
+    key = serving.cr_frame.f_locals["key"]
+    print(key, key in open("/proc/self/environ").read())
+    serving.close()
+
+event_loop.run = run
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the environment of a process")
+def test_the_key_is_taken_out_of_what_the_system_shows_of_the_environment() -> None:
+    started = [sys.executable, "-c", READING, "policy", "serve", "calc"]
+    shown = subprocess.run(started, env={**os.environ, POLICY_KEY: "s3cret-key"}, capture_output=True, text=True)
+    assert shown.stdout.split() == ["s3cret-key", "False"], shown.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from agl_core.protocols import Redactor
 from agl_core.types import Call, Choice, Json, ToolResult
@@ -17,6 +19,10 @@ PATTERNS: Mapping[str, str] = {
     "secret": r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abprs]|AKIA)[-_A-Za-z0-9]{12,}|(?<=Bearer )[-_.=+/A-Za-z0-9]{12,}",
 }
 """The patterns that have a name."""
+
+
+def _is_text_part(value: Json) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("text"), str)
 
 
 class Redaction:
@@ -48,12 +54,23 @@ class Redaction:
         if isinstance(value, Mapping):
             return {self.text(str(name)): self.json(each) for name, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self.json(each) for each in value]
+            return self._parts([self.json(each) for each in value])
         if isinstance(value, int | float) and not isinstance(value, bool):
             written = str(value)
             redacted = self.text(written)
             return value if redacted == written else redacted
         return value
+
+    def _parts(self, values: list[Json]) -> list[Json]:
+        """The values; where text parts beside each other match together, the first has all of their text."""
+        redacted: list[Json] = []
+        for is_text, run in itertools.groupby(values, _is_text_part):
+            parts: list[Any] = list(run)
+            whole = "".join(part["text"] for part in parts) if is_text and len(parts) > 1 else ""
+            if (text := self.text(whole)) != whole:
+                parts = [{**parts[0], "text": text}, *({**part, "text": ""} for part in parts[1:])]
+            redacted += parts
+        return redacted
 
     def record(self, record: Call | ToolResult) -> Call | ToolResult:
         """A call or a tool result as it may be stored."""

@@ -186,6 +186,26 @@ def test_keys_and_numbers_of_json_are_texts_too() -> None:
     }
 
 
+async def test_a_match_that_text_parts_share_is_redacted_too(tmp_path: Path) -> None:
+    """Also over more than two of them; parts that do not match together stay as they are."""
+
+    def part(text: str) -> dict[str, str]:
+        return {"type": "text", "text": text}
+
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    said = [*map(part, ("I am ada", "@exam", "ple.org", " there")), image, part("plain"), part("text")]
+    async with deployed(tmp_path, redact=("email",)) as use:
+        use.model.script(Say("Yes."))
+        client = use.agent(use.keys.of_application("shop"))
+        await client.chat.completions.create(model="default", messages=[{"role": "user", "content": said}])  # type: ignore[list-item, misc]
+        [call] = await use.calls()
+    assert call.request["messages"][0]["content"] == [  # type: ignore[call-overload, index]
+        *map(part, ("I am [EMAIL] there", "", "", "")), image, part("plain"), part("text"),
+    ]  # fmt: skip
+    assert call.prompt_ids is None
+    assert b"ple.org" not in raw(tmp_path)
+
+
 async def test_old_sessions_are_removed(tmp_path: Path) -> None:
     async with deployed(tmp_path, keep_days=30) as use:
         await use.ask("Rumpelstilzchen", "old", **{"x-agl-session-end": "1"})
