@@ -204,6 +204,12 @@ def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
     agent = loaded.config.agent
     if agent is None:
         return  # What it is needed for is found out with the tasks.
+    runs = loaded.config.runs.resolve()
+    yield Finding(
+        "agent's reach",
+        f"no tool that a model drives should be able to read {loaded.folder} (tasks with their answers) or {runs} "
+        f"(records, keys): run such tools as another user, or in a container (docs/security.md)",
+    )
     if agent.entry is None:
         program = shlex.split(agent.command)[0] if isinstance(agent.command, str) else (agent.command or ("",))[0]
         remedy = "" if is_there(program, loaded.folder) else "name a program that is installed here (agent.command)"

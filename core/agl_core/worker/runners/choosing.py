@@ -35,9 +35,9 @@ def choose_runner(
 ) -> Runner:
     """The runner of this agent's attempts, for the server at `base_url`.
 
-    Its module is also looked for in `folder`, and its command runs there; `plugins` are files whose adapters are to be
-    attached. A Python agent is imported, so attach adapters in this process before. AgentError if the import fails, or
-    if there is no such command.
+    Its module, and files that its command names, are also looked for in `folder`; `plugins` are files whose adapters
+    are to be attached. A Python agent is imported, so attach adapters in this process before. AgentError if the import
+    fails, or if there is no such command.
     """
     attached = plugins if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
