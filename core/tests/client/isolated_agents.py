@@ -49,6 +49,10 @@ def tell() -> Any:
     return {"pid": os.getpid(), "seen": len(STATE), "random": [random.random(), float(numpy.random.random())]}
 
 
+def tell_folder() -> Any:
+    return os.getcwd(), os.listdir()
+
+
 def tell_environment() -> Any:
     return {name: os.environ.get(name) for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "AGL_TASK", "AGL_ROLLOUT")}
 

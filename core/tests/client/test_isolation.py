@@ -97,6 +97,19 @@ async def test_the_environment_names_the_attempt(workplace: Any) -> None:
     assert (json.loads(found["AGL_TASK"]), found["AGL_ROLLOUT"]) == ({"does": "tell_environment"}, rollout.id)
 
 
+@pytest.mark.parametrize("stays", [False, True])
+async def test_each_attempt_works_in_an_empty_folder_of_its_own_unless_agents_began_in_the_workers(
+    workplace: Any, stays: bool
+) -> None:
+    ended = await run(workplace, [{"does": "tell_folder"}] * 2, processes(workplace, stays=stays))
+    folders, listed = zip(*(attempt.result for _, attempt in ended), strict=True)
+    if stays:
+        assert set(folders) == {os.getcwd()}
+        return
+    assert (len(set(folders)), listed) == (2, ([], []))
+    await until(lambda: not any(map(os.path.exists, folders)))
+
+
 async def test_async_agents_can_have_processes_too(workplace: Any) -> None:
     [(rollout, attempt)] = await run(workplace, [{"does": "x"}], processes(workplace, "isolated_agents:solve_async"))
     assert rollout.ending is Ending.FINISHED
