@@ -24,6 +24,8 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 # make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
 	a2a=a2a-sdk[http-server] npm= \
+	semantic_kernel=semantic-kernel agno=agno,openai,anthropic,openinference-instrumentation-agno \
+	agent_framework=agent-framework-core,agent-framework-openai camel=camel-ai,mcp\<2 griptape=griptape,openai \
 	llama_index=adapters/llama-index,llama-index-core==0.14.20 llama_index=adapters/llama-index \
 	haystack=adapters/haystack,haystack-ai==3.0.0 haystack=adapters/haystack \
 	smolagents=adapters/smolagents,smolagents[openai]==1.21.0 smolagents=adapters/smolagents \

@@ -129,6 +129,26 @@ def watch() -> Callable[[], Identity | None]:
 
 
 @functools.cache
+def default_provider() -> TracerProvider:
+    """The provider of those who trace where nobody has set one; it exports nothing.
+
+    It is not set: the process still has no provider, and whoever sets one gets all spans from then on.
+    """
+    watch()
+    provider = TracerProvider(shutdown_on_exit=False)
+    tracer_of = trace.ProxyTracer._tracer.fget  # type: ignore[attr-defined]
+
+    def tracer(proxy: trace.ProxyTracer) -> trace.Tracer:
+        set_by_user: trace.Tracer = tracer_of(proxy)
+        if set_by_user is not proxy._noop_tracer:
+            return set_by_user
+        return provider.get_tracer(proxy._instrumenting_module_name, proxy._instrumenting_library_version)
+
+    trace.ProxyTracer._tracer = property(tracer)  # type: ignore[method-assign, assignment]
+    return provider
+
+
+@functools.cache
 def _of_this_process() -> RunningSpans:
     return RunningSpans()
 

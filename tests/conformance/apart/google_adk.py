@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Gap, Program, Setting
+from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Setting
 from agl_core.testing.adapters.scenario import Scenario
 
-from .tracing import Traced
 
-
-class GoogleADK(Traced):
-    """A tracer provider is the line. Models are LiteLLM's, experts are sub-agents of mode `single_turn`.
+class GoogleADK(Driver):
+    """No line is needed. Models are LiteLLM's, experts are sub-agents of mode `single_turn`.
 
     A tool that fails returns a dictionary that says so.
     """

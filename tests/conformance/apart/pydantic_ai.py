@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Gap, Program, Setting
+from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Setting
 from agl_core.testing.adapters.scenario import Scenario
 
-from .tracing import Traced
 
-
-class PydanticAI(Traced):
-    """`Agent.instrument_all()` is the line. A tool that fails raises `ModelRetry`, a handoff is an output function."""
+class PydanticAI(Driver):
+    """No line is needed. A tool that fails raises `ModelRetry`, a handoff is an output function."""
 
     name = "pydantic-ai (agl-otel)"
     apis = (CHAT, RESPONSES)

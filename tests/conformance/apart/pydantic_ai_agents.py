@@ -20,7 +20,6 @@ def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if scenario.react:
         raise InexpressibleError
-    Agent.instrument_all()
     made = [_agent(each, scenario, setting) for each in scenario.agents for _ in range(scenario.samples)]
 
     async def run(question: Question) -> None:

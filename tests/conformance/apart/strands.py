@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Gap, Program, Setting
+from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Setting
 from agl_core.testing.adapters.scenario import Scenario
 
-from .tracing import Traced
 
-
-class Strands(Traced):
-    """A tracer provider is the line. Experts are agents in a tool.
+class Strands(Driver):
+    """No line is needed. Experts are agents in a tool.
 
     Strands' agents keep their conversation: each rollout has agents of its own.
     """
