@@ -10,6 +10,7 @@ it belongs to none: no join is guessed.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import uuid
@@ -33,13 +34,31 @@ def new_span() -> str:
 class Step:
     """A call, and what follows until the next one."""
 
-    __slots__ = ("_is_running", "agent", "followed", "span", "steps")
+    __slots__ = ("_is_running", "agent", "followed", "later", "loop", "span", "steps", "thread")
 
     def __init__(self, steps: Steps, agent: str | None) -> None:
         self.steps, self.agent, self.span = steps, agent, new_span()
         self.followed = False
         """Whether a context that inherited this step has begun another."""
+        self.later: Step | None = None
+        """The step that followed, if no other one may have."""
+        self.loop, self.thread = asyncio._get_running_loop(), threading.get_ident()
         self._is_running = True
+
+    def follow(self, step: Step) -> None:
+        """A context that inherited this step has begun that one; two of one event loop may be of two tasks."""
+        is_alone = not self.followed or (self.later is not None and self.later.loop is not step.loop)
+        self.followed, self.later = True, step if is_alone else None
+
+    def latest(self) -> Step | None:
+        """This step, or the one that followed it in an `asyncio.run` that this context waited for; None: not clear."""
+        step: Step | None = self
+        while step is not None and step.followed:
+            step = step.later
+            # Where no event loop runs, one that ran in this thread has come back.
+            if step is None or step.thread != threading.get_ident() or asyncio._get_running_loop() is not None:
+                return None
+        return step
 
     def end_call(self) -> None:
         """The call has its reply, or failed; a second time changes nothing."""
@@ -76,7 +95,7 @@ class Steps:
         step, before = Step(self, agent), self._here()
         with self._lock:
             if before is not None:
-                before.followed = True
+                before.follow(step)
             else:
                 self._is_ambiguous |= self._running > 0
                 self._elsewhere = step
@@ -98,7 +117,10 @@ class Steps:
         """The step that a tool run here belongs to; None before any call, and if it is not clear."""
         here = self._here()
         if here is not None:
-            return None if here.followed else here
+            step = here.latest()
+            if step is not None:
+                _step.set(step)
+            return step
         return None if self._is_ambiguous else self._elsewhere
 
     def _here(self) -> Step | None:

@@ -179,7 +179,10 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
     if not all(each.has_ids and each.logprobs is not None for each in transitions):
         yield Evidence.TOKEN_IDS
     known = {each.tool_call_id for transition in transitions for each in transition.tool_results}
-    if any(each["id"] not in known for transition in transitions for each in tool_calls_of(transition.response)):
+    latest = {each.agent: each for each in transitions}
+    # The last tool call that an agent was made to make is its answer (structured output): nothing runs it.
+    run = [t for t in transitions if not (t.had_to_call and t is latest[t.agent] and episode.ending is Ending.FINISHED)]
+    if any(each["id"] not in known for transition in run for each in tool_calls_of(transition.response)):
         yield Evidence.TOOL_RESULTS
     prompts = {_system_prompt(each) for each in transitions if each.agent is None}
     if prompts and (len(prompts) > 1 or any(each.agent is not None for each in transitions)):

@@ -139,4 +139,5 @@ def _transition(
         distorted=is_distorted(call, mode),
         state=call.state,
         tools=tools_of(call),
+        had_to_call=call.request.get("tool_choice") not in (None, "auto", "none"),
     )

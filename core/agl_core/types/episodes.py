@@ -49,6 +49,8 @@ class Transition:
     """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if they were not set."""
     tools: tuple[Mapping[str, Json], ...] = ()
     """The tools that the request offered, as a chat completion has them: part of the observation."""
+    had_to_call: bool = False
+    """Whether the request left the model no choice but to call a tool, as for structured output."""
 
     @property
     def has_ids(self) -> bool:

@@ -186,6 +186,41 @@ async def test_tasks_within_one_run_are_told_apart() -> None:
     }
 
 
+def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
+    with stack_in_thread() as served:
+        base_url, key = served.base_url, served.api_key
+        attempt = active(served.key, served.stack.server.base_url, key)
+
+        async def later(*texts: str) -> None:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
+                for text in texts:
+                    await ask(client, text)
+
+        async def at_once() -> None:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
+                await asyncio.gather(ask(client, "this"), ask(client, "that"))
+
+        with openai.OpenAI(base_url=base_url, api_key=key) as client, running(attempt), agl_core.agent("mixed"):
+            client.chat.completions.create(model="default", messages=[{"role": "user", "content": "first"}])
+            look_up("Oslo")
+            asyncio.run(later("second"))
+            look_up("Atlantis")
+            asyncio.run(later("third", "fourth"))
+            asyncio.run(later("fifth"))
+            look_up("Oslo")
+            asyncio.run(at_once())
+            look_up("Atlantis")  # after two calls at once
+        episode = served.portal.call(episode_of, served.stack, served.key, attempt.recording)
+    assert [tools for _, tools in told(episode)] == [
+        [("look_up", "ok")],
+        [("look_up", "empty")],
+        *([], []),
+        [("look_up", "ok")],
+        *([], []),
+    ]
+    assert len(episode.unjoined) == 1
+
+
 async def test_what_cannot_be_told_is_not_guessed() -> None:
     async with running_stack() as stack:
         key = await stack.lease()

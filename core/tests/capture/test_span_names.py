@@ -100,3 +100,10 @@ def test_what_google_adk_leaves_out_is_no_empty_result() -> None:
     seen = tool("execute_tool add", {**base, "gcp.vertex.agent.tool_response": '{"result": ""}'})
     assert str(seen.status) == "empty"
     assert see(span("execute_tool (merged)", {**base, "gen_ai.tool.name": "(merged tools)"})).did is None
+
+
+def test_the_word_of_ag2_for_an_agent_without_a_name_is_no_name() -> None:
+    attributes = {"gen_ai.operation.name": "invoke_agent"}
+    assert see(span("invoke_agent unknown", {**attributes, "gen_ai.agent.name": "unknown"})).agent is None
+    assert see(span("invoke_agent unknown", attributes)).agent is None
+    assert see(span("invoke_agent x", {**attributes, "gen_ai.agent.name": "the unknown"})).agent == "the unknown"

@@ -78,6 +78,25 @@ def test_a_prompt_that_may_be_whole_is_not_marked(text: str) -> None:
     assert health_of(built(said("hi"), prompt_ids=np.arange(3), request=asks(text))) == Health()
 
 
+@pytest.mark.parametrize(
+    ("choice", "ending", "verdict"),
+    [
+        ("required", Ending.FINISHED, Verdict.HEALTHY),
+        ({"type": "function", "function": {"name": "Weather"}}, Ending.FINISHED, Verdict.HEALTHY),
+        ("auto", Ending.FINISHED, Verdict.UNOBSERVED),
+        ("required", Ending.CRASHED, Verdict.UNHEALTHY),
+    ],
+)
+def test_structured_output_by_a_tool_is_an_answer_and_not_a_tool_without_a_result(
+    choice: Any, ending: Ending, verdict: Verdict
+) -> None:
+    request = {"messages": [{"role": "user", "content": "Bern?"}], "tool_choice": choice}
+    assert health_of(built(ASKS, ending=ending, request=request)).verdict is verdict
+    if choice == "required" and ending is Ending.FINISHED:
+        again = built(ASKS, make.choice(tool_calls=["c2"]), request=request)
+        assert health_of(again).missing == (Evidence.TOOL_RESULTS,), "the first was no answer: the agent went on"
+
+
 def test_a_reward_rule_that_raised() -> None:
     assert health_of(replace(built(said("hi")), dropped=DropReason.REWARD_FAILED)).symptoms == (Symptom.REWARD_FAILED,)
 

@@ -180,6 +180,11 @@ def _kind(attributes: Mapping[str, Json]) -> str | None:
 
 
 def _agent(span: Span, is_agent: bool) -> str | None:
+    name = _agent_name(span, is_agent)
+    return None if name == "unknown" else name  # AG2's word for an agent without a name
+
+
+def _agent_name(span: Span, is_agent: bool) -> str | None:
     attributes = span.attributes
     named = _text(attributes, "gen_ai.agent.name", "agent.name", "ai.telemetry.functionId")
     if named or not is_agent or "ai.operationId" in attributes:
