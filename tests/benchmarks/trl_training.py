@@ -1,0 +1,236 @@
+"""SmolLM2-135M on reasoning-gym, trained by agl and by TRL: the same model, tasks, groups, steps and learning rate.
+
+    make bench-trl
+
+trains `chain_sum` (sums and differences of two or three digits) from the same weights by both, once with each seed.
+Both sample a group for each task at temperature 1, give 1 for a reply whose last number is the answer, and take one
+step of AdamW with GRPO's advantages, without a KL term, in float32 on one thread. How they do it is their own. CPU
+seconds are those of the whole command, its start included; neither evaluates in them. Afterwards one program asks the
+initial model and both trained ones the same held-out tasks, greedily. `--write` puts the table into docs/compare.md.
+
+The random numbers of the two differ, so single runs do too. It can be interrupted: what `--folder` has is not run
+again. A seed takes about forty minutes of a free core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import tomli_w
+
+from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PAGE = ROOT / "docs" / "compare.md"
+BEGIN, END = "<!-- written by tests/benchmarks/trl_training.py -->", "<!-- to here -->"
+MEMBERS, MAX_TOKENS, HELD_OUT = 8, 16, 128
+LEARNING_RATE = 2e-5
+DATASET: dict[str, Any] = {
+    "dataset": "chain_sum",
+    "settings": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+}
+LAST = 5
+"""Steps at the end whose mean reward is shown."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    rewards: list[float]
+    """Of each step."""
+    cpu_seconds: float
+    greedy: float
+    """On the held-out tasks, afterwards."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where everything is, and how long the runs are."""
+
+    folder: Path
+    model: Path
+    trl: Path
+    """The Python of the environment that has TRL."""
+    steps: int
+    groups: int
+
+    def kept(self, trainer: str, seed: int) -> Measured:
+        """What was measured with this seed, now or before an interruption."""
+        file = self.folder / f"{trainer}-{seed}.json"
+        if not file.exists():
+            train = self.train_agl if trainer == "agl" else self.train_trl
+            file.write_text(json.dumps(asdict(train(seed))))
+        return Measured(**json.loads(file.read_text()))
+
+    def train_agl(self, seed: int) -> Measured:
+        name = f"agl-{seed}"
+        shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)  # It was interrupted.
+        config = {
+            "config_version": 1,
+            "name": name,
+            "seed": seed,
+            "agent": {"entry": "trl_agent:solve"},
+            "tasks": {"train": {"source": "reasoning_gym", "size": self.steps * self.groups, **DATASET}},
+            "policies": {
+                "default": {
+                    "model": {"path": str(self.model), "dtype": "float32"},
+                    "optimizer": {"learning_rate": LEARNING_RATE},
+                }
+            },
+            "sampling": {"max_tokens": MAX_TOKENS},
+            "train": {
+                "steps": self.steps,
+                "groups_per_step": self.groups,
+                "group_size": MEMBERS,
+                "checkpoint_every": self.steps,
+            },
+            "rewards": {"answer": {"rule": "numeric_match", "field": "answer"}},
+            "algorithm": {"name": "grpo", "grpo": {"beta": 0, "aggregation": "token-mean"}},
+            "engine": {"name": "torch", "torch": {"threads": 1, "max_context": 256}},
+        }
+        file = self.folder / f"{name}.toml"
+        file.write_text(tomli_w.dumps(config))
+        seconds = self.run(name, Path(sys.executable).with_name("agl"), "train", file)
+        lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        rewards = [line["reward/mean"] for line in lines if line["kind"] == "train"]
+        (model,) = (self.folder / "runs" / name / "checkpoints").glob("*/default/model")
+        found = Measured(rewards, seconds, self.greedy(name, model))
+        shutil.rmtree(self.folder / "runs" / name)  # 1.6 GB
+        return found
+
+    def train_trl(self, seed: int) -> Measured:
+        name, out = f"trl-{seed}", self.folder / f"trl-{seed}-model"
+        settings = self.folder / f"{name}.settings"
+        options = ReasoningGymOptions(size=self.steps * self.groups, **DATASET)
+        asked = {
+            "model": str(self.model),
+            "out": str(out),
+            "seed": seed,
+            "steps": self.steps,
+            "groups": self.groups,
+            "members": MEMBERS,
+            "max_tokens": MAX_TOKENS,
+            "learning_rate": LEARNING_RATE,
+            "tasks": tasks(options, seed),
+        }
+        settings.write_text(json.dumps(asked))
+        seconds = self.run(name, self.trl, HERE / "trl_side.py", "train", settings)
+        rewards = json.loads(settings.with_suffix(".result").read_text())
+        found = Measured(rewards, seconds, self.greedy(name, out))
+        shutil.rmtree(out)
+        return found
+
+    def greedy(self, name: str, model: Path) -> float:
+        """The reward of a model on the held-out tasks."""
+        settings = self.folder / f"{name}-eval.settings"
+        held_out = tasks(ReasoningGymOptions(size=HELD_OUT, split="eval", **DATASET), 0)
+        asked = {"model": str(model), "tokenizer": str(self.model), "max_tokens": MAX_TOKENS, "tasks": held_out}
+        settings.write_text(json.dumps(asked))
+        self.run(f"{name}-eval", self.trl, HERE / "trl_side.py", "evaluate", settings)
+        return float(json.loads(settings.with_suffix(".result").read_text()))
+
+    def run(self, name: str, *command: str | Path) -> float:
+        """The CPU seconds of a command and of every process it started."""
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "rewards")]),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        with (self.folder / f"{name}.log").open("w") as log:
+            done = subprocess.run(
+                command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+            )
+        if done.returncode:
+            sys.exit(f"{name} failed:\n{(self.folder / f'{name}.log').read_text()}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def tasks(options: ReasoningGymOptions, seed: int) -> list[tuple[str, str]]:
+    """Question and answer of each, as agl's own source draws them."""
+    source = ReasoningGymTasks(options, Path(), seed)
+    drawn = [source.task(index) for index in range(source.size)]
+    return [(str(task.input), str(task.metadata["answer"])) for task in drawn]
+
+
+HEAD = """\
+| trainer | seeds | greedy before | greedy after | first {last} steps | last {last} steps | CPU seconds |
+|---|---|---|---|---|---|---|"""
+
+
+def row(name: str, before: float, runs: Sequence[Measured]) -> str:
+    def span(value: Callable[[Measured], float], form: str) -> str:
+        values = [value(run) for run in runs]
+        return f"{mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+
+    parts = [
+        span(lambda run: run.greedy, ".2f"),
+        span(lambda run: mean(run.rewards[:LAST]), ".2f"),
+        span(lambda run: mean(run.rewards[-LAST:]), ".2f"),
+        span(lambda run: run.cpu_seconds, ",.0f"),
+    ]
+    return f"| {name} | {len(runs)} | {before:.2f} | {' | '.join(parts)} |"
+
+
+def processor() -> str:
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="made by examples/smollm/fetch.py")
+    parser.add_argument("--trl", type=Path, default=ROOT / ".venv-oracles" / "bin" / "python", help="TRL's Python")
+    parser.add_argument("--folder", type=Path, required=True, help="where the runs go")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--groups", type=int, default=8, help=f"groups of a step, of {MEMBERS} rollouts each")
+    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/compare.md")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(folder, options.model.resolve(), options.trl.absolute(), options.steps, options.groups)
+    runs = {trainer: [bench.kept(trainer, seed) for seed in range(options.seeds)] for trainer in ("agl", "trl")}
+    before = bench.greedy("untrained", bench.model)
+    versions = subprocess.run(
+        [bench.trl, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True, check=True
+    )
+    table = "\n".join(
+        [
+            HEAD.format(last=LAST),
+            row("agl", before, runs["agl"]),
+            row(f"TRL {versions.stdout.strip()}", before, runs["trl"]),
+            "",
+            f"{options.steps} steps of {options.groups} groups of {MEMBERS}, {MAX_TOKENS} new tokens, learning rate "
+            f"{LEARNING_RATE:g}; {HELD_OUT} held-out tasks; means over the seeds, with the "
+            f"range. {time.strftime('%B %Y')}, "
+            f"one thread of an {processor()}.",
+        ]
+    )
+    print(table)
+    if options.write:
+        head, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
