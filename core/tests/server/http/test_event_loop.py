@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceS
 
 from agl_core.server.http.event_loop import run
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.server import running_stack
+from agl_core.testing.server import running_stack, until
 
 from ..otlp_intake import exported
 
@@ -46,3 +48,26 @@ def test_what_main_raises_comes_out() -> None:
 
     with pytest.raises(LookupError, match="gone"):
         run(fail())
+
+
+class Cycle:
+    """Refers to itself: only the garbage collector removes it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_old_garbage_goes_when_the_server_is_idle() -> None:
+    async def serve() -> None:
+        cycle = Cycle()
+        gc.collect(1)  # What it finds is old from now on.
+        assert gc.is_tracked(cycle)
+        left = weakref.ref(cycle)
+        del cycle
+        gc.collect(1)
+        assert left() is not None
+        await until(lambda: left() is None)
+
+    before = gc.get_threshold()
+    run(serve())
+    assert gc.get_threshold() == before
