@@ -50,5 +50,5 @@ def register_task_sources(register: RegisterTaskSource) -> None:
         "reasoning_gym",
         ReasoningGymTasks,
         options=ReasoningGymOptions,
-        doc="Tasks of reasoning-gym, made anew for each seed (needs `agl-rewards[reasoning-gym]`).",
+        doc="A hundred kinds of tasks with verifiers, made anew for each seed (needs `agl-rewards[reasoning-gym]`).",
     )

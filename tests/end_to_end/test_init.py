@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,40 @@ def test_a_model_that_is_not_there_leaves_no_file(folder: Path, agl: Agl) -> Non
     assert "there is no folder" in found.stderr
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "plain.py", "tasks.jsonl"}
     assert (folder / "tasks.jsonl").read_text() == "mine"
-    assert "--model" in agl("init", "plain.py").stderr
+
+
+def test_without_a_model_one_to_start_with_is_offered_and_tasks_with_verifiers(folder: Path, agl: Agl) -> None:
+    found = agl("init", "plain.py")
+    assert found.returncode == 0, found.stderr
+    assert "model: to start with, Qwen/Qwen2.5-0.5B-Instruct" in found.stdout
+    assert 'source = "reasoning_gym"' in found.stdout
+    model = tomllib.loads((folder / "train.toml").read_text())["policies"]["default"]["model"]
+    assert model == {"path": "Qwen/Qwen2.5-0.5B-Instruct"}
+
+
+@pytest.mark.parametrize(
+    ("code", "offered"),
+    [
+        ("@tool\ndef search(query): ...\ndef ask_it(task): ...\n", ["ask_it"]),
+        ("@agent.tool()\ndef search(query): ...\ndef ask_it(task): ...\n", ["ask_it"]),
+        ("def search(query): ...\nx = dict(tools=[search])\ndef ask_it(task): ...\n", ["ask_it"]),
+        (
+            "def plain(t): ...\ndef ask_it(task): return plain(task)\nif __name__ == '__main__':\n    ask_it(1)\n",
+            ["ask_it"],
+        ),
+        ("@tool\ndef search(query): ...\ndef one(task): ...\ndef two(task): ...\n", ["one", "two"]),
+    ],
+)
+def test_agents_are_offered_and_not_their_tools(folder: Path, code: str, offered: list[str]) -> None:
+    named: list[str] = []
+    (folder / "both.py").write_text(f"class agent:\n    def tool(): return lambda f: f\ntool = lambda f: f\n{code}")
+
+    def choose(possible: Sequence[str]) -> str:
+        named.extend(possible)
+        return possible[0]
+
+    assert read_agent_file(folder / "both.py", None, choose).function == offered[0]
+    assert named in ([], offered)
 
 
 @pytest.mark.parametrize(

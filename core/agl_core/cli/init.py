@@ -9,13 +9,15 @@ from typing import Annotated
 
 import typer
 
-from agl_core.errors import ConfigError
-
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
 Entry = Annotated[str | None, typer.Option(help="The function in it that takes a task's input; found by default.")]
 Model = Annotated[
-    str | None, typer.Option(help="The model to train: a folder, or a Hugging Face hub name. Asked for if absent.")
+    str | None,
+    typer.Option(help="The model to train: a folder, or a Hugging Face hub name. Offered if absent: a small one."),
 ]
+_TO_START_WITH = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Small, and it can call tools."""
+
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")]
 
 
@@ -37,11 +39,17 @@ def init(agent: File, entry: Entry = None, model: Model = None, force: Force = F
         else "framework: none that an installed adapter knows; its LLM calls are recorded all the same"
     )
     if model is None:
-        if not sys.stdin.isatty():
-            raise ConfigError("Which model? Name a folder or a Hugging Face hub name with --model.")
-        model = typer.prompt("Model to train (a folder, or a Hugging Face hub name)")
+        typer.echo(
+            f"model: to start with, {_TO_START_WITH} (1 GB from the Hugging Face hub; it knows tools). Smaller, but "
+            f"without tools: HuggingFaceTB/SmolLM2-135M-Instruct. Any other folder or hub name will do."
+        )
+        model = typer.prompt("Model to train", default=_TO_START_WITH) if sys.stdin.isatty() else _TO_START_WITH
     for path in write_files(found, model, force=force):
         typer.echo(f"wrote {path}")
+    typer.echo(
+        "tasks: the eight sums in tasks.jsonl only show the form. Without tasks of your own yet, take some of "
+        'reasoning-gym\'s hundred kinds, which have verifiers: source = "reasoning_gym" (docs/data.md)'
+    )
     typer.echo(f"next: agl train {found.file.parent / CONFIG}")
 
 

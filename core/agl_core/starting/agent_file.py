@@ -52,7 +52,7 @@ def read_agent_file(file: Path, function: str | None, choose: Callable[[Sequence
     except (SyntaxError, ValueError) as error:
         raise AgentError(f"{file} is not valid Python: {error}.") from error
     functions = {each.name: each for each in tree.body if isinstance(each, Function)}
-    chosen = function or _chosen(file, functions, choose)
+    chosen = function or _chosen(file, tree, functions, choose)
     adapters, before = installed_adapters(), set(sys.modules)
     with agent_environment(client_variables(_NOWHERE)):
         agent = load_agent(f"{file.stem}:{chosen}", file.parent)
@@ -61,8 +61,11 @@ def read_agent_file(file: Path, function: str | None, choose: Callable[[Sequence
     return AgentFile(file, chosen, agent.is_async, () if found is None else _keys(found), sorted(set(frameworks)))
 
 
-def _chosen(file: Path, functions: dict[str, Function], choose: Callable[[Sequence[str]], str | None]) -> str:
-    possible = [name for name, each in functions.items() if not name.startswith("_") and _takes_one(each)]
+def _chosen(
+    file: Path, tree: ast.Module, functions: dict[str, Function], choose: Callable[[Sequence[str]], str | None]
+) -> str:
+    callable_ = [name for name, each in functions.items() if not name.startswith("_") and _takes_one(each)]
+    possible = [name for name in callable_ if not _is_tool(functions[name]) and not _is_used(name, tree)] or callable_
     usual = [name for name in _USUAL if name in possible]
     if usual or len(possible) == 1:
         return (usual or possible)[0]
@@ -75,6 +78,17 @@ def _chosen(file: Path, functions: dict[str, Function], choose: Callable[[Sequen
     if chosen is None:
         raise AgentError(f"{file} has several functions that could be the agent. Name one: --entry {possible[0]}.")
     return chosen
+
+
+def _is_tool(function: Function) -> bool:
+    """Whether a decorator says so: `@tool`, `@function_tool(…)`, `@agent.tool`."""
+    return any("tool" in ast.unparse(each).partition("(")[0].lower() for each in function.decorator_list)
+
+
+def _is_used(name: str, tree: ast.Module) -> bool:
+    """Whether something else in the file calls it or hands it on, as with helpers and tools; `if __name__ …` aside."""
+    others = [each for each in tree.body if not isinstance(each, ast.If) and getattr(each, "name", None) != name]
+    return any(isinstance(node, ast.Name) and node.id == name for each in others for node in ast.walk(each))
 
 
 def _takes_one(function: Function) -> bool:
