@@ -212,12 +212,19 @@ $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 		{ echo "agl needs Python 3.11 or newer. Name one, for instance: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing into $(VENV), once (1.6 GB, some minutes) '
-	@set -o pipefail; export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
-	$(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) 2>&1 \
-		| tee $(VENV)/install.log | awk '/^Collecting/ && ++found % 4 == 0 { printf "."; fflush() }' \
-		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
+	@$(call install_all,constraints.txt) || \
+		{ $(FOUND_CUDA) && printf '$(WITH_CUDA)' && grep -v '<0$$' constraints.txt >$(VENV)/constraints.txt && \
+		$(call install_all,$(VENV)/constraints.txt); } || { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@
+
+install_all = (set -o pipefail; export PIP_CONSTRAINT=$(1) PIP_DISABLE_PIP_VERSION_CHECK=1; \
+	$(BIN)/python -m pip install --progress-bar off $(PACKAGES:%=-e %[test]) $(EXAMPLES) $(TOOLS) 2>&1 \
+		| tee $(VENV)/install.log | awk '/^Collecting/ && ++found % 4 == 0 { printf "."; fflush() }')
+# pip's log says so where constraints.txt, which wants a CPU build, cannot be kept to.
+FOUND_CUDA = grep -qE '(requirement|depends on|constraint\)) (cuda|nvidia)-' $(VENV)/install.log
+WITH_CUDA = \nYour index has no CPU build of torch, so its CUDA build is installed, with 5 GB more. \
+(To save them: make clean, and PIP_EXTRA_INDEX_URL=address; pytorch.org, Get Started, has that of the CPU wheels.)\n
 
 # EXPLAIN_FAILURE then reads the log of this environment.
 $(ORACLES)/.installed: VENV := $(ORACLES)
@@ -255,6 +262,6 @@ $(VERL)/.installed: algorithms/verl/constraints.txt $(VERL_PACKAGES:%=%/pyprojec
 
 define EXPLAIN_FAILURE
 { tail -n 25 $(VENV)/install.log; echo "All of pip's output is in $(VENV)/install.log."; \
-! grep -q 'requirement \(cuda\|nvidia\)-' $(VENV)/install.log || echo "pip found a torch that would bring CUDA. Add \
+! $(FOUND_CUDA) || echo "pip found a torch that would bring CUDA. Add \
 PyTorch's CPU wheels as a source with PIP_EXTRA_INDEX_URL (pytorch.org, Get Started, has the address)."; }
 endef

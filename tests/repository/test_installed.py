@@ -69,3 +69,37 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(wheels: Path
     listed = {each["name"]: each["origin"] for each in json.loads(run(python.parent / "agl", "plugins", "--json"))}
     assert listed["langchain"].startswith("agl-langchain ")
     assert {"sqlite", "jsonl", "identical"} <= set(listed)
+
+
+PIP = """#!/bin/sh
+echo "$PIP_CONSTRAINT: $(grep -c '^cuda-toolkit<0' "$PIP_CONSTRAINT")" >>"$(dirname "$0")/asked"
+grep -q '^cuda-toolkit<0' "$PIP_CONSTRAINT" || exit 0
+echo 'The conflict is caused by:'
+echo '    torch 2.13.0 depends on cuda-toolkit[cublas]==13.0.2; platform_system == "Linux"'
+echo '    The user requested (constraint) cuda-toolkit<0'
+echo 'ERROR: ResolutionImpossible'
+exit 1
+"""
+"""A pip whose index has only the CUDA build of torch."""
+
+
+def test_make_install_takes_the_cuda_build_where_there_is_no_other_and_says_so(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PIP)
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "install", f"VENV={tmp_path}", f"PYTHON={sys.executable}"],
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no CPU build of torch, so its CUDA build is installed" in done.stdout
+    assert "PIP_EXTRA_INDEX_URL" in done.stdout
+    asked = (python.parent / "asked").read_text().splitlines()
+    assert asked == ["constraints.txt: 1", f"{tmp_path}/constraints.txt: 0"]
+    assert (tmp_path / ".installed").exists()
