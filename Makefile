@@ -223,8 +223,8 @@ install_all = (set -o pipefail; export PIP_CONSTRAINT=$(1) PIP_DISABLE_PIP_VERSI
 		| tee $(VENV)/install.log | awk '/^Collecting/ && ++found % 4 == 0 { printf "."; fflush() }')
 # pip's log says so where constraints.txt, which wants a CPU build, cannot be kept to.
 FOUND_CUDA = grep -qE '(requirement|depends on|constraint\)) (cuda|nvidia)-' $(VENV)/install.log
-WITH_CUDA = \nYour index has no CPU build of torch, so its CUDA build is installed, with 5 GB more. \
-(To save them: make clean, and PIP_EXTRA_INDEX_URL=address; pytorch.org, Get Started, has that of the CPU wheels.)\n
+WITH_CUDA = \nYour index has no CPU build of torch, so its CUDA build is installed: 6 GB in all. \
+(To save 4.4 of them: make clean, and PIP_EXTRA_INDEX_URL=address; pytorch.org, Get Started, has that of the CPU wheels.)\n
 
 # EXPLAIN_FAILURE then reads the log of this environment.
 $(ORACLES)/.installed: VENV := $(ORACLES)
