@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from agl_core.capture import StatusRule
 from agl_core.capture.status_rules import REPORTED, WORDS, Seen
-from agl_core.plugins import Component, Kind, Plugins, import_file
+from agl_core.plugins import Component, Kind, Plugins
 from agl_core.training.alarms import ALARMS
 from agl_core.types import Evidence, Symptom
 from agl_verl.options import VerlOptions
@@ -48,9 +49,9 @@ def _rules_of_adapters() -> list[StatusRule]:
     """Those of all adapters of this repository, installed or not, as `status_rules` orders them."""
     brought: dict[str, Component] = {}
     for file in (ROOT / "adapters").glob("*/agl_*/plugin.py"):
-        plugins = Plugins()  # One each: all these files are called `plugin`.
-        plugins.register(import_file(file), str(file))
-        del sys.modules["plugin"]
+        plugins, module = Plugins(), types.ModuleType(file.parent.name)
+        exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
+        plugins.register(module, str(file))
         brought |= plugins.components(Kind.ADAPTER)
     return [rule for _, component in sorted(brought.items()) for rule in component.status_rules]
 

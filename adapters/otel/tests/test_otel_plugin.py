@@ -42,12 +42,10 @@ def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_th
     tmp_path: Path,
 ) -> None:
     (tmp_path / "strands.py").write_text("from opentelemetry import trace\ntracer = trace.get_tracer('strands')\n")
-    program = f"""
-        import sys
+    program = """
         import agl_core
         from agl_core.capture import ActiveAttempt, Recording, running
 
-        sys.path.insert(0, {str(tmp_path)!r})
         attachment = agl_core.attach()
 
         import strands
@@ -61,7 +59,7 @@ def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_th
         mine.add_span_processor(SimpleSpanProcessor(exporter))
         with running(ActiveAttempt("r1", 0, "http://127.0.0.1:9", "key", recording)):
             for tool in ("before", "after"):
-                attributes = {{"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": tool}}
+                attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": tool}
                 strands.tracer.start_span(tool, attributes=attributes).end()
                 trace.set_tracer_provider(mine)
         assert [tool_result.tool for tool_result in recording.tool_results] == ["before", "after"]
@@ -69,7 +67,9 @@ def test_a_framework_that_brings_spans_needs_no_provider_and_the_users_own_is_th
         assert trace.get_tracer_provider() is mine
         assert not attachment.failed
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
