@@ -116,10 +116,15 @@ def read_run(run: Path | None, read: Callable[[Store], Awaitable[_Found]]) -> _F
 
 def find_store(folder: Path) -> Callable[[bool], Store]:
     """What `open_store` does with `read_only`, for those who open it often: finding its plugin takes a while."""
-    if "capture" in _toml(folder / CONFIG_FILE):
+    if is_capture(folder):
         return lambda read_only: SqliteStore(folder / "store.sqlite", read_only=read_only)
     chosen = load_store(folder / CONFIG_FILE)
     return lambda read_only: cast(Store, chosen.build(folder, read_only))
+
+
+def is_capture(folder: Path) -> bool:
+    """Whether `agl run` recorded here, in front of an upstream."""
+    return "capture" in _toml(folder / CONFIG_FILE)
 
 
 def list_runs(runs: Path) -> list[RunEntry]:

@@ -45,7 +45,9 @@ UpstreamOption = Annotated[
 NameOption = Annotated[
     str | None,
     typer.Option(
-        "--name", help="The run's folder below ./runs, with a number if it is taken, as NAME-2; by default 'capture'."
+        "--name",
+        help="The run's folder below ./runs. A recording of this name gets one rollout more. By default 'capture', "
+        "with a number if that is taken, as capture-2.",
     ),
 ]
 
@@ -59,6 +61,8 @@ class _Setting:
 
     folder: Path
     store: Store
+    is_new: bool
+    """Whether nothing was recorded there before."""
     described: Mapping[str, Any]
     """What is stored as the run's configuration."""
     hook: RunHooks
@@ -99,7 +103,7 @@ def run(
     else:
         setting = _configured(config, name)
     _say(f"recording to {setting.folder}")
-    with removed_unless_begun(setting.folder) as begun:
+    with removed_unless_begun(setting.folder if setting.is_new else None) as begun:
         status = asyncio.run(_record(command, setting, begun))
     raise typer.Exit(status)
 
@@ -107,7 +111,7 @@ def run(
 def _forwarding(
     command: Sequence[str], url: str | None, key_variable: str | None, model: str | None, name: str | None
 ) -> _Setting:
-    from agl_core.analysis.runs import open_store
+    from agl_core.analysis.runs import is_capture, open_store
     from agl_core.cli.shared.upstreams import chosen_key, chosen_url, open_upstream
     from agl_core.plugins import Plugins
 
@@ -125,8 +129,10 @@ def _forwarding(
     for doubt in probe.doubts:
         _say(f"note: the token ids of this server do not go together: {doubt}")
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
-    folder = new_capture(name or "capture", described)
-    return _Setting(folder, open_store(folder, read_only=False), described, plugins.hook, upstream=upstream)
+    before = Path("runs") / name if name else None
+    is_new = before is None or not is_capture(before)
+    folder = new_capture(name or "capture", described) if before is None or is_new else before
+    return _Setting(folder, open_store(folder, read_only=False), is_new, described, plugins.hook, upstream=upstream)
 
 
 def new_capture(name: str, described: Mapping[str, Any]) -> Path:
@@ -155,6 +161,7 @@ def _configured(config: Path, name: str | None) -> _Setting:
     return _Setting(
         folder,
         loaded.store.build(folder),
+        True,
         loaded.config.model_dump(mode="json"),
         loaded.plugins.hook,
         engine=loaded.engine.build(engine_context(loaded, folder)),
@@ -185,11 +192,12 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
         gateway = setting.gateway or GatewaySection()
         server = LightningServer(store, upstream, settings, setting.hook, gateway=gateway, keys=keys)
         await stack.enter_async_context(server)
+        restart, id = len(await store.runs()), f"{run_id}-{uuid.uuid4().hex[:8]}"
         rollout = Rollout(
-            id=f"{run_id}-{uuid.uuid4().hex[:8]}",
+            id=id,
             run=run_id,
-            restart=0,
-            group=run_id,
+            restart=restart,
+            group=id,
             task=Task(run_id, {"command": list(command)}, split="capture"),
             # What the agent asks for is what is sampled: nothing of it was sampled for training.
             mode=Mode.EVAL_SAMPLED,
@@ -197,7 +205,7 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
             member=0,
         )
         begun()
-        await store.put(Run(run_id, 0, time.time(), setting.described))
+        await store.put(Run(run_id, restart, time.time(), setting.described))
         await server.queue.enqueue([rollout])
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases

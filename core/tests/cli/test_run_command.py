@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agl_core.capture.attach.environment import SITE, bootstrap_variables
+from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.types import AttemptKey, Ending, Mode
 
@@ -59,6 +61,13 @@ thread.join()
 elsewhere = httpx2.post(sys.argv[1] + "/chat/completions", json={"messages": [{"role": "user", "content": "direct"}]})
 print("done")
 sys.exit(3)
+"""
+
+
+ASKING = """
+import sys
+from openai import OpenAI
+OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": sys.argv[1]}])
 """
 
 
@@ -275,7 +284,7 @@ def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
                 print(error.status_code, error)
         """,
     )
-    arguments = ("--upstream", running.upstream.url, "--name", "several", "--", sys.executable, "agent.py")
+    arguments = ("--upstream", running.upstream.url, "--", sys.executable, "agent.py")
 
     result = running.agl("run", *arguments)
     assert (result.returncode, result.stdout[:3]) == (0, "404"), result.stderr
@@ -285,8 +294,29 @@ def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
     assert [each.body["model"] for each in running.upstream.received] == ["small", "large", "large", "large"]
-    assert [t.policy for t in running.recorded("several")[2].transitions] == ["small"]
-    assert [t.policy for t in running.recorded("several-2")[2].transitions] == ["default", "default"]
+    assert [t.policy for t in running.recorded()[2].transitions] == ["small"]
+    assert [t.policy for t in running.recorded("capture-2")[2].transitions] == ["default", "default"]
 
     result = running.agl("run", "--model", "larg", *arguments)
     assert "note: the server lists no model 'larg'. Did you mean" in result.stderr
+
+
+def test_a_name_collects_recordings(running: Bench) -> None:
+    running.script("agent.py", ASKING)
+    arguments = ("--upstream", running.upstream.url, "--name", "up", "--", sys.executable, "agent.py")
+    assert [running.agl("run", *arguments, word).returncode for word in ("first", "second")] == [0, 0]
+
+    async def asked() -> list[tuple[int, str]]:
+        async with SqliteStore(running.folder / "runs" / "up" / "store.sqlite", read_only=True) as store:
+            rollouts = await store.rollouts()
+            calls = [await store.calls([AttemptKey(rollout.id, 0)]) for rollout in rollouts]
+            texts = [call.request["messages"][0]["content"] for [call] in calls]
+            return list(zip((rollout.restart for rollout in rollouts), texts, strict=True))
+
+    assert asyncio.run(asked()) == [(0, "first"), (1, "second")]
+    assert [each.name for each in (running.folder / "runs").iterdir()] == ["up"]
+
+    (running.folder / "runs" / "trained").mkdir()
+    (running.folder / "runs" / "trained" / "config.toml").write_text("config_version = 1\n")
+    result = running.agl("run", *[each if each != "up" else "trained" for each in arguments], "third")
+    assert (result.returncode, "recording to runs/trained-2" in result.stderr) == (0, True)
