@@ -142,13 +142,13 @@ def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
     return ScoredConfig(config=config, folder=folder, plugins=plugins, **_only(ScoredConfig, chosen))
 
 
-def load_for_policies(path: Path, overrides: Sequence[str] = ()) -> PolicyConfig:
+def load_for_policies(path: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> PolicyConfig:
     """Read a run's configuration as far as the policies that it trained need it.
 
-    No plugin has to be installed, and no plugin file is imported.
+    No plugin has to be installed, and no plugin file is imported; `plugins` are those that the run itself has loaded.
     """
     config, folder, report = _validated(path, overrides)
-    plugins = Plugins.load()
+    plugins = plugins or Plugins.load()
     config, chosen = resolve(config, plugins, folder, report, ())
     return PolicyConfig(config, folder, plugins, chosen["engine"])
 

@@ -68,7 +68,7 @@ async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summ
     ledger = Ledger.of_run(run_dir)
     for policy in loaded.policies:
         ledger.begin(policy, step, "It is what the run was deployed with.")
-    async with DeployedVersions(run_dir, loaded.config, observer.say) as deployed:
+    async with DeployedVersions(run_dir, loaded.config, observer.say, loaded.plugins) as deployed:
         return await train(
             loaded,
             run_dir,

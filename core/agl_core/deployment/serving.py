@@ -17,6 +17,7 @@ from agl_core.deployment.canary import Outcome
 from agl_core.deployment.ledger import Ledger
 from agl_core.deployment.standing import Standing, State
 from agl_core.errors import AglError, EngineError
+from agl_core.plugins import Plugins
 from agl_core.policies.engines import Source
 from agl_core.policies.naming import Reference, called
 from agl_core.policies.shelf import Served, Shelf, Wanted
@@ -52,12 +53,18 @@ class DeployedVersions:
     need a stable version each (`Ledger.begin`). Used from the server's event loop.
     """
 
-    def __init__(self, run: Path, config: RunConfig, say: Callable[[str], None] = logger.info) -> None:
+    def __init__(
+        self,
+        run: Path,
+        config: RunConfig,
+        say: Callable[[str], None] = logger.info,
+        plugins: Plugins | None = None,
+    ) -> None:
         assert config.learn is not None
         self._run, self._config, self._say = run, config, say
         self._share = config.learn.canary.share
         self._ledger = Ledger.of_run(run)
-        self._source = Source.of(run)
+        self._source = Source.of(run, plugins=plugins)
         self._standings: dict[str, Standing] = {}
         self._sessions: dict[str, ActiveSession] = {}
         """Those that have a version."""

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import PolicyConfig, load_for_policies
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind
+from agl_core.plugins import Kind, Plugins
 from agl_core.policies.naming import Version
 from agl_core.protocols import EngineContext, PolicyEngine, PolicySpec
 from agl_core.registering import Capability
@@ -42,9 +42,9 @@ class Source:
     loaded: PolicyConfig
 
     @classmethod
-    def of(cls, run: Path, overrides: Sequence[str] = ()) -> Source:
-        """Read the run's configuration, with `KEY=VALUE` texts that override it."""
-        return cls(load_for_policies(run / CONFIG_FILE, overrides))
+    def of(cls, run: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> Source:
+        """Read the run's configuration, with `KEY=VALUE` texts that override it; see `load_for_policies`."""
+        return cls(load_for_policies(run / CONFIG_FILE, overrides, plugins))
 
     def spec(self, version: Version) -> PolicySpec:
         """What to load. ConfigError if the weights below an adapter are gone."""

@@ -16,6 +16,7 @@ from agl_core.deployment.ledger import Ledger
 from agl_core.deployment.serving import DeployedVersions
 from agl_core.deployment.standing import By, State
 from agl_core.errors import EngineError
+from agl_core.plugins import Plugins
 from agl_core.policies.engines import Source
 from agl_core.protocols import PolicySpec, Upstream
 from agl_core.server import Keys, LightningServer
@@ -279,3 +280,30 @@ async def test_sessions_whose_calls_fail_are_counted_for_their_version(
         assert 0 < len(failed) < 20
         assert len({each.name for each in failed}) == len(failed)
         assert replace(failed[0], name="") == replace(failed[-1], name="")
+
+
+OF_A_FILE = """
+import agl_core
+
+class Engine:
+    async def start(self):
+        raise agl_core.errors.EngineError("This is the engine of the file.")
+
+    async def stop(self): ...
+
+@agl_core.hookimpl
+def register_engines(register):
+    register("mine", lambda options, context: Engine(), provides={agl_core.Capability.POLICIES})
+"""
+
+
+async def test_versions_are_served_by_the_engine_that_trains_also_if_a_plugin_file_brings_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OF_A_FILE)
+    run = make_deployed(tmp_path / "calc", 10).run
+    written = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(f"plugins = [{str(file)!r}]\n" + written.replace("not-installed", "mine"))
+    config = load_for_policies(run / "config.toml").config
+    with pytest.raises(EngineError, match="the engine of the file"):
+        async with DeployedVersions(run, config, plugins=Plugins.load([file])):
+            pass
