@@ -195,6 +195,12 @@ ATTEMPT: Mapping[str, Faults] = {
     "result": tuple((each, TRAINED) for each in (None, NAN, INF, "", {"a": []}, HUGE)),
     "error": harmless,
     "passed_through": ((None, TRAINED), ({}, TRAINED), ({"embeddings": -1}, TRAINED), ({"": "many"}, TRAINED)),
+    "bypassed": (
+        (None, TRAINED),
+        ({}, TRAINED),
+        ({"https://elsewhere/v1/messages": -1}, TRAINED),
+        ({"": "many"}, TRAINED),
+    ),
 }
 ROLLOUT: Mapping[str, Faults] = {
     "id": (("nobody", NOT_RUN), ("nul\0", REFUSED)),

@@ -120,6 +120,7 @@ CHANGED: dict[str, Any] = {
     "rewards.short.rule": "brevity",
     "rewards.brevity.weight": 0.5,
     "rewards.brevity.scores": "both",
+    "rewards.brevity.time_limit": 5.0,
     "credit.name": "per_step",
     "algorithm.name": "easy",
     "engine.name": "rich",
