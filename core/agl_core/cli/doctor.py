@@ -149,14 +149,13 @@ def _attaching() -> Iterator[Finding]:
     adapters: list[Adapter] = []
     with contextlib.suppress(AglError):  # the line on plugins says why
         adapters = installed_adapters()
-    installed = importlib.metadata.packages_distributions()
     for framework in dict.fromkeys(each.framework for each in adapters):
-        if framework.split(".")[0] not in installed:
-            continue
         attachment = attach([each for each in adapters if each.framework == framework])
         try:
             importlib.import_module(framework)
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and f"{framework}.".startswith(f"{error.name}."):
+                continue  # It is not installed.
             remedy = "an agent that uses it cannot run: reinstall it"
             yield Finding(framework, f"cannot be imported ({type(error).__name__}: {error})", remedy, is_needed=False)
             continue
@@ -164,6 +163,7 @@ def _attaching() -> Iterator[Finding]:
         remedy = f"install a version of {framework.split('.')[0]} that the adapter's package asks for" if failed else ""
         yield Finding(framework, failed or "agl attaches to it", remedy)
     attached = {each.framework for each in adapters}
+    installed = importlib.metadata.packages_distributions()
     for distribution, module in FRAMEWORKS.items():
         if module not in attached and distribution in installed.get(module.split(".")[0], ()):
             remedy = "if an agent uses it, install an adapter for it (README, Where everything is)"

@@ -104,6 +104,12 @@ def test_a_framework_without_an_adapter_is_a_note(monkeypatch: pytest.MonkeyPatc
     assert "install an adapter" in notes[0]["remedy"]
 
 
+def test_a_framework_that_is_not_there_is_nothing_to_report() -> None:
+    """Its namespace package may be: google is there by Google's other packages, and google.adk is not."""
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
+    assert "google.adk" not in {each["what"] for each in found}
+
+
 def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(tmp_path: Path) -> None:
     def doctor() -> tuple[int, str]:
         result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
