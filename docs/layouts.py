@@ -42,7 +42,7 @@ def layouts(run: Path) -> dict[str, Any]:
     attention.use(model.train())
     episodes = [each for each in first_step(run) if each.transitions]
     calls, whole = batch_of(episodes), batch_of([in_one(each) for each in episodes])
-    trees = Limits.of(model, TOKENS)
+    trees = Limits.of(model, TOKENS, model.config.max_position_embeddings)
     rows = replace(trees, hidden_size=None)
     found: dict[str, Any] = {}
     truth = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import httpx
@@ -25,6 +27,9 @@ async def solve(task_input: Any, context: AgentContext) -> Any:
             tool_calls = reply.get("tool_calls") or ()
             if not tool_calls:
                 break
+            for each in tool_calls:
+                if each["function"]["arguments"] == "denied":
+                    await client.post("traces", json=_success(each), headers=headers)
             messages += [
                 reply,
                 *({"role": "tool", "tool_call_id": each["id"], "content": _look(each)} for each in tool_calls),
@@ -34,8 +39,29 @@ async def solve(task_input: Any, context: AgentContext) -> Any:
     return 1.0 if reply["content"] == "report" else reply["content"]
 
 
+def _success(tool_call: Any) -> Any:
+    """What OpenTelemetry would export of a tool that found something."""
+    attributes = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "look",
+        "gen_ai.tool.call.id": tool_call["id"],
+        "gen_ai.tool.call.result": "5 apples",
+    }
+    span = {
+        "traceId": os.urandom(16).hex(),
+        "spanId": os.urandom(8).hex(),
+        "name": "look",
+        "startTimeUnixNano": str(time.time_ns()),
+        "endTimeUnixNano": str(time.time_ns()),
+        "attributes": [{"key": key, "value": {"stringValue": value}} for key, value in attributes.items()],
+    }
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+
+
 def _look(tool_call: Any) -> str:
     place = tool_call["function"]["arguments"]
+    if place == "denied":
+        return "Error: KeyError: 'denied'"
     try:
         with agl_core.tool("look", call_id=tool_call["id"], arguments={"at": place}) as run:
             run.result = PLACES[place]

@@ -52,6 +52,8 @@ ILL_ANSWERS: Mapping[str, str] = {
     AlarmName.FAILURES: "crash",
     AlarmName.ASSERTED_REWARDS: "report",
 }
+_ILL_PLACES = {AlarmName.TOOL_ERRORS: "nowhere", AlarmName.CONTRADICTED_TOOL_RESULTS: "denied"}
+"""Where it has the agent look."""
 ILL_EXTRAS: Mapping[str, Mapping[str, Any]] = {
     AlarmName.PARSE_ERRORS: {"choices": [{"parse_error": "no JSON"}]},
     AlarmName.BROKEN_PREFIXES: {"prefix_broken": True},
@@ -91,7 +93,7 @@ class AilingEngine:
         if ill:
             message["content"] = ILL_ANSWERS.get(self._ailment, message["content"])
         if not received.turns:
-            place = "nowhere" if ill and self._ailment is AlarmName.TOOL_ERRORS else "table"
+            place = _ILL_PLACES.get(self._ailment, "table") if ill else "table"
             function = {"name": "look", "arguments": place}
             call = {"id": f"call-{received.rollout}", "type": "function", "function": function}
             message = {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -125,7 +125,7 @@ def main() -> None:
         for described, (prompt, response, observation, turns) in SHAPES.items():
             groups = (16 if turns == 1 else 4) if name != "135M" else 1
             batch = make_batch(groups, shape["vocab_size"], prompt, response, observation, turns)
-            sharing = Limits.of(model, 16_384 if name != "135M" else 4096)
+            sharing = Limits.of(model, 16_384 if name != "135M" else 4096, model.config.max_position_embeddings)
             layouts = {"rows": replace(sharing, hidden_size=None), "trees": sharing}
             best = best_of(rounds, {each: partial(measure, model, batch, limits) for each, limits in layouts.items()})
             (rows, row_tokens), (trees, tree_tokens) = best["rows"], best["trees"]

@@ -19,8 +19,8 @@ from agl_core.types import AttemptKey, Ending, Run, TrainingRecord
 from .test_external_workers import all_attempts, held_by, slow_run
 
 STEPS = 3
-ROLLOUTS = STEPS * 12 + 2 * 2 * 2
-"""Those of training, and of two held-out sets before and after."""
+ROLLOUTS = 1 + STEPS * 12 + 2 * 2 * 2
+"""The first look, those of training, and of two held-out sets before and after."""
 
 
 def url_of(serving: Any) -> str:

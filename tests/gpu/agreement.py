@@ -146,7 +146,7 @@ def load(model: Path, device: str, dtype: str) -> LoadedModel:
 def logprobs(loaded: LoadedModel, batch: Batch) -> NDArray[np.float64]:
     """[R] as an update computes them."""
     found_R = torch.zeros(len(batch.behaviour_logprobs_R), dtype=torch.float64)
-    limits = Limits.of(loaded.model, TOKENS_PER_PASS)
+    limits = Limits.of(loaded.model, TOKENS_PER_PASS, loaded.context_length)
     with torch.no_grad():
         for micro in micro_batches(batch, np.arange(len(batch)), limits, loaded.device):
             found_R[micro.tokens_R.cpu()] = score(loaded.model, micro).logprobs_R.double().cpu()
