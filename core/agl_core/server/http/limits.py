@@ -19,8 +19,8 @@ MAX_HEADER_BYTES = 64 << 10
 """Of names, values and the URL."""
 MAX_HEAD_BYTES = 96 << 10
 """Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
-TOO_LARGE = "agl.too_large"
-"""In a request's scope: how many bytes its body may have, and the answer to one that has more."""
+LARGEST_BODY = "agl.largest_body"
+"""In a request's scope: how many bytes its body may have, and what to do about one that has more."""
 _OWN_LIMIT = "/v1/traces"
 _REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
 _LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_TRAINERS, *OF_ONLINE)}
@@ -51,12 +51,12 @@ class RequestLimits:
         most: int | None = _LARGEST.get(path, self._of_agents if is_agents and self._of_agents else MAX_BODY)
         remedy = _REMEDY if is_agents and self._of_agents else ""
         most = None if path.endswith(_OWN_LIMIT) else most
-        scope[TOO_LARGE] = most, _too_large(most or MAX_BODY, remedy)
+        scope[LARGEST_BODY] = most, remedy
         await self._app(scope, _checked(headers, receive, most, remedy), send)
 
 
-def decompressed(body: bytes, encoding: str, most: int, too_large: ApiError) -> bytes:
-    """A body without its content encoding, of `most` bytes at most; ApiError 415, 413 or 400."""
+def decompressed(body: bytes, encoding: str, most: int, error: ApiError) -> bytes:
+    """A body without its content encoding; ApiError 415 or 400, and `error` if it has more than `most` bytes."""
     if encoding in ("", "identity"):
         return body
     if encoding != "gzip":
@@ -64,10 +64,10 @@ def decompressed(body: bytes, encoding: str, most: int, too_large: ApiError) -> 
     inflater = zlib.decompressobj(wbits=31)
     try:
         plain = inflater.decompress(body, most + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({error}).") from error
+    except zlib.error as wrong:
+        raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({wrong}).") from wrong
     if len(plain) > most:
-        raise too_large
+        raise error
     if not inflater.eof:
         raise ApiError(400, "The gzip body is cut off.")
     return plain
@@ -91,18 +91,19 @@ def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | N
     async def read() -> Message:
         nonlocal arrived, is_whole
         if most is not None and announced > most:
-            raise _too_large(most, remedy)
+            raise body_too_large(most, remedy)
         message = await receive()
         if message["type"] == "http.disconnect" and not is_whole:
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
         is_whole |= not message.get("more_body", False)
         arrived += len(message.get("body", b""))
         if most is not None and arrived > most:
-            raise _too_large(most, remedy)
+            raise body_too_large(most, remedy)
         return message
 
     return read
 
 
-def _too_large(most: int, remedy: str) -> ApiError:
+def body_too_large(most: int, remedy: str) -> ApiError:
+    """The answer to a body of more than `most` bytes."""
     return ApiError(413, f"The request body is larger than {most >> 20} MiB.{remedy}", code="body_too_large")

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from agl_core.server.http.limits import TOO_LARGE, decompressed
+from agl_core.server.http.limits import LARGEST_BODY, body_too_large, decompressed
 
 
 class CallRequest(Request):
@@ -25,8 +25,11 @@ class CallRequest(Request):
             message = await self.receive()
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
-        encoding = self.headers.get("content-encoding", "").strip().lower()
-        return decompressed(b"".join(parts), encoding, *self.scope[TOO_LARGE])
+        body, encoding = b"".join(parts), self.headers.get("content-encoding", "").strip().lower()
+        if not encoding:
+            return body
+        most, remedy = self.scope[LARGEST_BODY]
+        return decompressed(body, encoding, most, body_too_large(most, remedy))
 
 
 class _FoundHeaders(Headers):
