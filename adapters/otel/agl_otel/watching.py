@@ -130,9 +130,9 @@ def watch() -> Callable[[], Identity | None]:
 
 @functools.cache
 def default_provider() -> TracerProvider:
-    """The provider of those who trace where nobody has set one; it exports nothing.
+    """The tracer provider for frameworks in a process that has set none; it exports nothing.
 
-    It is not set: the process still has no provider, and whoever sets one gets all spans from then on.
+    It is not set globally: a provider that the process sets later gets all spans from then on.
     """
     watch()
     provider = TracerProvider(shutdown_on_exit=False)

@@ -114,7 +114,7 @@ def is_gibberish(transition: Transition) -> bool:
 
 
 def has_cut_prompt(transition: Transition) -> bool:
-    """Whether the model saw less than it was told: its prompt has fewer tokens than its text needs by any tokenizer.
+    """Whether the model server cut the prompt: it has fewer tokens than its text needs by any tokenizer.
 
     What the assistant said does not count, for templates leave out what it thought.
     """

@@ -41,7 +41,7 @@ class EngineLoop:
     """Drives the samplers of an engine, one per model, from one thread.
 
     Requests that arrived before an exclusive job are answered before it runs; later ones wait until it is over. So a
-    job may change weights, and no response sees two versions of them. `lost` is told the reason if an error ends the
+    job may change weights, and no response sees two versions of them. `lost` gets the reason if an error ends the
     thread: nothing would be answered any more.
 
         loop = EngineLoop({"default": sampler}, host.lost)

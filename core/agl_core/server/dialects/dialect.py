@@ -137,7 +137,7 @@ class Dialect(Protocol):
     id_prefix: str
     """What the ids of its replies begin with."""
     counts: bool
-    """Whether it only counts the tokens of a prompt: by a reply of one token, which is nobody's action."""
+    """Whether it only counts the tokens of a prompt: by a reply of one token, which no agent sees."""
 
     def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
         """Check a request body and translate it; ApiError 400 names the field that is wrong.

@@ -116,7 +116,7 @@ class ReplyMemory:
         return {**rest, **echo}
 
     def drop(self, reply_id: str) -> None:
-        """Let nobody fetch or continue a reply any more; its echoes are still known."""
+        """Refuse to return or continue a reply from now on; its echoes are still known."""
         kept = self._replies[reply_id]
         self._release((*(kept.conversation or ()), *kept.response))
         kept.conversation, kept.response = None, ()
