@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from agl_core.server.dialects import fields
 from agl_core.server.errors import ApiError
 from agl_core.types import Choice, FinishReason, Json, Logprobs, TokenMask, Tokens
 from agl_core.wire.headers import HEADER_IGNORED, HEADER_POLICY
@@ -78,7 +79,7 @@ def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, log
     is kept until its attempt ends, for a retry.
     """
     try:
-        body = orjson.loads(payload)
+        body = fields.loads(payload)
         extras = body.get("agl") or {}
         extra_choices = extras.get("choices") or ()
         choices = tuple(

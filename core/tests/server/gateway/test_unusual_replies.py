@@ -155,6 +155,7 @@ def tool_call(**function: Any) -> dict[str, Any]:
         ),
         ({"content": [{"type": "thinking", "thinking": "hm"}]}, "", "hm", []),
         ({"content": []}, "", "", []),
+        ({"content": "a\ud83c"}, "a\ufffd", "", []),
     ],
 )
 async def test_a_message_reaches_every_client(
