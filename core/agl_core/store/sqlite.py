@@ -198,7 +198,7 @@ class SqliteStore(SessionStore):
             raise damaged(self._path, error) from error
 
 
-# What a caller asks wrongly is told from what is wrong inside the file.
+# A mistake of the caller is a TypeError; damage inside the file is a StoreError.
 def _keys(attempts: Iterable[AttemptKey]) -> tuple[AttemptKey, ...]:
     keys = tuple(attempts)
     if not all(isinstance(key, tuple) and list(map(type, key)) == [str, int] for key in keys):

@@ -132,7 +132,7 @@ async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpe
 async def test_what_tunes_a_hosted_service_is_ignored_and_noted(
     client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What nobody here has ever heard of is no reason to fail an agent, and neither is it lost without a word."""
+    """A field that is not known here does not fail an agent, and the reply names it."""
     asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
     tuned: Any = {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "reasoning_effort": "none"}
     unknown = {"temprature": 1, "größe\n": {"a": 1}, "nothing": None}

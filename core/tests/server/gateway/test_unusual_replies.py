@@ -186,7 +186,7 @@ async def test_a_message_reaches_every_client(
 async def test_whatever_a_response_ended_by(
     stack: Stack, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
 ) -> None:
-    """It reaches the agent; what the model server broke off is not trained on, for its end is nobody's action."""
+    """It reaches the agent; what the model server broke off is not trained on: the policy did not end it."""
     key = await stack.lease()
     stack.upstream.script(reply({"content": "Hello"}, word))
     assert (await ask(stack, key))[0] == "Hello"
