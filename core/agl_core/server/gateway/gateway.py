@@ -194,12 +194,16 @@ class Gateway:
         self, request: Request, attempt: ActiveAttempt, exchange: Exchange, dialect: Dialect, asked: ModelRequest
     ) -> Reply:
         """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
-        if exchange.reply is None or exchange.failed:
+        if exchange.kept is not None:
+            return exchange.kept.read()
+        if exchange.reply is None:
             reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             exchange.reply = reply
             self._calls[reply] = _this_task()
             try:
-                reply.set_result(await self._call(attempt, exchange, reply, dialect, asked, request.headers))
+                made = await self._call(attempt, exchange, reply, dialect, asked, request.headers)
+                exchange.kept = made.raw
+                reply.set_result(made)
             except asyncio.CancelledError:
                 reply.set_exception(stopping())
             except Exception as error:

@@ -30,9 +30,40 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RawReply:
+    """What the upstream answered with status 200, as it came, and what the gateway makes of it.
+
+    Replies are kept like this for retries: taken apart, each is a dozen objects for the garbage collector.
+    """
+
+    body: bytes
+    policy: str | None
+    """The header `x-agl-policy`."""
+    ignored: str | None
+    """The header `x-agl-ignored`."""
+    reply_id: str
+    logprobs: bool
+    """Whether the agent is to see the log-probabilities."""
+
+    def read(self) -> Reply:
+        """Take it apart; ApiError 502 if it is no chat completion."""
+        try:
+            return _read(self)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise ApiError(
+                502,
+                f"The model server's reply is not a chat completion ({type(error).__name__}: {error}). "
+                f"It began with {self.body[:80]!r}.",
+                type="upstream_error",
+                code="upstream_garbage",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Reply:
     """A chat completion in vLLM's shape, taken apart."""
 
+    raw: RawReply
     id: str
     """The id under which the call is recorded and which the client sees."""
     completion: Mapping[str, Json]
@@ -44,8 +75,6 @@ class Reply:
     prefix_broken: bool
     prefilled: int
     reused: int
-    size: int
-    """Bytes of what the upstream sent."""
     stop_sequence: str | None = None
     """The stop string that ended the first choice, if the upstream names it."""
     prompt_logprobs: Json = None
@@ -72,56 +101,52 @@ class Reply:
         return self.prompt_ids is not None and all(choice.response_ids is not None for choice in self.choices)
 
 
-def read_reply(payload: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool) -> Reply:
+def read_reply(body: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool) -> Reply:
     """Take apart what the upstream answered with status 200; ApiError 502 if it is no chat completion.
 
-    `logprobs`: whether the agent is to see the log-probabilities too. They are most of a reply's objects, and it
-    is kept until its attempt ends, for a retry.
+    `logprobs`: whether the agent is to see the log-probabilities too.
     """
-    try:
-        body = fields.loads(payload)
-        extras = body.get("agl") or {}
-        extra_choices = extras.get("choices") or ()
-        choices = tuple(
-            _choice(place, raw, extra_choices[place] if place < len(extra_choices) else {})
-            for place, raw in enumerate(body["choices"])
-        )
-        if not choices:
-            raise ValueError("it has no choices")
-        return Reply(
-            id=reply_id,
-            completion={
-                "id": reply_id,
-                **{name: body[name] for name in _TOP if name in body},
-                "choices": [
-                    {
-                        "index": choice.index,
-                        "message": choice.message,
-                        "logprobs": raw.get("logprobs") if logprobs else None,
-                        "finish_reason": _shown(raw.get("finish_reason"), choice.finish_reason),
-                    }
-                    for choice, raw in zip(choices, body["choices"], strict=True)
-                ],
-            },
-            choices=choices,
-            prompt_ids=_ids(body.get("prompt_token_ids")),
-            version=_version(extras, headers),
-            prefix_broken=bool(extras.get("prefix_broken", False)),
-            prefilled=int(extras.get("prefilled", 0)),
-            reused=int(extras.get("reused", 0)),
-            size=len(payload),
-            stop_sequence=_text(body["choices"][0].get("stop_reason")),
-            prompt_logprobs=body.get("prompt_logprobs"),
-            ignored=headers.get(HEADER_IGNORED),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise ApiError(
-            502,
-            f"The model server's reply is not a chat completion ({type(error).__name__}: {error}). "
-            f"It began with {payload[:80]!r}.",
-            type="upstream_error",
-            code="upstream_garbage",
-        ) from error
+    return RawReply(body, headers.get(HEADER_POLICY), headers.get(HEADER_IGNORED), reply_id, logprobs).read()
+
+
+def _read(raw: RawReply) -> Reply:
+    body = fields.loads(raw.body)
+    extras = body.get("agl") or {}
+    extra_choices = extras.get("choices") or ()
+    choices = tuple(
+        _choice(place, choice, extra_choices[place] if place < len(extra_choices) else {})
+        for place, choice in enumerate(body["choices"])
+    )
+    if not choices:
+        raise ValueError("it has no choices")
+    version = extras.get("version")
+    version = raw.policy if version is None else version
+    return Reply(
+        raw=raw,
+        id=raw.reply_id,
+        completion={
+            "id": raw.reply_id,
+            **{name: body[name] for name in _TOP if name in body},
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": choice.message,
+                    "logprobs": sent.get("logprobs") if raw.logprobs else None,
+                    "finish_reason": _shown(sent.get("finish_reason"), choice.finish_reason),
+                }
+                for choice, sent in zip(choices, body["choices"], strict=True)
+            ],
+        },
+        choices=choices,
+        prompt_ids=_ids(body.get("prompt_token_ids")),
+        version=None if version is None else int(version),
+        prefix_broken=bool(extras.get("prefix_broken", False)),
+        prefilled=int(extras.get("prefilled", 0)),
+        reused=int(extras.get("reused", 0)),
+        stop_sequence=_text(body["choices"][0].get("stop_reason")),
+        prompt_logprobs=body.get("prompt_logprobs"),
+        ignored=raw.ignored,
+    )
 
 
 def reasoning_of(message: Mapping[str, Json]) -> str | None:
@@ -252,10 +277,3 @@ def _mask(values: object, ids: Tokens | None) -> TokenMask | None:
     if mask.shape != ids.shape:
         raise ValueError("a mask is not as long as its response")
     return mask
-
-
-def _version(extras: Mapping[str, Any], headers: Mapping[str, str]) -> int | None:
-    version = extras.get("version")
-    if version is None:
-        version = headers.get(HEADER_POLICY)
-    return None if version is None else int(version)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from starlette.datastructures import Headers
 
-from agl_core.server.gateway.reply import Reply
+from agl_core.server.gateway.reply import RawReply, Reply
 from agl_core.types import Call, Json
 from agl_core.wire.headers import HEADER_RETRY
 
@@ -52,18 +52,9 @@ class Exchange:
     arrived: bool = False
     """Whether one of them got the reply."""
     reply: asyncio.Future[Reply] | None = None
-    """Of the call in flight or finished; None until it is started."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of its reply; 0 without one."""
-        return 0 if self.reply is None or self.failed else self.reply.result().size
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended without a reply, so that a retry has to ask the upstream again."""
-        reply = self.reply
-        return reply is None or (reply.done() and (reply.cancelled() or reply.exception() is not None))
+    """Of the call in flight; None before and after, so that a retry of one that failed asks the upstream again."""
+    kept: RawReply | None = None
+    """The reply, once it is there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,10 +102,12 @@ class RetryBook:
 
     def ended(self, exchange: Exchange) -> None:
         """It has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
+        exchange.reply = None
         if exchange not in reversed(self._by_body.get(exchange.digest, [])):  # from the end: it is one of the latest
             return
-        self.size += exchange.size - self._over.pop(exchange, 0)
-        self._over[exchange] = exchange.size
+        size = 0 if exchange.kept is None else len(exchange.kept.body)
+        self.size += size - self._over.pop(exchange, 0)
+        self._over[exchange] = size
         while len(self._over) > 1 and (len(self._over) > KEPT or self.size > KEPT_BYTES):
             self._forget(next(iter(self._over)))
 
