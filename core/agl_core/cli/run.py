@@ -8,10 +8,9 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -129,7 +128,7 @@ def _forwarding(
     for doubt in probe.doubts:
         _say(f"note: the token ids of this server do not go together: {doubt}")
     described = {"command": list(command), "upstream": address, "models": dict(upstream.models)}
-    before = Path("runs") / name if name else None
+    before = Path("runs") / _checked(name) if name else None
     is_new = before is None or not is_capture(before)
     folder = new_capture(name or "capture", described) if before is None or is_new else before
     return _Setting(folder, open_store(folder, read_only=False), is_new, described, plugins.hook, upstream=upstream)
@@ -141,13 +140,18 @@ def new_capture(name: str, described: Mapping[str, Any]) -> Path:
 
     from agl_core import private
     from agl_core.config import CONFIG_FILE
-    from agl_core.config.sections import FOLDER_NAME
     from agl_core.training.run_folder import first_free
+
+    configuration = tomli_w.dumps({"config_version": 1, "capture": dict(described)})
+    return first_free(Path("runs") / name, lambda folder: private.write(folder / CONFIG_FILE, configuration))
+
+
+def _checked(name: str) -> str:
+    from agl_core.config.sections import FOLDER_NAME
 
     if not FOLDER_NAME.fullmatch(name):
         raise ConfigError(f"--name '{name}' cannot be a folder's name: use letters, digits, '.', '_' and '-'.")
-    configuration = tomli_w.dumps({"config_version": 1, "capture": dict(described)})
-    return first_free(Path("runs") / name, lambda folder: private.write(folder / CONFIG_FILE, configuration))
+    return name
 
 
 def _configured(config: Path, name: str | None) -> _Setting:
@@ -226,13 +230,14 @@ async def _launch(
     from agl_core.capture.recording import read_spool
     from agl_core.types import AttemptKey
     from agl_core.worker.environment import OTHER_KEY, attempt_variables
+    from agl_core.worker.runners.isolated import attempt_folder
 
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
     inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
-    with suppress(RecursionError), TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as reports:
-        bootstrap = bootstrap_variables(key, base_url, lease.key, Path(reports), os.environ, plugins)
+    with attempt_folder() as reports:
+        bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
         ended = await launch(command, {**inherited, **attempt_variables(lease, base_url), **bootstrap})
-        read_spool(Path(reports), recording)
+        read_spool(reports, recording)
     return ended, recording
 
 

@@ -316,6 +316,9 @@ def test_a_name_collects_recordings(running: Bench) -> None:
     assert asyncio.run(asked()) == [(0, "first"), (1, "second")]
     assert [each.name for each in (running.folder / "runs").iterdir()] == ["up"]
 
+    result = running.agl("run", *[each if each != "up" else "../runs/up" for each in arguments], "third")
+    assert "cannot be a folder's name" in result.stderr
+
     (running.folder / "runs" / "trained").mkdir()
     (running.folder / "runs" / "trained" / "config.toml").write_text("config_version = 1\n")
     result = running.agl("run", *[each if each != "up" else "trained" for each in arguments], "third")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -24,9 +23,6 @@ from agl_torch.serve.loop import EngineLoop
 from agl_torch.serve.model import Exchange, ModelServer
 from agl_torch.serve.request import parse_request
 
-_log = logging.getLogger(__name__)
-_MAX_NOTES = 100
-"""Different notes that are logged."""
 _LONGEST_NOTE = 1000
 """Characters."""
 Endpoint = Callable[[HttpRequest], Awaitable[HttpResponse]]
@@ -39,12 +35,6 @@ def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: 
     replies are recognised when they are echoed. The caller starts and stops `loop`.
     """
     started = int(time.time())
-    noted: set[str] = set()
-
-    def note(ignored: str) -> None:
-        if ignored not in noted and len(noted) < _MAX_NOTES:
-            noted.add(ignored)
-            _log.warning("Ignored in requests, since this engine knows nothing of it: %s.", ignored)
 
     async def list_models(request: HttpRequest) -> HttpResponse:
         entries = [
@@ -78,7 +68,6 @@ def create_app(models: Mapping[str, ModelServer], loop: EngineLoop, *, api_key: 
         if exchange.ignored:
             # A name may be anything, and a header may not.
             headers[HEADER_IGNORED] = quote(", ".join(exchange.ignored), safe=", ")[:_LONGEST_NOTE]
-            note(headers[HEADER_IGNORED])
         return _json(body, headers=headers)
 
     return Starlette(

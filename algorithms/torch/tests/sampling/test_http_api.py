@@ -129,20 +129,14 @@ async def test_errors_have_the_shape_that_clients_expect(client: openai.AsyncOpe
         assert "agl" not in reply.json()
 
 
-async def test_what_tunes_a_hosted_service_is_ignored_and_noted(
-    client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_tunes_a_hosted_service_is_ignored_and_noted(client: openai.AsyncOpenAI) -> None:
     """A field that is not known here does not fail an agent, and the reply names it."""
     asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 2}
     tuned: Any = {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "reasoning_effort": "none"}
     unknown = {"temprature": 1, "größe\n": {"a": 1}, "nothing": None}
-    for _ in range(2):
-        reply = await client.chat.completions.with_raw_response.create(**asked, **tuned, extra_body=unknown)
-        noted = reply.headers["x-agl-ignored"]
-        assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A"}
-    assert [record.getMessage() for record in caplog.records if "Ignored" in record.msg] == [
-        f"Ignored in requests, since this engine knows nothing of it: {noted}."
-    ]
+    reply = await client.chat.completions.with_raw_response.create(**asked, **tuned, extra_body=unknown)
+    noted = reply.headers["x-agl-ignored"]
+    assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A"}
     neutral = {"modalities": ["text"], "response_format": {"type": "text"}, "top_k": -1, "best_of": 1, "user": None}
     reply = await client.chat.completions.with_raw_response.create(**asked, extra_body=neutral)
     assert "x-agl-ignored" not in reply.headers

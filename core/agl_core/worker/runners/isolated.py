@@ -88,7 +88,7 @@ class ProcessPerAttempt(_Isolated):
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         ended: Ended | None = None
-        with contextlib.nullcontext() if self._stays else _attempt_folder() as folder:
+        with contextlib.nullcontext() if self._stays else attempt_folder() as folder:
             try:
                 async with self._processes.started() as process:
                     job = {"assignment": assignment.model_dump(mode="json"), "base_url": base_url}
@@ -152,7 +152,7 @@ class CommandPerAttempt(_Isolated):
         super().__init__(Processes(Setup(memory=memory), {}))
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
-        with _attempt_folder() as folder:
+        with attempt_folder() as folder:
             reports, job = folder / "reports", folder / "work"
             reports.mkdir()
             job.mkdir()
@@ -208,7 +208,7 @@ def _from(folder: Path, argument: str) -> str:
 
 
 @contextlib.contextmanager
-def _attempt_folder() -> Iterator[Path]:
+def attempt_folder() -> Iterator[Path]:
     """A folder for one attempt; it is removed in the background, for an agent can make that take long, or fail."""
     folder = TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True)
 
