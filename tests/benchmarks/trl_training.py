@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="made by examples/smollm/fetch.py")
     parser.add_argument("--trl", type=Path, default=ROOT / ".venv-oracles" / "bin" / "python", help="TRL's Python")
     parser.add_argument("--folder", type=Path, required=True, help="where the runs go")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--groups", type=int, default=8, help=f"groups of a step, of {MEMBERS} rollouts each")
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, …")
     parser.add_argument("--write", action="store_true", help="put the table into docs/compare.md")
