@@ -11,7 +11,7 @@ FRAMEWORKS ?= .venv-frameworks
 TRACKERS ?= .venv-trackers
 
 # In the order of their dependencies, which older pips need.
-PACKAGES := core rewards algorithms/policy algorithms/torch \
+PACKAGES := core rewards apps/view algorithms/policy algorithms/torch \
 	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
 EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
@@ -84,7 +84,7 @@ define run_tests
 	$(PYTEST) -v --last-failed --last-failed-no-failures=none -m "($(1)) and timing" $$files; }
 endef
 
-files_with = grep -rlE '$(1)' --include='test_*.py' $(or $(TESTS),core adapters algorithms rewards tests deploy examples)
+files_with = grep -rlE '$(1)' --include='test_*.py' $(or $(TESTS),core adapters algorithms rewards apps tests deploy examples)
 
 # A busy machine takes longer to start Ray than the 30 seconds that Ray allows.
 test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (most of an hour, 13 GB)

@@ -16,6 +16,7 @@ import typer.main
 from generated import write_or_check
 
 from agl_core.cli import app
+from agl_core.plugins import Plugins
 
 OUT = Path(__file__).with_name("cli.md")
 HEAD = """# The command line
@@ -70,6 +71,7 @@ def commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def render() -> str:
     """The whole page."""
+    Plugins.load().add_commands(app)
     found = list(commands(typer.main.get_command(app), "agl"))
     lines = [HEAD, "| command | |", "|---|---|"]
     for name, command in found:

@@ -22,7 +22,7 @@ from agl_core.analysis.groups import Group, find_groups
 from agl_core.analysis.runs import open_store, read_entry
 from agl_core.testing.browser import CHROMIUM, MISSING, Page, opened
 from agl_core.types import Mode
-from agl_core.view.serving import shown_beside
+from agl_view.serving import shown_beside
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

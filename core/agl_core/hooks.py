@@ -13,6 +13,8 @@ A `register_…` hook is called with `register`; call it for each component that
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -22,6 +24,7 @@ from agl_core.types import Attempt, Episode, Rollout
 if TYPE_CHECKING:
     import typer
 
+    from agl_core.protocols import RunPages
     from agl_core.registering import (
         RegisterAdapter,
         RegisterAlgorithm,
@@ -101,6 +104,14 @@ def register_redactors(register: RegisterRedactor) -> None:
 @hookspec
 def register_commands(cli: typer.Typer) -> None:
     """Add commands to the `agl` command line."""
+
+
+@hookspec(firstresult=True)
+def show_run(run: Path, host: str, port: int, operator_key: str | None) -> AbstractAsyncContextManager[RunPages] | None:
+    """Show a run in the browser at `host` and `port` (0: a free one) while a command works on it.
+
+    Browsers on other machines need the operator's key; without one they see nothing.
+    """
 
 
 @hookspec

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
+from agl_core.protocols import RunPages
 from agl_core.registering import Capability, NoOptions
 from agl_core.run_hooks import RunHooks
 from agl_core.types import CreditKind
@@ -206,6 +208,15 @@ class Plugins:
                 implementation.function(cli)
             except Exception as error:
                 self._failed(implementation.plugin, error)
+
+    def show_run(
+        self, run: Path, host: str, port: int, operator_key: str | None
+    ) -> AbstractAsyncContextManager[RunPages] | None:
+        """The pages of a run, as the hook `show_run` has them; None if no plugin shows runs."""
+        pages: AbstractAsyncContextManager[RunPages] | None = self._manager.hook.show_run(
+            run=run, host=host, port=port, operator_key=operator_key
+        )
+        return pages
 
     def component(self, kind: Kind, name: str, where: str) -> Component:
         """One component; `where` is the place in the configuration that asks for it."""

@@ -48,7 +48,7 @@ def test_the_trainers_image_pins_what_these_stand_on_and_bounds_the_compiler() -
 
 
 NOT_COPIED = re.compile(
-    r"(^|/)(__pycache__|\.\w+_cache|[^/]+\.egg-info)/|^(core|rewards|(adapters|algorithms)/[^/]+)/tests/"
+    r"(^|/)(__pycache__|\.\w+_cache|[^/]+\.egg-info)/|^(core|rewards|(adapters|algorithms|apps)/[^/]+)/tests/"
 )
 
 

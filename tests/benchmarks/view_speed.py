@@ -30,7 +30,7 @@ from server_measures import calls, running
 from view_records import CONFIG, EVAL_EVERY, STEP_ROLLOUTS, made_run
 
 from agl_core.testing.browser import CHROMIUM, MISSING, opened
-from agl_core.view.serving import shown_beside
+from agl_view.serving import shown_beside
 
 PAGE = Path(__file__).parents[2] / "docs" / "view.md"
 BEGIN, END = "<!-- measured by tests/benchmarks/view_speed.py -->", "<!-- end -->"
@@ -65,7 +65,7 @@ class Pages:
 
     def cpu(self) -> float:
         """Milliseconds of CPU that their process has taken, exactly on Linux."""
-        (process,) = [each for each in psutil.Process().children() if "agl_core.view" in each.cmdline()]
+        (process,) = [each for each in psutil.Process().children() if "agl_view" in each.cmdline()]
         if sys.platform == "linux":
             return 1000 * time.clock_gettime(~process.pid << 3 | 2)  # Its clock, as clock_getcpuclockid(3) gives it.
         times = process.cpu_times()

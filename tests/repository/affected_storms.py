@@ -14,6 +14,7 @@ ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings", "tests/tutor
 STORMS: Mapping[str, tuple[str, ...]] = {
     "adapters/": ("adapters", "core/tests/cli", "tests/conformance", "tests/repository"),
     "algorithms/": ("algorithms", "tests/gpu", *ACROSS),
+    "apps/": ("apps", "tests/repository"),
     "deploy/": ("deploy",),
     "docs/": (),
     "docs/tutorial/": ("tests/tutorial",),
@@ -32,7 +33,7 @@ STORMS: Mapping[str, tuple[str, ...]] = {
 """By the beginning of a changed path, where storms are that it concerns."""
 PLAYED = "docs/tutorial/"
 """Pages that a storm plays; all others are text to the storms."""
-EVERYWHERE = ("adapters", "algorithms", "core/tests", "deploy", "examples", "rewards", "tests")
+EVERYWHERE = ("adapters", "algorithms", "apps", "core/tests", "deploy", "examples", "rewards", "tests")
 
 
 def affected(paths: Iterable[str]) -> list[str]:

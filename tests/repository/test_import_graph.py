@@ -27,7 +27,6 @@ FLOORS = [
     {"policies"},
     {"deployment"},
     {"starting"},
-    {"view"},
     {"builtin"},
     {"testing"},
     {"cli", ""},  # "" is agl_core itself: what it re-exports
@@ -161,7 +160,6 @@ def _is_light(module: str) -> bool:
             "agl_core.analysis",
             "agl_core.policies",
             "agl_core.deployment",
-            "agl_core.view",
         )
     )
 

@@ -23,7 +23,6 @@ from agl_core.cli.recorded.rollouts import rollouts
 from agl_core.cli.recorded.runs import runs
 from agl_core.cli.recorded.sessions import sessions
 from agl_core.cli.recorded.show import show
-from agl_core.cli.recorded.view import view
 from agl_core.cli.run import run
 from agl_core.cli.serve import serve
 from agl_core.cli.shared.text import HarmlessFormatter
@@ -54,7 +53,6 @@ app.command("eval")(evaluate)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("rollouts")(rollouts)
 app.command("show")(show)
-app.command("view")(view)
 app.command("plot")(plot)
 app.command("export")(export)
 app.command("import")(import_)

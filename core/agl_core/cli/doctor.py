@@ -52,7 +52,7 @@ FRAMEWORKS = {
     "smolagents": "smolagents",
 }
 """Agent frameworks that are worth a note if no adapter for them is installed: distribution and module."""
-SERVER_MODULES = ("httptools", "jinja2", "markupsafe", "starlette", "uvicorn")
+SERVER_MODULES = ("httptools", "starlette", "uvicorn")
 """What agl-core imports of its extra `server`."""
 
 QUIET = 10.0

@@ -132,9 +132,10 @@ async def _serve(
     names: list[str], host: str, port: int, key: str | None, engine: str | None, overrides: list[str], console: Screen
 ) -> None:
     from agl_core.cli.serve import until_signalled
+    from agl_core.cli.shared.viewing import shown
+    from agl_core.config.models import ServerSection
     from agl_core.policies.serving import serving
     from agl_core.protocols import Upstream
-    from agl_core.view.serving import shown_beside
 
     console.print("starting the engine")
     async with AsyncExitStack() as stack:
@@ -143,13 +144,12 @@ async def _serve(
         )
         url = served.server.base_url
         first, of_first = next(iter(served.shelf.names.items()))
-        pages = await stack.enter_async_context(shown_beside(of_first.version.run, "127.0.0.1", 0, None))
         console.print(f"serving at {url}/v1 (Anthropic's clients: {url})")
         bearer = "" if key is None else " -H 'Authorization: Bearer '$AGL_POLICY_KEY"
         body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         console.print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{bearer} -d '{body}'")
-        pages.serves(Upstream((f"{url}/v1",), {name: name for name in served.shelf.names}, key or ""))
-        console.print(f"view, and talk to it: {pages.address}")
+        talk = await stack.enter_async_context(shown(of_first.version.run, ServerSection(), None, console))
+        talk(Upstream((f"{url}/v1",), {name: name for name in served.shelf.names}, key or ""))
         following = asyncio.ensure_future(served.follow())
         stopping = asyncio.ensure_future(until_signalled())
         try:

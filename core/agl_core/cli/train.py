@@ -121,8 +121,8 @@ def trained(
     from agl_core.server.http.event_loop import run
 
     async def work() -> Summary:
-        async with shown(run_dir, loaded.config.server, operator_key, console) as pages:
-            return await training(ConsoleObserver(console, loaded.config.train.steps, pages.serves))
+        async with shown(run_dir, loaded.config.server, operator_key, console) as serving:
+            return await training(ConsoleObserver(console, loaded.config.train.steps, serving))
 
     summary = run(work())
     verdict = verdict_of(read_metrics(run_dir))

@@ -9,8 +9,8 @@ from agl_core.analysis.health import read_health
 from agl_core.analysis.rollouts import healths_of
 from agl_core.analysis.runs import read_entry
 from agl_core.types import Mode, Verdict
-from agl_core.view.pages.base import Pages
-from agl_core.view.templating import page_address
+from agl_view.pages.base import Pages
+from agl_view.templating import page_address
 
 _LOOKED_AT, _SHOWN = 400, 20
 """How many training rollouts of the latest step are looked at, the newest, and how many of each verdict are shown."""

@@ -14,7 +14,7 @@ from agl_core.config.load import load_for_scoring, read_config
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError
 from agl_core.plugins import Kind, Plugins
-from agl_core.view.pages.base import Pages, read_query
+from agl_view.pages.base import Pages, read_query
 
 
 async def try_page(pages: Pages, request: Request) -> Response:

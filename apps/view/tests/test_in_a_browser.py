@@ -16,7 +16,7 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.browser import CHROMIUM, MISSING, Page, opened
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.view.serving import shown_beside
+from agl_view.serving import shown_beside
 
 from .viewed_runs import Folder, rollout
 

@@ -19,8 +19,8 @@ from agl_core.testing.scripts import CallTools, Fail, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Call, Mode, Rollout, Task
 from agl_core.types.records import Sampling
-from agl_core.view.app import make_app
-from agl_core.view.serving import shown_beside
+from agl_view.app import make_app
+from agl_view.serving import shown_beside
 
 from .viewed_runs import HERE, HOSTILE, TOKEN, Folder, rollout, said
 

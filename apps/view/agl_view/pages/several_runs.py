@@ -11,9 +11,9 @@ from agl_core.analysis.comparisons.comparison import compare, evaluated
 from agl_core.analysis.comparisons.side_by_side import align, read_side
 from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, read_metrics, series
 from agl_core.types import Mode
-from agl_core.view.charts import Chart, Points, line_chart
-from agl_core.view.pages.base import BadQueryError, Pages, member, run_line, whole
-from agl_core.view.templating import page_address
+from agl_view.charts import Chart, Points, line_chart
+from agl_view.pages.base import BadQueryError, Pages, member, run_line, whole
+from agl_view.templating import page_address
 
 MOST_RUNS = 4
 _OVERLAID = {

@@ -21,9 +21,9 @@ import uvicorn
 
 from agl_core.errors import ConfigError
 from agl_core.protocols import Upstream
-from agl_core.view.app import make_app
-from agl_core.view.pages.base import Served
-from agl_core.view.templating import page_address
+from agl_view.app import make_app
+from agl_view.pages.base import Served
+from agl_view.templating import page_address
 
 _RESTART_SECONDS = 1.0
 
@@ -127,7 +127,7 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
         finally:
             loop.remove_reader(listener)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "agl_core.view", str(listener.fileno())),
+            *(sys.executable, "-P", "-m", "agl_view", str(listener.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from agl_core.view.serving import answer_beside
+from agl_view.serving import answer_beside
 
 if __name__ == "__main__":
     answer_beside(int(sys.argv[1]), sys.stdin.buffer)

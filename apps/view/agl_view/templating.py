@@ -23,7 +23,7 @@ from agl_core.analysis.text.words import (
     size,
     status_text,
 )
-from agl_core.view.charts import sparkline
+from agl_view.charts import sparkline
 
 
 def page_address(*parts: str, **query: Any) -> str:
@@ -85,7 +85,7 @@ def _shown(value: Any) -> Any:
 def make_environment() -> Environment:
     """What renders the templates of this package."""
     environment = Environment(
-        loader=PackageLoader("agl_core.view"),
+        loader=PackageLoader("agl_view"),
         autoescape=True,
         finalize=_shown,
         undefined=StrictUndefined,

@@ -14,15 +14,15 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
-from agl_core.view.folders import RunFolders
-from agl_core.view.pages.base import BadQueryError, Pages, Served
-from agl_core.view.pages.health import health_page
-from agl_core.view.pages.run import run_page
-from agl_core.view.pages.several_runs import compare_page, overlay_page, task_page
-from agl_core.view.pages.talk import talk_page
-from agl_core.view.pages.timeline import timeline_page
-from agl_core.view.pages.trial import try_page
-from agl_core.view.security import TALK, Guard
+from agl_view.folders import RunFolders
+from agl_view.pages.base import BadQueryError, Pages, Served
+from agl_view.pages.health import health_page
+from agl_view.pages.run import run_page
+from agl_view.pages.several_runs import compare_page, overlay_page, task_page
+from agl_view.pages.talk import talk_page
+from agl_view.pages.timeline import timeline_page
+from agl_view.pages.trial import try_page
+from agl_view.security import TALK, Guard
 
 
 def make_app(
@@ -67,7 +67,7 @@ def make_app(
             Route(f"{run_path}/timeline", page_of(timeline_page)),
             Route(f"{run_path}/try", page_of(try_page)),
             Route(f"{run_path}{TALK}", page_of(talk_page), methods=["GET", "POST"]),
-            Mount("/static", StaticFiles(packages=[("agl_core.view", "static")])),
+            Mount("/static", StaticFiles(packages=[("agl_view", "static")])),
         ],
         middleware=[Middleware(Guard, token=token, operator_key=operator_key)],
         exception_handlers={AglError: failed, HTTPException: failed},

@@ -9,9 +9,9 @@ from starlette.responses import Response
 from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.analysis.curves.timeline import Timeline, read_timeline
 from agl_core.analysis.text.words import number
-from agl_core.view.charts import tag, text
-from agl_core.view.pages.base import Pages, read_query
-from agl_core.view.templating import page_address
+from agl_view.charts import tag, text
+from agl_view.pages.base import Pages, read_query
+from agl_view.templating import page_address
 
 _WIDTH, _LEFT, _LANE, _GAP = 1000.0, 90.0, 14.0, 4.0
 _PARTS = {"rollouts": "waiting", "update": "update", "other": "rest"}

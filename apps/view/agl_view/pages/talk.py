@@ -19,7 +19,7 @@ from agl_core.protocols import Upstream
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import UpstreamClient
 from agl_core.types import Call, Json, RolloutState
-from agl_core.view.pages.base import BadQueryError, Pages, number
+from agl_view.pages.base import BadQueryError, Pages, number
 
 _LONGEST = 300.0
 """Seconds that a reply may take."""

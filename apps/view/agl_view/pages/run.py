@@ -11,9 +11,9 @@ from starlette.responses import Response
 from agl_core.analysis.curves.metrics import MetricsLine, held_out, keys_below, series
 from agl_core.analysis.groups import step_rewards
 from agl_core.errors import AglError, ConfigError
-from agl_core.view.charts import Chart, Link, Points, histogram, line_chart, stacked
-from agl_core.view.pages.base import Pages, read_query, run_line
-from agl_core.view.templating import page_address
+from agl_view.charts import Chart, Link, Points, histogram, line_chart, stacked
+from agl_view.pages.base import Pages, read_query, run_line
+from agl_view.templating import page_address
 
 _COLUMNS = {
     "reward": "reward/mean",

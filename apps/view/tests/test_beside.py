@@ -18,7 +18,7 @@ import tomli_w
 from agl_core.errors import ConfigError, StoreError
 from agl_core.store.files import is_written
 from agl_core.store.sqlite import SqliteStore
-from agl_core.view.serving import shown_beside
+from agl_view.serving import shown_beside
 
 from .viewed_runs import CONFIG, Folder, rollout
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from agl_core.view.charts import histogram, line_chart, sparkline, stacked, strip
+from agl_view.charts import histogram, line_chart, sparkline, stacked, strip
 
 
 @pytest.mark.parametrize(

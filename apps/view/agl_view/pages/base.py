@@ -27,9 +27,9 @@ from agl_core.store.files import log_of
 from agl_core.training.metrics import METRICS_FILE
 from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
-from agl_core.view import charts
-from agl_core.view.folders import RunFolders
-from agl_core.view.templating import make_environment, page_address
+from agl_view import charts
+from agl_view.folders import RunFolders
+from agl_view.templating import make_environment, page_address
 
 Chosen = TypeVar("Chosen", bound=StrEnum)
 

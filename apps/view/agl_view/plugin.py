@@ -1,14 +1,18 @@
-"""`agl view`: runs in the browser."""
+"""`agl view`, and the pages of a run beside the command that works on it."""
 
 from __future__ import annotations
 
 import secrets
 import threading
 import webbrowser
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from agl_core import hookimpl
+from agl_core.protocols import RunPages
 
 Runs = Annotated[
     list[Path] | None,
@@ -16,6 +20,20 @@ Runs = Annotated[
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; by default a free one.")]
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
+
+
+@hookimpl
+def register_commands(cli: typer.Typer) -> None:
+    """Add `agl view`."""
+    cli.command()(view)
+
+
+@hookimpl
+def show_run(run: Path, host: str, port: int, operator_key: str | None) -> AbstractAsyncContextManager[RunPages]:
+    """Show a run while a command works on it."""
+    from agl_view.serving import shown_beside
+
+    return shown_beside(run, host, port, operator_key)
 
 
 def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
@@ -27,7 +45,7 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
     """
     from agl_core.analysis.runs import RUNS, find_run
     from agl_core.cli.shared.screen import Screen
-    from agl_core.view.serving import address_of, answer, listen
+    from agl_view.serving import address_of, answer, listen
 
     folders = [each if _has_runs(each) else find_run(each) for each in run] if run else [RUNS]
     token = secrets.token_urlsafe(24)
