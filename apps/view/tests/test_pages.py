@@ -224,11 +224,11 @@ def test_a_damaged_store_leaves_the_curves(runs: Folder) -> None:
     assert "is not an SQLite database" in runs.page("/runs/calc/rollouts", 503)
 
 
-def test_a_store_of_a_newer_version_leaves_the_curves(runs: Folder) -> None:
+def test_a_store_of_another_version_leaves_the_curves(runs: Folder) -> None:
     with contextlib.closing(sqlite3.connect(runs.trained() / "store.sqlite")) as store:
         store.execute("PRAGMA user_version = 9999")
 
-    assert "Use the agl that wrote it, or a newer one" in runs.page("/runs/calc")
+    assert "start a new run" in runs.page("/runs/calc")
     assert 'aria-label="Reward.' in runs.page("/runs/calc")
     assert "has schema version 9999" in runs.page("/runs/calc/rollouts", 503)
 

@@ -44,7 +44,7 @@ _PRIMARY_CODE = 0xFF
 
 
 def connect_writer(path: Path, synchronous: Synchronous) -> tuple[sqlite3.Connection, WriterLock]:
-    """A connection that creates the file or brings it up to date, and the lock of the one that may.
+    """A connection that creates the file if there is none, and the lock of the one that may.
 
     Usable from any one thread at a time. Raises StoreError, or sqlite3.Error.
     """
@@ -54,18 +54,19 @@ def connect_writer(path: Path, synchronous: Synchronous) -> tuple[sqlite3.Connec
     )
     lock: WriterLock | None = None
     try:
-        schema.version_of(connection, schema.MIGRATIONS, str(path))
+        schema.is_empty(connection, str(path))
         (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise StoreError(
                 f"The store {path} cannot use a write-ahead log there. Use a folder on a local disk of this machine."
             )
-        schema.version_of(connection, schema.MIGRATIONS, str(path))  # Now SQLite holds the file in this mode.
+        schema.is_empty(connection, str(path))  # Now SQLite holds the file in this mode.
         lock = WriterLock(path)
         connection.execute(f"PRAGMA synchronous = {synchronous}")
         connection.execute("PRAGMA wal_autocheckpoint = 0")  # The writer decides when.
         connection.execute("PRAGMA cache_size = -16384")
-        schema.migrate(connection, schema.MIGRATIONS, str(path))
+        if schema.is_empty(connection, str(path)):
+            schema.create(connection)
     except BaseException:
         connection.close()
         if lock is not None:
@@ -96,12 +97,8 @@ def connect_reader(path: Path, *, unchanging: bool) -> sqlite3.Connection:
         check_same_thread=False,
     )
     try:
-        version = schema.version_of(connection, schema.MIGRATIONS, str(path))
-        if version < len(schema.MIGRATIONS):
-            raise StoreError(
-                f"The store {path} has schema version {version}, this agl reads version {len(schema.MIGRATIONS)}. "
-                f"Open it once for writing to bring it up to date (`agl runs vacuum RUN`, or resume its run)."
-            )
+        if schema.is_empty(connection, str(path)):
+            raise StoreError(f"The store {path} is empty. Check the path, or start a run that makes it.")
     except BaseException:
         connection.close()
         raise

@@ -42,7 +42,7 @@ class Store(Protocol):
     """One interface for every store. All methods may be called from one event loop, concurrently."""
 
     async def open(self) -> None:
-        """Open or create it; bring an older schema up to date. StoreError says what to do if it cannot."""
+        """Open or create it. StoreError says what to do if it cannot."""
 
     async def close(self) -> None:
         """Finish what was accepted and close."""

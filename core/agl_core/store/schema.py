@@ -1,49 +1,20 @@
-"""The versions of the SQLite store's file, and how an older file becomes a current one."""
+"""The schema of the SQLite store's file."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
 
 from agl_core.errors import StoreError
 
 APPLICATION_ID = 0x61676C00
 """Marks a file as agl's (`agl` in ASCII), so that another program's database is never written to."""
-
-
-# Columns of two versions of a table.
-_OF_TOOL_RESULTS = """
-    seq INTEGER PRIMARY KEY,
-    attempt_key INTEGER NOT NULL,
-    id TEXT NOT NULL,
-    tool TEXT NOT NULL,
-    status TEXT NOT NULL,
-    tool_call_id TEXT,
-    arguments TEXT NOT NULL,
-    result TEXT NOT NULL,
-    error TEXT,
-    agent TEXT,
-    span TEXT,
-    parent_span TEXT,
-    started REAL,
-    ended REAL,
-"""
-_OF_USES = """
-    seq INTEGER PRIMARY KEY,
-    attempt_key INTEGER NOT NULL,
-    call TEXT NOT NULL,
-    choice INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    credit REAL,
-    advantage REAL,
-    weight REAL NOT NULL,
-    dropped TEXT,
-"""
+VERSION = 9
+"""Grows with each change of the schema: a file of another version is refused."""
 
 # Rollout ids are random. An index that starts with them makes every row written touch a page of its own, and
 # writing gets slower as the file grows; so they stand in one small index, and the tables with many rows are
 # keyed by the number of the attempt, which only grows.
-_VERSION_1 = f"""
+_SCHEMA = """
 CREATE TABLE attempt_keys (  -- a number for each attempt, by which the other tables refer to it
     seq INTEGER PRIMARY KEY,
     rollout TEXT NOT NULL,
@@ -57,17 +28,17 @@ CREATE TABLE pieces (  -- messages, tool schemas and blocks of prompt tokens
 CREATE TABLE runs (
     seq INTEGER PRIMARY KEY,
     id TEXT NOT NULL,
-    incarnation INTEGER NOT NULL,
+    restart INTEGER NOT NULL,
     started REAL NOT NULL,
     config TEXT NOT NULL,
     resumed_step INTEGER,
-    UNIQUE (id, incarnation)
+    UNIQUE (id, restart)
 );
 CREATE TABLE rollouts (
     seq INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE,
     run TEXT NOT NULL,
-    incarnation INTEGER NOT NULL,
+    restart INTEGER NOT NULL,
     grp TEXT NOT NULL,
     task TEXT NOT NULL,
     mode TEXT NOT NULL,
@@ -75,7 +46,8 @@ CREATE TABLE rollouts (
     member INTEGER NOT NULL,
     state TEXT NOT NULL,
     counted_attempt INTEGER,
-    ending TEXT
+    ending TEXT,
+    position INTEGER NOT NULL
 );
 CREATE INDEX rollouts_of_step ON rollouts (run, step);
 CREATE INDEX rollouts_of_group ON rollouts (grp);
@@ -89,6 +61,8 @@ CREATE TABLE attempts (
     ending TEXT,
     result TEXT NOT NULL,
     error TEXT,
+    passed_through TEXT,
+    bypassed TEXT,
     UNIQUE (attempt_key)
 );
 CREATE TABLE calls (
@@ -116,8 +90,14 @@ CREATE TABLE calls (
     reused INTEGER NOT NULL,
     late INTEGER NOT NULL,
     retry_of TEXT,
+    state TEXT,  -- NULL: not reported
+    pruned INTEGER NOT NULL,
+    undelivered INTEGER NOT NULL,
+    stamped INTEGER NOT NULL,
+    trace TEXT,  -- NULL: not known
     UNIQUE (attempt_key, id)
 );
+CREATE INDEX calls_trace ON calls (trace) WHERE trace IS NOT NULL;
 CREATE TABLE choices (
     seq INTEGER PRIMARY KEY,
     attempt_key INTEGER NOT NULL,
@@ -132,7 +112,25 @@ CREATE TABLE choices (
     parse_error TEXT,
     UNIQUE (attempt_key, call, position)
 );
-CREATE TABLE outcomes ({_OF_TOOL_RESULTS}    UNIQUE (attempt_key, id)
+CREATE TABLE tool_results (
+    seq INTEGER PRIMARY KEY,
+    attempt_key INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    tool TEXT NOT NULL,
+    status TEXT NOT NULL,
+    tool_call_id TEXT,
+    arguments TEXT NOT NULL,
+    result TEXT NOT NULL,
+    error TEXT,
+    agent TEXT,
+    span TEXT,
+    parent_span TEXT,
+    started REAL,
+    ended REAL,
+    source TEXT NOT NULL,
+    adapter TEXT,
+    status_rule TEXT,
+    UNIQUE (attempt_key, source, id)
 );
 CREATE TABLE rewards (
     seq INTEGER PRIMARY KEY,
@@ -144,54 +142,18 @@ CREATE TABLE rewards (
     choice INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX rewards_key ON rewards (attempt_key, name, source, ifnull(call, x''), choice);
-CREATE TABLE uses ({_OF_USES}    UNIQUE (attempt_key, call, choice)
+CREATE TABLE training_records (
+    seq INTEGER PRIMARY KEY,
+    attempt_key INTEGER NOT NULL,
+    call TEXT NOT NULL,
+    choice INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    credit REAL,
+    advantage REAL,
+    weight REAL NOT NULL,
+    dropped TEXT,
+    UNIQUE (attempt_key, call, choice, step)
 );
-"""
-
-_VERSION_2 = """
-ALTER TABLE calls ADD COLUMN state TEXT;  -- NULL: not reported
-"""
-
-_VERSION_3 = f"""
-CREATE TABLE uses_by_step ({_OF_USES}    UNIQUE (attempt_key, call, choice, step)
-);
-INSERT INTO uses_by_step SELECT seq, attempt_key, call, choice, step, credit, advantage, weight, dropped FROM uses;
-DROP TABLE uses;
-ALTER TABLE uses_by_step RENAME TO uses;
-"""
-
-# Before, an id began with its source: `langchain:…`, `otel:…`; one without a colon was of the agent's own code.
-_VERSION_4 = f"""
-CREATE TABLE tool_results ({_OF_TOOL_RESULTS}    source TEXT NOT NULL,
-    adapter TEXT,
-    UNIQUE (attempt_key, source, id)
-);
-INSERT INTO tool_results SELECT
-    seq, attempt_key, id, tool, status, tool_call_id, arguments, result, error, agent, span, parent_span,
-    started, ended,
-    CASE WHEN id LIKE 'otel:%' THEN 'span' ELSE 'adapter' END,
-    CASE WHEN instr(id, ':') THEN substr(id, 1, instr(id, ':') - 1) END
-FROM outcomes;
-DROP TABLE outcomes;
-ALTER TABLE runs RENAME COLUMN incarnation TO restart;
-ALTER TABLE rollouts RENAME COLUMN incarnation TO restart;
-ALTER TABLE uses RENAME TO training_records;
-UPDATE rewards SET source = 'tool_results' WHERE source = 'tool_outcomes';
-ALTER TABLE rollouts ADD COLUMN position INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE calls ADD COLUMN pruned INTEGER NOT NULL DEFAULT 0;
-"""
-
-_VERSION_5 = """
-ALTER TABLE tool_results ADD COLUMN status_rule TEXT;  -- NULL: recorded before rules had names
-"""
-
-_VERSION_6 = """
-ALTER TABLE calls ADD COLUMN undelivered INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE calls ADD COLUMN stamped INTEGER NOT NULL DEFAULT 1;  -- 1 where it was not recorded
-ALTER TABLE attempts ADD COLUMN passed_through TEXT;  -- NULL: nothing was
-"""
-
-_VERSION_7 = """
 CREATE TABLE feedback (
     seq INTEGER PRIMARY KEY,
     attempt_key INTEGER NOT NULL,
@@ -209,49 +171,32 @@ CREATE TABLE erased (  -- ids of rollouts that were removed, and must not come b
 ) WITHOUT ROWID;
 """
 
-_VERSION_8 = """
-ALTER TABLE calls ADD COLUMN trace TEXT;  -- NULL: not known
-CREATE INDEX calls_trace ON calls (trace) WHERE trace IS NOT NULL;
-"""
 
-_VERSION_9 = """
-ALTER TABLE attempts ADD COLUMN bypassed TEXT;  -- NULL: none was noticed
-"""
-
-MIGRATIONS: tuple[str, ...] = (
-    *(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7, _VERSION_8, _VERSION_9),
-)
-"""SQL scripts; number i brings a file from version i to i + 1. Never change one that was released."""
-
-
-def migrate(connection: sqlite3.Connection, migrations: Sequence[str], where: str) -> None:
-    """Bring the file up to date, one transaction per version; `where` names it in errors.
-
-    Raises StoreError if the file is newer than `migrations`, or is not agl's; sqlite3.Error if a script fails
-    (the file then stays at the version before that script).
-    """
-    for number in range(version_of(connection, migrations, where), len(migrations)):
-        try:
-            connection.executescript(
-                f"BEGIN IMMEDIATE;{migrations[number]};"
-                f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number + 1}; COMMIT;"
-            )
-        except sqlite3.Error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
+def create(connection: sqlite3.Connection) -> None:
+    """Make the tables in an empty file, all or none."""
+    try:
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {_SCHEMA}; PRAGMA application_id = {APPLICATION_ID}; "
+            f"PRAGMA user_version = {VERSION}; COMMIT"
+        )
+    except sqlite3.Error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
-def version_of(connection: sqlite3.Connection, migrations: Sequence[str], where: str) -> int:
-    """The schema version of the file: 0 if it is empty. StoreError if it cannot be a store of this agl."""
+def is_empty(connection: sqlite3.Connection, path: str) -> bool:
+    """Whether the file has no tables yet. StoreError if it is not a store of this agl."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if application != APPLICATION_ID and (tables or application):
-        raise StoreError(f"{where} is another program's SQLite database, not a store of agl. Choose another path.")
-    if version > len(migrations):
+    if not (version or application or tables):
+        return True
+    if application != APPLICATION_ID:
+        raise StoreError(f"{path} is another program's SQLite database, not a store of agl. Choose another path.")
+    if version != VERSION:
         raise StoreError(
-            f"{where} has schema version {version}, and this agl knows versions up to {len(migrations)}. "
-            f"Use the agl that wrote it, or a newer one."
+            f"The store {path} has schema version {version}, which this agl cannot read (it reads {VERSION}): "
+            f"start a new run."
         )
-    return int(version)
+    return False

@@ -318,12 +318,11 @@ class TestRefused:
             assert "--step 1-2" in self.refused(trained, "--step", "1-3")
             assert exported(trained, "--step", "1-2").exit_code == 0
 
-    @pytest.mark.parametrize(("version", "says"), [(1, "bring it up to date"), (999, "agl")])
-    def test_a_store_of_another_version(self, trained: Any, version: int, says: str) -> None:
+    def test_a_store_of_another_version(self, trained: Any) -> None:
         connection = sqlite3.connect(trained.store)
-        connection.execute(f"PRAGMA user_version = {version}")
+        connection.execute("PRAGMA user_version = 999")
         connection.close()
-        assert says in self.refused(trained)
+        assert "start a new run" in self.refused(trained)
 
     def test_a_table_or_a_step_that_there_is_not(self, trained: Any) -> None:
         assert "Did you mean 'rewards'" in self.refused(trained, "--table", "reward")

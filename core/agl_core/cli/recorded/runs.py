@@ -75,7 +75,7 @@ def prune(run: Runs, steps: KeepSteps = 10, checkpoints: KeepCheckpoints = None,
 def vacuum(run: Runs, as_json: AsJson = False) -> None:
     """Rewrite a run's store without its unused space. Meanwhile this needs as much free disk space again.
 
-    A store of an older agl is brought up to date. A run that is being trained or served is refused.
+    A run that is being trained or served is refused.
     """
     from agl_core.analysis import runs
     from agl_core.cli.shared.screen import Screen
