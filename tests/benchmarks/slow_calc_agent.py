@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
@@ -22,8 +21,8 @@ from langgraph.types import Command
 
 from agl_core.worker import AgentContext
 
-MEDIAN, TAIL = float(os.environ["SLOW_TOOL_MEDIAN"]), float(os.environ["SLOW_TOOL_TAIL"])
-"""Seconds, and how many times that the slowest hundredth takes at least."""
+MEDIAN, TAIL = 1.0, 10.0
+"""Seconds, and how many times as long the slowest hundredth takes at least."""
 QUANTILE_99 = 2.3263
 """Of the standard normal distribution."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "server-performance.md"
-FIRST_COLUMNS = ["Calls of agents at once", "A call of", "Rollouts in the store", "Shape", "Light workers"]
+ROOT = HERE.parents[1]
+FIRST_COLUMNS = ["Calls of agents at once", "A call of", "Rollouts in the store", "Shape"]
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -20,12 +20,16 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()] for block in blocks]
 
 
-@pytest.mark.storm
-def test_every_request_of_the_benchmark_is_answered() -> None:
-    command = [sys.executable, HERE / "server_speed.py", "--quick"]
+def run(*options: str) -> list[list[list[str]]]:
+    command = [sys.executable, HERE / "server_speed.py", "--quick", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    made = tables(done.stdout)
+    return tables(done.stdout)
+
+
+@pytest.mark.storm
+def test_every_request_of_the_benchmark_is_answered() -> None:
+    made = run()
     assert [table[0][0] for table in made] == FIRST_COLUMNS
     for head, _, *rows in made:
         assert rows
@@ -36,6 +40,13 @@ def test_every_request_of_the_benchmark_is_answered() -> None:
             assert all(number > 0 or " ms" in cell for cell, number in numbers.items()), (head, row)
 
 
+@pytest.mark.storm
+def test_two_checkouts_are_compared_in_pairs() -> None:
+    (calls,) = run("--only", "calls", "--against", str(ROOT))
+    assert [row[0] for row in calls[2:]] == [f"calls, {n} at once" for n in (1, 32, 256)]
+    assert all(float(row[3].split()[0]) > 0 for row in calls[2:])
+
+
 def test_the_page_has_these_tables() -> None:
-    ours = [table for table in tables(PAGE.read_text()) if table[0][0] in FIRST_COLUMNS]
-    assert [table[0][0] for table in ours] == FIRST_COLUMNS
+    page = tables((ROOT / "docs" / "server-performance.md").read_text())
+    assert [table[0][0] for table in page if table[0][0] in FIRST_COLUMNS] == FIRST_COLUMNS

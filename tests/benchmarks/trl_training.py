@@ -15,9 +15,9 @@ again. A seed takes about forty minutes of a free core.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -30,13 +30,13 @@ from statistics import mean
 from typing import Any
 
 import tomli_w
+from openai import AsyncOpenAI
+from tables import machine, table, write
 
 from agl_rewards.reasoning import ReasoningGymOptions, ReasoningGymTasks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGE = ROOT / "docs" / "compare.md"
-BEGIN, END = "<!-- written by tests/benchmarks/trl_training.py -->", "<!-- to here -->"
 MEMBERS, MAX_TOKENS, HELD_OUT = 8, 16, 128
 LEARNING_RATE = 2e-5
 DATASET: dict[str, Any] = {
@@ -84,7 +84,7 @@ class Bench:
             "config_version": 1,
             "name": name,
             "seed": seed,
-            "agent": {"entry": "trl_agent:solve"},
+            "agent": {"entry": "trl_training:solve"},
             "tasks": {"train": {"source": "reasoning_gym", "size": self.steps * self.groups, **DATASET}},
             "policies": {
                 "default": {
@@ -109,9 +109,9 @@ class Bench:
         lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         rewards = [line["reward/mean"] for line in lines if line["kind"] == "train"]
         (model,) = (self.folder / "runs" / name / "checkpoints").glob("*/default/model")
-        found = Measured(rewards, seconds, self.greedy(name, model))
+        measured = Measured(rewards, seconds, self.greedy(name, model))
         shutil.rmtree(self.folder / "runs" / name)  # 1.6 GB
-        return found
+        return measured
 
     def train_trl(self, seed: int) -> Measured:
         name, out = f"trl-{seed}", self.folder / f"trl-{seed}-model"
@@ -131,9 +131,9 @@ class Bench:
         settings.write_text(json.dumps(asked))
         seconds = self.run(name, self.trl, HERE / "trl_side.py", "train", settings)
         rewards = json.loads(settings.with_suffix(".result").read_text())
-        found = Measured(rewards, seconds, self.greedy(name, out))
+        measured = Measured(rewards, seconds, self.greedy(name, out))
         shutil.rmtree(out)
-        return found
+        return measured
 
     def greedy(self, name: str, model: Path) -> float:
         """The reward of a model on the held-out tasks."""
@@ -170,9 +170,7 @@ def tasks(options: ReasoningGymOptions, seed: int) -> list[tuple[str, str]]:
     return [(str(task.input), str(task.metadata["answer"])) for task in drawn]
 
 
-HEAD = """\
-| trainer | seeds | greedy before | greedy after | first {last} steps | last {last} steps | CPU seconds |
-|---|---|---|---|---|---|---|"""
+HEAD = "trainer | seeds | greedy before | greedy after | first {last} steps | last {last} steps | CPU seconds"
 
 
 def row(name: str, before: float, runs: Sequence[Measured]) -> str:
@@ -186,14 +184,19 @@ def row(name: str, before: float, runs: Sequence[Measured]) -> str:
         span(lambda run: mean(run.rewards[-LAST:]), ".2f"),
         span(lambda run: run.cpu_seconds, ",.0f"),
     ]
-    return f"| {name} | {len(runs)} | {before:.2f} | {' | '.join(parts)} |"
+    return f"{name} | {len(runs)} | {before:.2f} | {' | '.join(parts)}"
 
 
-def processor() -> str:
-    described = Path("/proc/cpuinfo")
-    lines = described.read_text().splitlines() if described.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    return names[0] if names else platform.processor()
+@functools.cache
+def client() -> AsyncOpenAI:
+    return AsyncOpenAI()
+
+
+async def solve(question: str) -> str:
+    """The agent that agl trains: one call on the plain openai client."""
+    message = {"role": "user", "content": question}
+    reply = await client().chat.completions.create(model="default", messages=[message])
+    return reply.choices[0].message.content or ""
 
 
 def main() -> None:
@@ -214,22 +217,15 @@ def main() -> None:
     versions = subprocess.run(
         [bench.trl, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True, check=True
     )
-    table = "\n".join(
-        [
-            HEAD.format(last=LAST),
-            row("agl", before, runs["agl"]),
-            row(f"TRL {versions.stdout.strip()}", before, runs["trl"]),
-            "",
-            f"{options.steps} steps of {options.groups} groups of {MEMBERS}, {MAX_TOKENS} new tokens, learning rate "
-            f"{LEARNING_RATE:g}; {HELD_OUT} held-out tasks; means over the seeds, with the "
-            f"range. {time.strftime('%B %Y')}, "
-            f"one thread of an {processor()}.",
-        ]
+    rows = [row("agl", before, runs["agl"]), row(f"TRL {versions.stdout.strip()}", before, runs["trl"])]
+    text = (
+        f"{table(HEAD.format(last=LAST), rows)}\n\n{options.steps} steps of {options.groups} groups of {MEMBERS}, "
+        f"{MAX_TOKENS} new tokens, learning rate {LEARNING_RATE:g}; {HELD_OUT} held-out tasks; means over the seeds, "
+        f"with the range. {time.strftime('%B %Y')}, one thread of: {machine()}."
     )
-    print(table)
+    print(text)
     if options.write:
-        head, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}")
+        write("compare.md", Path(__file__).name, text)
 
 
 if __name__ == "__main__":
