@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -15,8 +16,8 @@ import pytest
 from agl_core.capture import StatusRule
 from agl_core.capture.status_rules import REPORTED, WORDS, Seen
 from agl_core.plugins import Component, Kind, Plugins
-from agl_core.training.alarms import ALARMS
-from agl_core.types import Evidence, Symptom
+from agl_core.training.alarms import paragraphs, rollouts, stall, steps
+from agl_core.types import AlarmName, Evidence, Symptom
 from agl_verl.options import VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of
@@ -92,19 +93,25 @@ def _table(section: str) -> set[str]:
 
 def test_the_page_of_health_has_every_alarm_with_its_threshold_and_every_reason() -> None:
     page = (ROOT / "docs" / "health.md").read_text().splitlines()
-    alarms = [
-        f"| `{name}` | {kind.condition.words.format(f'{kind.condition.limit:g}') if kind.condition else kind.when} "
-        f"| {kind.why} | {kind.remedy} |"
-        for name, kind in ALARMS.items()
-    ]
+    alarms = [f"| `{name}` | {' | '.join(texts)} |" for name, texts in _alarms().items()]
     assert [line for line in page if line.count(" | ") == 3 and line.startswith("| `")] == alarms
     reasons = [line.split("`")[1] for line in page if line.count(" | ") == 1 and line.startswith("| `")]
     assert reasons == [*Symptom, *Evidence]
 
 
+def _alarms() -> dict[AlarmName, tuple[str, ...]]:
+    """When each alarm is raised, by its own threshold, why that matters, and what to do."""
+    checks = vars(steps) | vars(rollouts) | vars(stall)
+    limits = {name: inspect.signature(checks[name]).parameters.get("limit") for name in AlarmName}
+    return {
+        name: tuple(text.replace("`limit`", f"{limit.default:g}" if limit else "") for text in paragraphs(checks[name]))
+        for name, limit in limits.items()
+    }
+
+
 def test_the_page_of_metrics_has_every_number_that_an_alarm_looks_at() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    read = {key for kind in ALARMS.values() if kind.condition for key in kind.condition.keys}
+    read = {key for keys in steps.CHECKS.values() for key in keys}
     assert [key for key in sorted(read) if f"`{key}`" not in page and not key.startswith("dropped/")] == []
 
 
@@ -135,6 +142,8 @@ def test_messages_name_settings_that_exist() -> None:
         for key in (*dotted.findall(text), *to_set.findall(text))
         if not key.endswith((".py", ".log", ".toml")) and key not in VERLS_OWN
     }
+
+    named |= {("alarms", key) for texts in _alarms().values() for key in dotted.findall(" ".join(texts))}
 
     assert len(named) > 50
     assert {each for each in named if each[1] not in endings and not any(k.fullmatch(each[1]) for k in known)} == set()

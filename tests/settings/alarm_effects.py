@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agl_core.training.alarms import ALARMS, Watch, raised
+from agl_core.training.alarms import Alarm
+from agl_core.training.alarms.steps import Watch
 from agl_core.types import AlarmName
 
 from .settings_bench import Bench, Effect, Given
@@ -46,9 +47,9 @@ def alarms(bench: Bench, given: Given) -> set[AlarmName]:
     """What a run raises in which everything goes wrong, first with too little entropy, then with too much."""
     watch = Watch.of_run(bench.load(given).config, [])
     steps = [SOUND] * 8 + [BAD] * 6 + [{**BAD, "update/entropy": 9.0}] * 3
-    found = {alarm.name for each in steps for alarm in watch.look(each)}
-    others = [raised(name, "something") for name, kind in ALARMS.items() if kind.condition is None]
-    return found | {alarm.name for alarm in watch.wanted(others)}
+    on_numbers = {alarm.name for numbers in steps for alarm in watch.look(numbers)}
+    others = [Alarm(name, "something", "", "") for name in AlarmName if name not in on_numbers]
+    return on_numbers | {alarm.name for alarm in watch.wanted(others)}
 
 
 def thresholds(bench: Bench, given: Given) -> int:

@@ -310,12 +310,12 @@ def _run(run: Path) -> Iterator[Finding]:
     for line in health.damaged:
         remedy = f"mend or remove line {line}; the others are read, and a run is not resumed with such a line"
         yield Finding("metrics", f"line {line} of {folder / 'metrics.jsonl'} is no line of metrics", remedy)
-    for alarm in health.alarms:
-        since = f"since step {alarm.step}" if alarm.holds else f"step {alarm.step}"
-        remedy = f"{alarm.why} {alarm.remedy}".strip() or "see docs/health.md"
-        yield Finding(f"alarm {alarm.name}, {since}", alarm.seen, remedy, is_needed=False)
+    for step, alarm in health.alarms:
+        since = "since step" if health.holding.get(alarm.name) == step else "step"
+        yield Finding(f"alarm {alarm.name}, {since} {step}", alarm.seen, f"{alarm.why} {alarm.remedy}", is_needed=False)
     if not health.alarms:
-        yield Finding("alarms", f"none in {health.steps} steps" if health.steps else "no step was made yet")
+        steps = len(health.verdicts)
+        yield Finding("alarms", f"none in {steps} steps" if steps else "no step was made yet")
     if entry.state == "running":
         yield from _checked("waiting", lambda: _waiting(folder))
 
@@ -331,13 +331,12 @@ def _waiting(folder: Path) -> Iterator[Finding]:
         remedy = "see the log of the process that runs it (agl train, agl serve)"
         yield Finding("waiting", "a process writes the run's store, but serves no run", remedy)
         return
-    found = read_run(folder, lambda store: read_waiting(server, store))
-    activity = found.activity
+    activity, seen, remedy = read_run(folder, lambda store: read_waiting(server, store))
     ended = "none has finished yet" if activity.finished is None else f"one finished {activity.finished:.0f} s ago"
     yield Finding("rollouts", f"{activity.running} run, {activity.queued} are queued, {ended}")
     if activity.running or activity.queued or not activity.serving:
         is_stalled = not activity.running or (activity.finished or 0.0) > QUIET or activity.finished is None
-        yield Finding("waiting", found.seen, found.remedy if is_stalled else "")
+        yield Finding("waiting", seen, remedy if is_stalled else "")
 
 
 def _server(url: str, key_env: str | None, model: str | None) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,19 @@ from agl_core.learning import PolicyCredit, StepBatches, make_batches, without_s
 from agl_core.memory import peak_rss_bytes
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, UpdateResult
 from agl_core.store.interface import SessionStore
-from agl_core.training.alarms import Alarm, Watch
+from agl_core.training.alarms import Alarm
 from agl_core.training.alarms.rollouts import (
-    Assertions,
+    Check,
     Patience,
     check_serving,
     common_failure,
+    contradicted_tool_results,
     failures,
-    missing_lessons,
+    no_reward,
+    nothing_to_train,
     why_nothing,
 )
+from agl_core.training.alarms.steps import Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.evaluate import Evaluated
 from agl_core.training.metrics import (
@@ -72,8 +75,8 @@ class Trainer:
     checkpoints: Checkpoints
     log: MetricsLog
     observer: Observer
-    assertions: Assertions = field(default_factory=Assertions)
-    """Alarms about what only the agent's side asserts."""
+    assertions: Sequence[Check] = ()
+    """Alarms about what only the agent's side asserts; each is raised once."""
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
     """Alarms about the numbers of the steps."""
@@ -216,8 +219,8 @@ class Trainer:
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
         }
-        alarms += self.watch.look(metrics)
         stalls = self._stalls()
+        alarms += self.watch.look(metrics)
         self.log.write(step, "train", {**metrics, **self.watch.held}, [*alarms, *stalls])
         state = self.state
         state.step = step
@@ -237,11 +240,16 @@ class Trainer:
         self._patience.check(step, why_nothing(drawn.new, training_records, prepared.episodes_dropped))
 
     async def _alarms(self, drawn: Drawn, training_records: Sequence[TrainingRecord]) -> list[Alarm]:
-        found = [*missing_lessons(drawn.episodes, training_records, self.loaded.config.train.agents)]
-        found += self.assertions.noticed(drawn.new)
-        if common_failure(drawn.new) and (alarm := await failures(self.session.control.store, drawn.new)):
-            found.append(alarm)
-        return self.watch.add(found)
+        seen: dict[Callable[..., str | None], str | None] = {
+            no_reward: no_reward(drawn.episodes),
+            nothing_to_train: nothing_to_train(drawn.episodes, training_records, self.loaded.config.train.agents),
+            **{check: check(drawn.new) for check in (*self.assertions, contradicted_tool_results)},
+        }
+        self.assertions = [check for check in self.assertions if seen[check] is None]
+        alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]
+        if common_failure(drawn.new) and (failure := await failures(self.session.control.store, drawn.new)):
+            alarms.append(failure)
+        return self.watch.add(alarms)
 
     def _stalls(self) -> list[Alarm]:
         """The stalls since this was last asked; they were said when they were seen."""

@@ -18,8 +18,8 @@ from agl_core.errors import AglError, CheckpointError, EngineError, PluginError,
 from agl_core.protocols import RecordedTasks, Tracker
 from agl_core.server.gateway.upstream import Answering
 from agl_core.store.interface import Store
-from agl_core.training.alarms import Watch
-from agl_core.training.alarms.rollouts import Assertions
+from agl_core.training.alarms.rollouts import assertions_in
+from agl_core.training.alarms.steps import Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, changes, check_changes, read_state
 from agl_core.training.evaluate import Evaluated
 from agl_core.training.loop import Trainer, uninterrupted
@@ -99,7 +99,7 @@ async def train(
                         observer.say(f"removed {superseded}, which is superseded")
                 trainer = trainer_of(
                     *(loaded, session, loaded.buffer.build(), checkpoints, log, observer),
-                    *(Assertions.in_run(loaded), state),
+                    *(assertions_in(loaded), state),
                     watch=Watch.of_run(config, earlier),
                     saved_step=state.step,
                 )

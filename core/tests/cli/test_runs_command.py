@@ -113,7 +113,7 @@ VERDICTS: dict[str, tuple[list[dict[str, float]], list[float], str]] = {
     "crashes": (
         [{**SOME, "ending/crashed": 15.0, "ending/timed_out": 1.0}] * 3,
         [],
-        "cannot: no rollout finished; 45 of 48 ended as crashed. Mend what the agent raises.",
+        "cannot: no rollout finished; 45 of 48 ended as crashed. Fix what the agent raises.",
     ),
     "no reward": (
         [{**SOME, "transitions/kept": 0.0, "dropped/no_advantage": 16.0, "alarm/no_reward": 1.0}] * 3,

@@ -33,7 +33,11 @@ async def health_page(pages: Pages, request: Request) -> Response:
         "health.html",
         entry=entry,
         health=health,
-        alarms=sorted(health.alarms, key=lambda alarm: (not alarm.holds, -alarm.step)),
+        alarms=sorted(
+            ((health.holding.get(alarm.name) == step, step, alarm) for step, alarm in health.alarms),
+            key=lambda row: row[:2],
+            reverse=True,
+        ),
         verdicts=list(reversed(health.verdicts)),
         columns=list(Verdict),
         sick=sick,

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import orjson
 
+from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import HEADLINE_SET
 from agl_core.training.metrics import METRICS_FILE
+from agl_core.types import AlarmName
 
 _REWARD = "/reward/mean"
 
@@ -22,6 +24,16 @@ class MetricsLine:
     kind: str
     """`train` or `eval`."""
     values: Mapping[str, float]
+    alarms: Sequence[Alarm] = ()
+    """Those that were raised since the line before."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> MetricsLine:
+        """A line that `MetricsLog.write` wrote. LookupError, TypeError, ValueError or AttributeError if it is none."""
+        line = orjson.loads(text)
+        values = {key: float(value) for key, value in line.items() if type(value) in (int, float)}
+        alarms = [Alarm(**{**alarm, "name": AlarmName(alarm["name"])}) for alarm in line.get("alarms", ())]
+        return cls(int(line["step"]), line["kind"], values, alarms)
 
     @property
     def headline_set(self) -> str | None:
@@ -36,17 +48,24 @@ class MetricsLine:
 
 
 def read_metrics(folder: Path) -> list[MetricsLine]:
-    """The lines of a run's metrics, in their order; the last one may be incomplete, and is then left out."""
-    file, found = folder / METRICS_FILE, []
-    for line in file.read_bytes().splitlines() if file.exists() else ():
+    """The lines of a run's metrics, in their order; without those that cannot be read."""
+    return read_lines(folder)[0]
+
+
+def read_lines(folder: Path) -> tuple[list[MetricsLine], list[int]]:
+    """The lines of a run's metrics, and the numbers, from 1 on, of those that cannot be read.
+
+    A last line without its end does not count: it is being written, or a kill cut it off.
+    """
+    file = folder / METRICS_FILE
+    lines, damaged = [], []
+    for number, text in enumerate(file.read_bytes().splitlines(keepends=True) if file.exists() else (), 1):
         try:
-            read = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(read, dict) and isinstance(read.get("step"), int) and isinstance(read.get("kind"), str):
-            values = {key: float(value) for key, value in read.items() if type(value) in (int, float)}
-            found.append(MetricsLine(read["step"], read["kind"], values))
-    return found
+            lines.append(MetricsLine.parse(text))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            if text.endswith(b"\n"):
+                damaged.append(number)
+    return lines, damaged
 
 
 def series(lines: Sequence[MetricsLine], kind: str, key: str) -> list[tuple[int, float]]:

@@ -1,14 +1,11 @@
-"""Alarms on a step's rollouts themselves, and when training stops because of them.
-
-That a run rests on what only the agent's side asserts (docs/security.md), and why a step had nothing to learn from.
-Alarms on a step's numbers are in `alarms.table`.
-"""
+"""The alarms on the rollouts of a step, and when training stops because of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from agl_core.config import LoadedConfig
 from agl_core.errors import TrainingError
@@ -17,11 +14,14 @@ from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.tool_results import CONTRADICTED, FAILED
 from agl_core.registering import Capability
 from agl_core.store.interface import Store
-from agl_core.training.alarms import Alarm, raised
-from agl_core.types import AlarmName, DropReason, Ending, Episode, TrainingRecord
+from agl_core.training.alarms import Alarm
+from agl_core.types import DropReason, Ending, Episode, ToolResult, TrainingRecord
+
+Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
+"""An alarm on the new rollouts of a step."""
 
 REMEDIES: Mapping[Ending | DropReason, str] = {
-    Ending.CRASHED: "Mend what the agent raises.",
+    Ending.CRASHED: "Fix what the agent raises.",
     Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
     Ending.CONTEXT_OVERFLOW: "Shorten what the agent asks, or train a model with a longer context.",
     Ending.NO_CALL: "Send the calls of the agent's LLM client through agl: let it read OPENAI_BASE_URL or "
@@ -40,79 +40,42 @@ _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.STALE, DropReason.STAL
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 
 
-@dataclass
-class Assertions:
-    """Alarms that the run rests on what only the agent's side asserts: one for tool results, one for rewards.
+def no_reward(episodes: Sequence[Episode]) -> str | None:
+    """No rule had anything to say of any rollout of a step, and no agent reported a reward.
 
-    And one for reports that the conversation contradicts.
+    All rollouts count as 0, and nothing can be learned.
+
+    Name a rule in [rewards], or have the agent return a number or call agl_core.reward.
     """
-
-    of_tool_results: bool = False
-    """A rule of the run computes rewards or credit from tool results; false once the alarm was raised."""
-    of_rewards: bool = False
-    """No reward rule of the run has a weight, so the reward is what the agent reports; false once the alarm was
-    raised."""
-
-    @classmethod
-    def in_run(cls, loaded: LoadedConfig) -> Assertions:
-        """The alarms that a run with this configuration may raise."""
-        rules = [chosen for name, chosen in loaded.rewards.items() if loaded.config.rewards[name].weight]
-        counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
-        of_tasks = any(each.weight and each.scores != "sessions" for each in loaded.config.rewards.values())
-        return cls(any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting), not of_tasks)
-
-    def noticed(self, episodes: Sequence[Episode]) -> Iterator[Alarm]:
-        tool_results = [each for e in episodes for t in e.transitions for each in t.tool_results]
-        asserted = Counter(each.source.value for each in tool_results if each.source.is_asserted).most_common()
-        if self.of_tool_results and asserted:
-            self.of_tool_results = False
-            sources = ", ".join(f"{source} {count}" for source, count in asserted)
-            yield raised(
-                AlarmName.ASSERTED_TOOL_RESULTS,
-                f"tool results count in the reward, and only the agent's side says what some of the "
-                f"{len(tool_results)} of this step were ({sources})",
-            )
-        denied = [each for each in tool_results if each.status_rule == CONTRADICTED and each.status in FAILED]
-        if denied:
-            yield raised(
-                AlarmName.CONTRADICTED_TOOL_RESULTS,
-                f"{len(denied)} of {len(tool_results)} tool results were reported as a success, and the model was "
-                f"shown a failure, which counts (the first: {denied[0].tool} in {denied[0].rollout})",
-            )
-        if self.of_rewards and any(reward.source == AGENT_SOURCE for e in episodes for reward in e.rewards):
-            self.of_rewards = False
-            yield raised(
-                AlarmName.ASSERTED_REWARDS, "the reward is what the agent reports: no rule in [rewards] has a weight"
-            )
-
-
-def missing_lessons(
-    episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], agents: Sequence[str]
-) -> Iterator[Alarm]:
-    """Alarms on a step in which no rule rewarded anything, or none of the chosen agents made a call."""
     scored = [episode for episode in episodes if episode.dropped is None]
-    if scored and not any(map(was_rewarded, scored)):
-        yield raised(
-            AlarmName.NO_REWARD,
-            f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward",
-        )
-    if training_records and all(record.dropped == DropReason.UNTRAINED_AGENT for record in training_records):
-        calls = Counter(transition.agent for episode in episodes for transition in episode.transitions)
-        seen = ", ".join(f"{agent or 'unnamed'} ({count} calls)" for agent, count in calls.most_common(5))
-        yield raised(
-            AlarmName.NOTHING_TO_TRAIN,
-            f"train.agents = {list(agents)} names none of the agents that made calls: {seen}",
-        )
+    if not scored or any(map(was_rewarded, scored)):
+        return None
+    return f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward"
 
 
-def common_failure(episodes: Sequence[Episode]) -> Ending | None:
-    """The ending of all these rollouts, if it is the same and not `finished`."""
-    endings = {episode.ending for episode in episodes}
-    return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
+def nothing_to_train(
+    episodes: Sequence[Episode], training_records: Sequence[TrainingRecord], agents: Sequence[str]
+) -> str | None:
+    """None of the agents that made calls in a step is named by train.agents.
+
+    Only the agents in train.agents are trained.
+
+    Agents get their names from an adapter, or from agl_core.agent.
+    """
+    if not training_records or any(record.dropped != DropReason.UNTRAINED_AGENT for record in training_records):
+        return None
+    calls = Counter(transition.agent for episode in episodes for transition in episode.transitions)
+    callers = ", ".join(f"{agent or 'unnamed'} ({count} calls)" for agent, count in calls.most_common(5))
+    return f"train.agents = {list(agents)} names none of the agents that made calls: {callers}"
 
 
 async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
-    """The alarm on the most common failure of these rollouts: how many ended so, the first error, what to check."""
+    """All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation.
+
+    Rollouts that fail teach little or nothing.
+
+    Fix what the first error says.
+    """
     failed = [episode for episode in episodes if episode.ending is not Ending.FINISHED]
     if not failed:
         return None
@@ -121,7 +84,80 @@ async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
     errors = [a.error for a in await store.attempts(first.rollout) if a.attempt == first.attempt and a.error]
     details = f"The first, {first.rollout}:\n{errors[0]}" if errors else ""
     seen = f"{count} of {len(episodes)} rollouts ended as {ending.value}"
-    return raised(AlarmName.FAILURES, seen, remedy=REMEDIES.get(ending, ""), details=details)
+    return Alarm.of(failures, seen, remedy=REMEDIES.get(ending, ""), details=details)
+
+
+def asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
+    """Tool results count in reward or credit, and only the agent's side says what some were; raised once.
+
+    Whatever the agent starts can say the same, and so earn rewards that it does not deserve.
+
+    See docs/security.md.
+    """
+    tool_results = _tool_results(episodes)
+    asserted = Counter(result.source.value for result in tool_results if result.source.is_asserted).most_common()
+    if not asserted:
+        return None
+    sources = ", ".join(f"{source} {count}" for source, count in asserted)
+    return (
+        f"tool results count in the reward, and only the agent's side says what some of the {len(tool_results)} of "
+        f"this step were ({sources})"
+    )
+
+
+def contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
+    """Tool results of a step were reported as a success, and the model was shown a failure, which counts.
+
+    Something that the agent starts may be forging reports, or a tool's report is wrong.
+
+    Read these rollouts (agl show ROLLOUT) and see docs/security.md.
+    """
+    tool_results = _tool_results(episodes)
+    denied = [each for each in tool_results if each.status_rule == CONTRADICTED and each.status in FAILED]
+    if not denied:
+        return None
+    return (
+        f"{len(denied)} of {len(tool_results)} tool results were reported as a success, and the model was shown a "
+        f"failure, which counts (the first: {denied[0].tool} in {denied[0].rollout})"
+    )
+
+
+def asserted_rewards(episodes: Sequence[Episode]) -> str | None:
+    """No rule in [rewards] has a weight, and the reward is what the agent reports; raised once.
+
+    Whatever the agent starts can say the same, and so earn rewards that it does not deserve.
+
+    See docs/security.md.
+    """
+    if all(reward.source != AGENT_SOURCE for episode in episodes for reward in episode.rewards):
+        return None
+    return "the reward is what the agent reports: no rule in [rewards] has a weight"
+
+
+def assertions_in(loaded: LoadedConfig) -> list[Check]:
+    """The alarms on what a run with this configuration takes from the agent's side alone.
+
+    On tool results, if a rule computes rewards or credit from them; on rewards, if no reward rule has a weight.
+    """
+    tables = loaded.config.rewards
+    rules = [chosen for name, chosen in loaded.rewards.items() if tables[name].weight]
+    counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
+    checks = list[Check]()
+    if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
+        checks.append(asserted_tool_results)
+    if not any(table.weight and table.scores != "sessions" for table in tables.values()):
+        checks.append(asserted_rewards)
+    return checks
+
+
+def _tool_results(episodes: Sequence[Episode]) -> list[ToolResult]:
+    return [result for episode in episodes for t in episode.transitions for result in t.tool_results]
+
+
+def common_failure(episodes: Sequence[Episode]) -> Ending | None:
+    """The ending of all these rollouts, if it is the same and not `finished`."""
+    endings = {episode.ending for episode in episodes}
+    return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
 
 
 def why_nothing(
@@ -153,7 +189,7 @@ def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: 
             f"differ by {gap:.3g} on average, which is more than rounding explains (train.serving_gap is {limit:g}). "
             f"Probably the server has other weights than the trainer (an adapter that it does not apply, an exchange "
             f"that did not happen), or one of them changes the logits. The update of this step used wrong ratios: when "
-            f"the cause is mended, go on from the last checkpoint (agl train --resume)."
+            f"the cause is fixed, go on from the last checkpoint (agl train --resume)."
         )
 
 

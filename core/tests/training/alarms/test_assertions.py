@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.training.alarms.rollouts import Assertions
+from agl_core.training.alarms.rollouts import asserted_rewards, asserted_tool_results
 from agl_core.training.progress import Silent
-from agl_core.types import AlarmName, Episode, Reward, Source, ToolResult, ToolStatus
+from agl_core.types import AlarmName, Episode, Source, ToolResult, ToolStatus
 
 from ..scripted_training import episode, make_bench
 
@@ -21,30 +21,11 @@ def told(*sources: Source) -> Episode:
     return replace(plain, transitions=(replace(plain.transitions[0], tool_results=tool_results),))
 
 
-def reported() -> Episode:
-    return replace(episode(), rewards=(Reward("r", 0, "own", 1.0, "agent"),))
-
-
 @pytest.mark.parametrize("source", [Source.ADAPTER, Source.SPAN, Source.COMMAND])
-def test_tool_results_that_count_and_that_only_the_agents_side_tells(source: Source) -> None:
-    resting = Assertions(of_tool_results=True)
-    assert list(resting.noticed([told(Source.CONVERSATION)])) == []
-    [line] = resting.noticed([told(source, Source.CONVERSATION), told(source, source)])
-    assert f"some of the 4 of this step were ({source} 3)" in line.seen
-    assert "docs/security.md" in line.remedy
-    assert list(resting.noticed([told(source)])) == []
-
-
-def test_tool_results_that_do_not_count_and_steps_without_any() -> None:
-    assert list(Assertions().noticed([told(Source.SPAN), reported()])) == []
-    assert list(Assertions(of_tool_results=True, of_rewards=True).noticed([told()])) == []
-
-
-def test_a_reward_that_the_agent_alone_reports() -> None:
-    resting = Assertions(of_rewards=True)
-    [line] = resting.noticed([reported()])
-    assert "no rule in [rewards] has a weight" in line.seen
-    assert list(resting.noticed([reported()])) == []
+def test_tool_results_that_only_the_agents_side_tells(source: Source) -> None:
+    assert asserted_tool_results([told(), told(Source.CONVERSATION)]) is None
+    seen = asserted_tool_results([told(source, Source.CONVERSATION), told(source, source)])
+    assert f"some of the 4 of this step were ({source} 3)" in str(seen)
 
 
 async def test_training_says_it_once(tmp_path: Path) -> None:
@@ -56,7 +37,7 @@ async def test_training_says_it_once(tmp_path: Path) -> None:
 
     bench = make_bench(tmp_path, steps=3)
     bench.collector.reports = True
-    await replace(bench.trainer, observer=Said(), assertions=Assertions(of_rewards=True)).train()
+    await replace(bench.trainer, observer=Said(), assertions=[asserted_tool_results, asserted_rewards]).train()
     assert [line.partition(":")[0] for line in lines if "update" not in line] == ["step 1"]
     assert [alarm.name for alarm in bench.log.alarms] == [AlarmName.ASSERTED_REWARDS]
     assert bench.log.lines[0]["alarm/asserted_rewards"] == 1.0

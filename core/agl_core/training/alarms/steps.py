@@ -1,0 +1,388 @@
+"""The alarms on the numbers of the steps, and the watch that looks at each step.
+
+"First" are the first 5 steps of a run. An alarm says nothing as long as steps lack a number that it looks at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean, median
+from typing import Literal, TypeAlias, TypeVar
+
+from agl_core.config import RunConfig
+from agl_core.training.alarms import Alarm
+from agl_core.types import AlarmName
+
+Numbers: TypeAlias = Mapping[str, float]
+"""The metrics of one training step (docs/metrics.md)."""
+Values: TypeAlias = Sequence[float | None]
+"""One metric of the steps so far, the latest last; None where a step lacks it."""
+Check: TypeAlias = Callable[..., str | None]
+AnyCheck = TypeVar("AnyCheck", bound=Check)
+
+FIRST = 5
+"""The steps at the start of a run that later ones are compared with."""
+CHECKS: dict[Check, tuple[str, ...]] = {}
+"""The alarms of this module, each with the metrics that it looks at."""
+
+
+def on(*metrics: str) -> Callable[[AnyCheck], AnyCheck]:
+    """Make a function an alarm on these metrics; it gets the values of each, and the run's own `limit` if any."""
+
+    def registered(check: AnyCheck) -> AnyCheck:
+        CHECKS[check] = metrics
+        return check
+
+    return registered
+
+
+@on("reward/mean", "reward/std", "rollouts")
+def reward_collapse(means: Values, stds: Values, rollouts: Values, limit: float = 0.5) -> str | None:
+    """The mean reward of 3 steps is below that of the best 3 by `limit` of what the best are above the worst step (or
+    above 0), and by 4 standard errors.
+
+    The policy forgets what it had learned, and rarely recovers by itself.
+
+    Go on from the best checkpoint (agl train --resume RUN/checkpoints/STEP) with a smaller learning rate, or with a KL
+    term (algorithm.grpo.beta).
+    """
+    rows = zip(means, stds, rollouts, strict=True)
+    known = [(mean, (std or 0.0) ** 2 / max(count or 1.0, 1.0)) for mean, std, count in rows if mean is not None]
+    if len(known) < 6:
+        return None
+    rewards = [mean for mean, _ in known]
+    windows = [fmean(rewards[i : i + 3]) for i in range(len(rewards) - 2)]
+    best, last = max(windows), windows[-1]
+    start = windows.index(best)
+    noise = 4 * math.sqrt(fmean([variance for _, variance in known[start : start + 3]]) / 3)
+    if best - last < max(limit * (best - min(0.0, *rewards)), noise) or best == last:
+        return None
+    return f"the mean reward fell from {best:.3g} to {last:.3g}, each over 3 steps"
+
+
+@on("update/entropy", "reward/mean")
+def entropy_collapse(entropies: Values, rewards: Values, limit: float = 0.1) -> str | None:
+    """The entropy of 5 steps is below `limit` of that of the first 5, and the mean reward is no higher.
+
+    The policy became certain without becoming better: it explores no more, and groups have no contrast.
+
+    Lower the learning rate, raise the sampling temperature, or go on from an earlier checkpoint.
+    """
+    before, now = _first(entropies), _last(entropies, 5)
+    if before is None or now is None or fmean(now) >= limit * before:
+        return None
+    first_reward, last_rewards = _first(rewards), _last(rewards, 5)
+    if first_reward is None or last_rewards is None or fmean(last_rewards) > first_reward:
+        return None
+    return f"the entropy fell from {before:.3g} to {fmean(now):.3g} nats per token, and the reward did not rise"
+
+
+@on("update/entropy")
+def entropy_explosion(entropies: Values, limit: float = 3.0) -> str | None:
+    """The entropy of 3 steps is `limit` times that of the first 5, and above 1.
+
+    The policy drifts towards chance; its responses soon are gibberish.
+
+    Lower the learning rate, train fewer epochs on each batch, or go on from an earlier checkpoint.
+    """
+    before, now = _first(entropies), _last(entropies, 3)
+    if before is None or now is None or fmean(now) < max(limit * before, 1.0):
+        return None
+    return f"the entropy rose from {before:.3g} to {fmean(now):.3g} nats per token"
+
+
+@on("update/kl_behaviour")
+def kl_runaway(divergences: Values, limit: float = 0.5) -> str | None:
+    """KL(behaviour ‖ current) is at least `limit`: median of 3 steps.
+
+    One update moves the policy far from the one that sampled the data, so that the data no longer fit it.
+
+    Lower the learning rate or the epochs of the algorithm; in asynchronous runs lower async.max_staleness.
+    """
+    return _at_least(limit, divergences, "KL(behaviour ‖ current) is {}", average=median)
+
+
+@on("update/kl_reference")
+def kl_reference_runaway(divergences: Values, limit: float = 3.0) -> str | None:
+    """KL(current ‖ initial weights) is at least `limit`: median of 3 steps.
+
+    The policy is far from the initial weights: it loses what these could do, and may exploit the reward.
+
+    Read some rollouts with high rewards. Raise the KL term (algorithm.grpo.beta), or lower the learning rate.
+    """
+    return _at_least(limit, divergences, "KL(current ‖ initial weights) is {}", average=median)
+
+
+@on("groups/no_contrast")
+def no_contrast(shares: Values, limit: float = 0.95) -> str | None:
+    """At least `limit` of the groups have equal rewards: mean of 5 steps.
+
+    Where all rewards of a group are equal, its advantages are 0: these rollouts teach nothing.
+
+    If the reward is at its best, the run is done. Otherwise choose tasks of medium difficulty, make groups larger
+    (train.group_size), or give rewards for parts of the way.
+    """
+    return _at_least(limit, shares, "{} of the groups have equal rewards", steps=5)
+
+
+@on("length/truncated")
+def truncated(shares: Values, limit: float = 0.2) -> str | None:
+    """At least `limit` of the responses reach the token limit: mean of 3 steps.
+
+    A truncated response has no end: its answer or its tool call is missing, and it is trained on all the same.
+
+    Raise sampling.max_tokens, or reward shorter responses.
+    """
+    return _at_least(limit, shares, "{} of the responses reach the token limit")
+
+
+@on("calls/parse_errors", "rollouts", "rollout/turns")
+def parse_errors(errors: Values, rollouts: Values, turns: Values, limit: float = 0.2) -> str | None:
+    """At least `limit` of the responses have tool calls that do not parse: mean of 3 steps.
+
+    A tool call that does not parse is not run, and the agent goes on without its result.
+
+    Look at some (agl rollouts --verdict unhealthy). Check that the chat template and the model's tool format go
+    together; a reward for well-formed calls helps.
+    """
+    shares = _shares(errors, _responses(rollouts, turns))
+    return _at_least(limit, shares, "{} of the responses have tool calls that do not parse")
+
+
+@on("responses/repetitive")
+def repetition(shares: Values, limit: float = 0.1) -> str | None:
+    """At least `limit` of the responses end in a loop: mean of 3 steps.
+
+    Responses that loop are a sign of a policy that is trained too hard, or of a reward for length.
+
+    Lower the learning rate, or go on from an earlier checkpoint; check what the reward says of long responses.
+    """
+    return _at_least(limit, shares, "{} of the responses end in a loop")
+
+
+@on("responses/gibberish")
+def gibberish(shares: Values, limit: float = 0.1) -> str | None:
+    """At least `limit` of the responses are gibberish: mean of 3 steps.
+
+    Responses that are no text show weights that broke, or a server that samples with other weights.
+
+    Check the learning rate and update/logprob_gap_max, and go on from an earlier checkpoint.
+    """
+    return _at_least(limit, shares, "{} of the responses are gibberish")
+
+
+@on("tool_results/failed")
+def tool_errors(shares: Values, limit: float = 0.3) -> str | None:
+    """At least `limit` of the tool calls fail, and 0.2 more than in the first 5 steps: mean of 3 steps.
+
+    The agent learns from what failing tools say, and a service behind them may be down.
+
+    Read the errors (agl show ROLLOUT). If a service fails, fix it and go on from the checkpoint before; if the policy
+    makes worse calls, reward calls that work.
+    """
+    return _at_least(limit, shares, "{} of the tool calls fail", rise=0.2)
+
+
+@on("answers/question")
+def questions(shares: Values, limit: float = 0.3) -> str | None:
+    """At least `limit` of the answers are questions, and 0.2 more than in the first 5 steps: mean of 3 steps.
+
+    The policy asks instead of answering, perhaps because the reward likes it.
+
+    Read some of these rollouts, and check what the reward says of them.
+    """
+    return _at_least(limit, shares, "{} of the answers are questions", rise=0.2)
+
+
+@on("answers/empty")
+def empty_answers(shares: Values, limit: float = 0.2) -> str | None:
+    """At least `limit` of the answers are empty, and 0.1 more than in the first 5 steps: mean of 3 steps.
+
+    The policy says nothing: a reward that punishes wrong answers more than none teaches that.
+
+    Compare the reward of empty answers with that of wrong ones, and check the chat template's end token.
+    """
+    return _at_least(limit, shares, "{} of the answers are empty", rise=0.1)
+
+
+@on("calls/prefix_broken", "rollouts", "rollout/turns")
+def broken_prefixes(broken: Values, rollouts: Values, turns: Values, limit: float = 0.1) -> str | None:
+    """At least `limit` of the responses have a broken prefix before them: mean of 3 steps.
+
+    The policy sees its earlier replies with other tokens than it sampled, and prefixes are computed again.
+
+    Have the agent send its replies back as it got them, without rewriting or trimming; see docs/bad-input.md.
+    """
+    shares = _shares(broken, _responses(rollouts, turns))
+    return _at_least(limit, shares, "{} of the responses have a broken prefix before them")
+
+
+@on("dropped/stale", "transitions/kept", "transitions/dropped")
+def stale(too_old: Values, kept: Values, dropped: Values, limit: float = 0.2) -> str | None:
+    """At least `limit` of the transitions are too old to be trained on: mean of 3 steps.
+
+    Rollouts are run and then thrown away, because the policy has moved on meanwhile.
+
+    Lower async.in_flight, raise async.max_staleness, or add workers.
+    """
+    all_transitions = [None if k is None else k + (d or 0.0) for k, d in zip(kept, dropped, strict=True)]
+    return _at_least(limit, _shares(too_old, all_transitions), "{} of the transitions are too old to be trained on")
+
+
+@on("update/clip_fraction")
+def clip_fraction(shares: Values, limit: float = 0.3) -> str | None:
+    """At least `limit` of the tokens are clipped: mean of 3 steps.
+
+    Where the ratio is clipped the gradient is 0: much of the batch no longer teaches anything.
+
+    Lower the learning rate, the epochs or the minibatches of the algorithm.
+    """
+    return _at_least(limit, shares, "{} of the tokens are clipped")
+
+
+@on("update/grad_norm")
+def gradient_spike(norms: Values, limit: float = 10.0) -> str | None:
+    """The gradient norm is at least `limit` times the median of the 10 steps before, and above 10.
+
+    One batch pulls the weights much harder than others; clipping hides its size, not its direction.
+
+    Look at the rollouts of this step. If spikes come again, lower the learning rate or the gradient's limit.
+    """
+    now, before = norms[-1] if norms else None, [norm for norm in norms[:-1] if norm is not None][-10:]
+    if now is None or len(before) < FIRST or now < max(limit * median(before), 10.0):
+        return None
+    return f"the gradient norm is {now:.3g}; the median of the steps before is {median(before):.3g}"
+
+
+@on("update/logprob_gap_max")
+def logprob_gap(gaps: Values, limit: float = 1.0) -> str | None:
+    """The largest difference of log-probabilities is at least `limit` nats: median of 3 steps.
+
+    The server that samples and the trainer disagree about the same tokens, so that ratios are wrong.
+
+    Check that both have the same weights, dtype and temperature, and switch on truncated importance weights.
+    """
+    return _at_least(limit, gaps, "the largest difference of log-probabilities is {} nats", average=median)
+
+
+def _at_least(
+    limit: float,
+    values: Values,
+    text: str,
+    *,
+    steps: int = 3,
+    rise: float | None = None,
+    average: Callable[[Sequence[float]], float] = fmean,
+) -> str | None:
+    """What was seen, if the average of the last steps is at least `limit`, and `rise` more than in the first steps."""
+    recent = _last(values, steps)
+    if recent is None or (value := average(recent)) < limit:
+        return None
+    seen = f"{text.format(f'{value:.3g}')} over the last {steps} steps"
+    if rise is None:
+        return seen
+    first = _first(values)
+    return None if first is None or value < first + rise else f"{seen}, and {first:.3g} in the first {FIRST}"
+
+
+def _last(values: Values, count: int) -> list[float] | None:
+    """The values of the last `count` steps; None unless all of them have one."""
+    known = [value for value in values[-count:] if value is not None]
+    return known if len(known) == count else None
+
+
+def _first(values: Values) -> float | None:
+    """The mean over the first steps that have a value; None if there are no later ones."""
+    known = [value for value in values if value is not None]
+    return fmean(known[:FIRST]) if len(known) > FIRST else None
+
+
+def _shares(counts: Values, totals: Values) -> Values:
+    """Each count, which is 0 where a step lacks it, as a share of its total."""
+    return [(count or 0.0) / total if total else None for count, total in zip(counts, totals, strict=True)]
+
+
+def _responses(rollouts: Values, turns: Values) -> Values:
+    """The number of responses in each step."""
+    return [None if n is None or t is None else n * t for n, t in zip(rollouts, turns, strict=True)]
+
+
+_UPDATE, _ALARM = "update/", "alarm/"
+_WATCHED = frozenset(chain.from_iterable(CHECKS.values()))
+
+
+@dataclass
+class Watch:
+    """Looks at the numbers of each step. An alarm that goes on is raised once.
+
+    `settings` are the run's `[alarms]`; `policies` are its policies' names; a resumed run passes the numbers of the
+    steps so far.
+    """
+
+    settings: Mapping[AlarmName, float | Literal[False]] = field(default_factory=dict)
+    policies: Sequence[str] = ("default",)
+    steps: list[Numbers] = field(default_factory=list)
+    held: Numbers = field(init=False)
+    """The alarms that hold after the latest step, as metrics."""
+    _raised: set[AlarmName] = field(default_factory=set, init=False)
+    """Alarms of the step under way that other code raised."""
+
+    def __post_init__(self) -> None:
+        latest = self.steps[-1] if self.steps else {}
+        self.held = {key: value for key, value in latest.items() if key.startswith(_ALARM)}
+        self.steps = [_watched(numbers) for numbers in self.steps]
+
+    @classmethod
+    def of_run(cls, config: RunConfig, steps: Iterable[Numbers]) -> Watch:
+        """The watch of a run with this configuration, which goes on after these steps."""
+        settings = config.alarms
+        if config.learn is not None:  # What an earlier version sampled is bound to have other log-probabilities.
+            settings = {AlarmName.LOGPROB_GAP: False, **settings}
+        return cls(settings, tuple(config.policies), [*steps])
+
+    def wanted(self, alarms: Iterable[Alarm]) -> list[Alarm]:
+        """Those of these alarms that the run has not switched off."""
+        return [alarm for alarm in alarms if self.settings.get(alarm.name) is not False]
+
+    def add(self, alarms: Iterable[Alarm]) -> list[Alarm]:
+        """Take in what other code raised during the step; those that the run wants to know of come back."""
+        wanted = self.wanted(alarms)
+        self._raised.update(alarm.name for alarm in wanted)
+        return wanted
+
+    def look(self, numbers: Numbers) -> list[Alarm]:
+        """A step ended with these numbers: the alarms on them that the step before did not have."""
+        self.steps.append(_watched(numbers))
+        alarms = [Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None]
+        before = self.held
+        self.held = {f"{_ALARM}{name}": 1.0 for name in (*(alarm.name for alarm in alarms), *self._raised)}
+        self._raised = set()
+        return [alarm for alarm in alarms if f"{_ALARM}{alarm.name}" not in before]
+
+    def _seen(self, check: Check) -> str | None:
+        limit = self.settings.get(AlarmName(check.__name__))
+        if limit is False:
+            return None
+        settings = {} if limit is None else {"limit": limit}
+        if len(self.policies) == 1 or not any(key.startswith(_UPDATE) for key in CHECKS[check]):
+            return check(*self._values(check), **settings)
+        by_policy = {policy: check(*self._values(check, f"{policy}/"), **settings) for policy in self.policies}
+        return "; ".join(f"policy {policy}: {seen}" for policy, seen in by_policy.items() if seen) or None
+
+    def _values(self, check: Check, policy: str = "") -> Iterable[Values]:
+        """The values of what an alarm looks at; with a policy, in the steps that updated it."""
+        mine = f"{_UPDATE}{policy}"
+        steps = [step for step in self.steps if not policy or any(key.startswith(mine) for key in step)]
+        return ([step.get(key.replace(_UPDATE, mine, 1)) for step in steps] for key in CHECKS[check])
+
+
+def _watched(numbers: Numbers) -> Numbers:
+    """Those of a step's metrics that alarms look at, of any policy: a long run is kept in memory."""
+    return {
+        key: value
+        for key, value in numbers.items()
+        if key in _WATCHED or (key.startswith(_UPDATE) and _UPDATE + key.rpartition("/")[2] in _WATCHED)
+    }
