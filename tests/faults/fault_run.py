@@ -309,7 +309,7 @@ def _is_forked(pid: int) -> bool:
     """Whether this is the process of an agent, and lives."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "agl_core.worker.runners.forker" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "agl_core.worker.forker" in process.cmdline()
     except psutil.Error:
         return False
 

@@ -40,9 +40,9 @@ async def solve_unaware(task_input: Any) -> Any:
     return task_input["answer"]
 
 
-def solve_somewhere(task_input: Any, context: AgentContext) -> int:
-    """A sync agent, which tells in which process it ran."""
-    asyncio.run(solve(task_input, context))
+async def solve_somewhere(task_input: Any, context: AgentContext) -> int:
+    """Tells in which process it ran."""
+    await solve(task_input, context)
     return os.getpid()
 
 

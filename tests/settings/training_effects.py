@@ -193,7 +193,7 @@ EFFECTS: Mapping[str, Effect] = {
     "eval.modes": Effect(ran(evaluations), {"eval.modes": ["eval-sampled"]}),
     "workers.concurrency": Effect(ran(most_at_once), {"workers.concurrency": 1}),
     "workers.embedded": Effect(has_a_worker, {"workers.embedded": False}),
-    "workers.isolation": Effect(ran(processes), {"workers.isolation": "none"}, _agent("solve_somewhere")),
+    "workers.isolation": Effect(ran(processes), {"workers.isolation": "process"}, _agent("solve_somewhere")),
     "workers.memory_mib": Effect(ran(endings), {"workers.memory_mib": 1024}, _agent("solve_big")),
     "workers.timeout": Effect(ran(endings), {"workers.timeout": 0.2}, {**_tasks("slow"), "train.steps": 1}),
     "workers.attempts": Effect(ran(endings), {"workers.attempts": 2}, _tasks("restarting")),

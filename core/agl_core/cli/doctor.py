@@ -198,8 +198,8 @@ def _parts(loaded: LoadedConfig) -> Iterator[Finding]:
 
 def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
     from agl_core.worker import load_agent
+    from agl_core.worker.commands import has_program
     from agl_core.worker.environment import agent_environment, client_variables
-    from agl_core.worker.runners.isolated import is_there
 
     agent = loaded.config.agent
     if agent is None:
@@ -212,7 +212,7 @@ def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
     )
     if agent.entry is None:
         program = shlex.split(agent.command)[0] if isinstance(agent.command, str) else (agent.command or ("",))[0]
-        remedy = "" if is_there(program, loaded.folder) else "name a program that is installed here (agent.command)"
+        remedy = "" if has_program(program, loaded.folder) else "name a program that is installed here (agent.command)"
         yield Finding("agent", f"{program} is {'not ' if remedy else ''}there", remedy)
         return
     # Its module may make a client, which wants an address and a key, as it finds them in a rollout.

@@ -230,7 +230,7 @@ async def _launch(
     from agl_core.capture.recording import read_spool
     from agl_core.types import AttemptKey
     from agl_core.worker.environment import OTHER_KEY, attempt_variables
-    from agl_core.worker.runners.isolated import attempt_folder
+    from agl_core.worker.processes import attempt_folder
 
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
     inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}

@@ -169,17 +169,17 @@ class WorkerSection(Section):
     concurrency: int | None = Field(
         None,
         ge=1,
-        description="Rollouts run at the same time, by each worker; absent: 128 of an async agent in the worker's "
-        "own process, otherwise 32.",
+        description="Rollouts run at the same time, by each worker; absent: 128 as tasks, 32 as processes (see "
+        "`isolation`).",
     )
     embedded: bool = Field(
         True, description="Run a worker in the trainer's own process; false: leave all rollouts to `agl worker`."
     )
-    isolation: Literal["auto", "process", "none"] = Field(
+    isolation: Literal["auto", "process"] = Field(
         "auto",
         description="process: each attempt has its own process, which is ended with everything that it started when "
-        "its time is up; none: async agents run in the worker's event loop, sync agents in threads; auto: sync agents "
-        "get processes, async agents once one of them has blocked the event loop for two seconds, or with memory_mib.",
+        "its time is up; auto: so it is for commands, sync agents, and with memory_mib; async agents run as tasks in "
+        "the worker's event loop. A warning names an agent that blocks that loop: set process for it.",
     )
     memory_mib: int | None = Field(
         None, ge=64, description="MiB of memory that an attempt's process, or any that it starts, may ask for (Linux)."
@@ -190,14 +190,6 @@ class WorkerSection(Section):
         ge=1,
         description="Tries per rollout; an attempt is tried again only if it was lost, or failed before any LLM call.",
     )
-
-    @model_validator(mode="after")
-    def _limits_a_process(self) -> Self:
-        if self.memory_mib is not None and self.isolation == "none":
-            raise ValueError(
-                "memory_mib limits an attempt's process, and isolation = 'none' gives it none: leave one of them out"
-            )
-        return self
 
 
 class ServerSection(Section):

@@ -33,8 +33,8 @@ from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout
 from agl_core.wire.headers import rollout_path
 from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import HeldAttempt, LeaseRequest, ToolResultReport
-from agl_core.worker.environment import PLACEHOLDER_KEY, Ended
-from agl_core.worker.report import closing
+from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.report import Ended, closing
 
 
 class Hooks:

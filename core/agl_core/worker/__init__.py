@@ -1,22 +1,23 @@
 """Workers: they lease rollouts, run the agent, and report how each attempt ended."""
 
 from agl_core.worker.agent import Agent, AgentContext, load_agent
-from agl_core.worker.environment import Ended, Runner, agent_environment, client_variables
+from agl_core.worker.commands import CommandPerAttempt
+from agl_core.worker.environment import agent_environment, client_variables
+from agl_core.worker.processes import ProcessPerAttempt
 from agl_core.worker.remote import RemoteAgent
-from agl_core.worker.runners.choosing import choose_runner
-from agl_core.worker.runners.in_process import InProcess
-from agl_core.worker.runners.isolated import CommandPerAttempt, ProcessPerAttempt
-from agl_core.worker.worker import Worker, WorkerThread
+from agl_core.worker.report import Ended
+from agl_core.worker.tasks import TaskPerAttempt
+from agl_core.worker.worker import Runner, Worker, WorkerThread, choose_runner
 
 __all__ = [
     "Agent",
     "AgentContext",
     "CommandPerAttempt",
     "Ended",
-    "InProcess",
     "ProcessPerAttempt",
     "RemoteAgent",
     "Runner",
+    "TaskPerAttempt",
     "Worker",
     "WorkerThread",
     "agent_environment",

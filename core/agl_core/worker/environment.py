@@ -1,98 +1,23 @@
-"""One attempt in a worker: what the agent gets, how it ended, and the interface of what runs it."""
+"""What the agent gets from the worker for one attempt: its context, and its environment."""
 
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import orjson
 
 from agl_core.capture import ActiveAttempt, Recording
-from agl_core.errors import last_frames
-from agl_core.types import Ending, Json
-from agl_core.wire.workers import MAX_DEPTH, MAX_RESULT, Assignment
+from agl_core.wire.workers import Assignment
 from agl_core.worker.agent import AgentContext
-from agl_core.worker.bounds import MAX_ERROR, bounded_text, depth_of
 
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 OTHER_KEY = "ANTHROPIC_AUTH_TOKEN"
 """A second key beside ANTHROPIC_API_KEY, which some clients refuse; it would be the user's own."""
 PLACEHOLDER_KEY = "agl"
 """The key of a client that is made outside any attempt; each of its requests gets the key of its attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How an attempt ended, as the worker saw it."""
-
-    ending: Ending
-    result: Json = None
-    error: str | None = None
-
-
-class Runner(Protocol):
-    """Runs attempts of one agent, in one way. All methods belong to the worker's event loop."""
-
-    @property
-    def abandoned(self) -> int:
-        """Attempts that could not be ended; what they do later does not count."""
-        ...
-
-    @property
-    def at_once(self) -> int:
-        """How many attempts run at the same time, unless the configuration says otherwise."""
-        ...
-
-    async def start(self) -> None:
-        """Get ready for the first attempt."""
-
-    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
-        """Run one attempt to its end.
-
-        When this is cancelled, nothing of the attempt is left running; if it has ended already, its end is returned.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Release what `start` took; no attempt is running any more."""
-
-
-def finished(result: Any) -> Ended:
-    """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry."""
-    try:
-        encoded = orjson.dumps(result)
-    except TypeError as error:
-        problem = f"what is not JSON ({error}); return a string, number, list or dict"
-        if "recursion limit" in str(error).lower():
-            problem = f"arrays or objects nested more than {MAX_DEPTH} deep, which is the limit; return less"
-        return Ended(Ending.CRASHED, error=f"the agent returned {problem}")
-    if isinstance(result, float) and encoded == b"null":
-        return Ended(Ending.CRASHED, error="the agent returned a number that is not finite")
-    if (size := len(encoded)) > MAX_RESULT:
-        problem = f"the agent returned {size} bytes of JSON, and {MAX_RESULT} are the limit; return less"
-        return Ended(Ending.CRASHED, error=problem)
-    returned = orjson.loads(encoded)
-    if (depth := depth_of(returned)) > MAX_DEPTH:
-        problem = f"the agent returned JSON nested {depth} deep, and {MAX_DEPTH} is the limit; return less"
-        return Ended(Ending.CRASHED, error=problem)
-    return Ended(Ending.FINISHED, returned)
-
-
-def crashed(error: BaseException) -> Ended:
-    """The end of an agent that raised: the error, where it was raised, and the end of its traceback."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
-    try:
-        said = str(error)
-    except Exception as failure:
-        said = f"(its message cannot be read: {type(failure).__name__})"
-    said = bounded_text(f"{type(error).__name__}: {said}", MAX_ERROR // 2)
-    return Ended(Ending.CRASHED, error=f"{said}{where}\n{last_frames(error)}".rstrip())
 
 
 def active_attempt(assignment: Assignment, base_url: str, recording: Recording) -> ActiveAttempt:

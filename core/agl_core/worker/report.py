@@ -1,24 +1,35 @@
-"""The report of an attempt's end, in a size that the server takes: what is too much is cut, with a note."""
+"""How an attempt ended, and the report of it, in a size that the server takes: what is too much is cut, with a note."""
 
 from __future__ import annotations
 
 import logging
+import os
+import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import orjson
 
 from agl_core.capture import Recording
+from agl_core.capture.jsonable import jsonable
 from agl_core.client.http import RefusedError
+from agl_core.errors import last_frames
 from agl_core.types import Ending, Json
 from agl_core.wire.body import MAX_BODY
-from agl_core.wire.workers import MAX_REPORTS, CloseRequest, RewardReport, ToolResultReport
-from agl_core.worker.bounds import LEAST, MAX_ERROR, bounded_json, bounded_text, json_size
-from agl_core.worker.environment import Ended, finished
+from agl_core.wire.workers import MAX_DEPTH, MAX_REPORTS, MAX_RESULT, CloseRequest, RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
 
 Report = TypeVar("Report", ToolResultReport, RewardReport)
 
+LEAST = 96
+"""Bytes of JSON that any value can be cut to."""
+_MAX_ERROR = 64 << 10
+"""Bytes of an attempt's error as JSON."""
+_NOTE = 48
+"""Bytes that the note in a text that was cut takes at most."""
 _TOO_MUCH = frozenset({413, 422})
 """What the server answers to a report that it cannot take."""
 _SPARE = 1024
@@ -28,6 +39,48 @@ _MAX_NAME = 4096
 _NAMES = ("id", "tool", "tool_call_id", "agent", "span", "parent_span", "adapter", "status_rule")
 _VALUES = ("arguments", "result", "error")
 """The fields of a tool result that are cut if there is too much of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an attempt ended, as the worker saw it."""
+
+    ending: Ending
+    result: Json = None
+    error: str | None = None
+
+
+def finished(result: Any) -> Ended:
+    """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry."""
+    try:
+        encoded = orjson.dumps(result)
+    except TypeError as error:
+        problem = f"what is not JSON ({error}); return a string, number, list or dict"
+        if "recursion limit" in str(error).lower():
+            problem = f"arrays or objects nested more than {MAX_DEPTH} deep, which is the limit; return less"
+        return Ended(Ending.CRASHED, error=f"the agent returned {problem}")
+    if isinstance(result, float) and encoded == b"null":
+        return Ended(Ending.CRASHED, error="the agent returned a number that is not finite")
+    if (size := len(encoded)) > MAX_RESULT:
+        problem = f"the agent returned {size} bytes of JSON, and {MAX_RESULT} are the limit; return less"
+        return Ended(Ending.CRASHED, error=problem)
+    returned = orjson.loads(encoded)
+    if (depth := depth_of(returned)) > MAX_DEPTH:
+        problem = f"the agent returned JSON nested {depth} deep, and {MAX_DEPTH} is the limit; return less"
+        return Ended(Ending.CRASHED, error=problem)
+    return Ended(Ending.FINISHED, returned)
+
+
+def crashed(error: BaseException) -> Ended:
+    """The end of an agent that raised: the error, where it was raised, and the end of its traceback."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
+    try:
+        said = str(error)
+    except Exception as failure:
+        said = f"(its message cannot be read: {type(failure).__name__})"
+    said = bounded_text(f"{type(error).__name__}: {said}", _MAX_ERROR // 2)
+    return Ended(Ending.CRASHED, error=f"{said}{where}\n{last_frames(error)}".rstrip())
 
 
 def closing(ended: Ended, recording: Recording) -> CloseRequest:
@@ -60,7 +113,7 @@ def is_too_much(error: RefusedError) -> bool:
 
 def instead_of_refused(error: RefusedError) -> CloseRequest:
     """The report to send instead of one that the server refused for its content."""
-    reason = bounded_text(str(error), MAX_ERROR // 2)
+    reason = bounded_text(str(error), _MAX_ERROR // 2)
     return CloseRequest(ending=Ending.CRASHED, error=f"the report of how the attempt ended was refused: {reason}")
 
 
@@ -68,7 +121,7 @@ def _bounded(ended: Ended) -> Ended:
     """The same end, with a result and an error that can be reported."""
     if ended.result is not None and (checked := finished(ended.result)).ending is not Ending.FINISHED:
         return checked
-    return Ended(ended.ending, ended.result, None if ended.error is None else bounded_text(ended.error, MAX_ERROR))
+    return Ended(ended.ending, ended.result, None if ended.error is None else bounded_text(ended.error, _MAX_ERROR))
 
 
 def _can_be_taken(request: CloseRequest) -> bool:
@@ -154,3 +207,56 @@ def _first(found: Sequence[Report], count: int, what: str, recording: Recording)
 def _warn(recording: Recording, problem: str) -> None:
     recording.problem(problem)
     logger.warning("%s", problem)
+
+
+def bounded_text(text: str, most: int, *, from_end: bool = False) -> str:
+    """A text cut to `most` bytes of JSON, from its start or its end, with a note of what is left out.
+
+    JSON writes a control character as six bytes. Lone surrogates, which cannot be sent, become question marks.
+
+    >>> bounded_text("a" * 1000, 60)
+    'aaaaaaaaaa… (990 more characters)'
+    """
+    text = text.encode("utf-8", "replace").decode()
+    if len(orjson.dumps(text)) <= most:
+        return text
+    part, room = text, most - _NOTE
+    while (size := len(orjson.dumps(part))) > room:
+        kept = len(part) * room // size
+        part = part[len(part) - kept :] if from_end else part[:kept]
+    left_out = len(text) - len(part)
+    return f"({left_out} characters before) …{part}" if from_end else f"{part}… ({left_out} more characters)"
+
+
+def bounded_json(value: Json, most: int) -> Json:
+    """A value cut to `most` bytes of JSON, with notes of what is left out; `most` is `LEAST` or more."""
+    if isinstance(value, str):
+        return bounded_text(value, most)
+    less, limit = value, most
+    while (size := json_size(less)) is None or size > most:
+        less = jsonable(value, limit)
+        limit = limit // 2 if size is None else limit * most // size * 15 // 16
+    return less
+
+
+def json_size(value: Json) -> int | None:
+    """Bytes of a value as JSON; None if it cannot be sent: it is too deep, or has lone surrogates in it."""
+    try:
+        encoded = orjson.dumps(value)
+    except TypeError:
+        return None
+    may_be_deep = encoded.count(b"[") + encoded.count(b"{") > MAX_DEPTH
+    return None if may_be_deep and depth_of(value) > MAX_DEPTH else len(encoded)
+
+
+def depth_of(value: Json) -> int:
+    """How deep arrays and objects are nested.
+
+    >>> depth_of([1, {"a": []}]), depth_of("[[")
+    (3, 0)
+    """
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list | tuple)]:
+        depth += 1
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+    return depth

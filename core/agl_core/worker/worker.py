@@ -7,22 +7,26 @@ import functools
 import itertools
 import logging
 import os
+import shlex
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from agl_core.capture import Recording
 from agl_core.client.http import BlockingClient, LightningClient, RefusedError, UnreachableError
 from agl_core.client.link import Link, persistently
+from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.errors import AglError, ServerError
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire.workers import (
     HEARTBEAT,
     LEASE,
     MAX_LEASES,
+    Assignment,
     CloseReply,
     CloseRequest,
     HeartbeatRequest,
@@ -30,8 +34,11 @@ from agl_core.wire.workers import (
     Lease,
     LeaseRequest,
 )
-from agl_core.worker.environment import Ended, Runner
-from agl_core.worker.report import closing, instead_of_refused, is_too_much
+from agl_core.worker.agent import load_agent
+from agl_core.worker.commands import CommandPerAttempt
+from agl_core.worker.processes import ProcessPerAttempt
+from agl_core.worker.report import Ended, closing, instead_of_refused, is_too_much
+from agl_core.worker.tasks import TaskPerAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +51,54 @@ _BEFORE_FIRST_LEASE = 5.0
 _NOTICE = 0.5
 """Seconds to notice that an agent has ended by itself. A process that was stopped for a while learns several things at
 once: that time is up, that the lease is gone, and that the agent ended long before."""
+
+
+class Runner(Protocol):
+    """Runs attempts of one agent, in one way. All methods belong to the worker's event loop."""
+
+    @property
+    def abandoned(self) -> int:
+        """Attempts that could not be ended; what they do later does not count."""
+        ...
+
+    @property
+    def default_concurrency(self) -> int:
+        """How many attempts run at the same time, unless the configuration says otherwise."""
+        ...
+
+    async def start(self) -> None:
+        """Get ready for the first attempt."""
+
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
+        """Run one attempt to its end.
+
+        When this is cancelled, nothing of the attempt is left running; if it has ended already, its end is returned.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release what `start` took; no attempt is running any more."""
+
+
+def choose_runner(
+    agent: AgentSection, workers: WorkerSection, *, folder: Path, plugins: Sequence[Path], base_url: str
+) -> Runner:
+    """The runner of this agent's attempts, for the server at `base_url`.
+
+    Its module, and files that its command names, are also looked for in `folder`; `plugins` are files whose adapters
+    are to be attached. A Python agent is imported, so attach adapters in this process before. AgentError if the import
+    fails, or if there is no such command.
+    """
+    attached = plugins if agent.attach else None
+    memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
+    if agent.command is not None:
+        command = shlex.split(agent.command) if isinstance(agent.command, str) else list(agent.command)
+        return CommandPerAttempt(command, folder, plugins=attached, memory=memory)
+    assert agent.entry is not None
+    imported = load_agent(agent.entry, folder)
+    if imported.is_async and workers.isolation == "auto" and memory is None:
+        return TaskPerAttempt(imported)
+    return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=attached, memory=memory)
 
 
 class Worker:
@@ -124,7 +179,7 @@ class Worker:
         self._stopped.set()
 
     async def _lease(self, heartbeats: Heartbeats) -> None:
-        free = (self._concurrency or self._runner.at_once) - len(self._running)
+        free = (self._concurrency or self._runner.default_concurrency) - len(self._running)
         if free <= 0:
             await self._unless_stopped(_any_of(self._running.values()))
             return

@@ -11,7 +11,7 @@ import pytest
 from agl_core.testing import episodes as make
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Attempt, Json, Rollout, Task
-from agl_core.worker import Agent, InProcess, Runner, WorkerThread
+from agl_core.worker import Agent, Runner, TaskPerAttempt, WorkerThread
 
 
 @dataclass
@@ -22,10 +22,10 @@ class Workplace:
     workers: list[WorkerThread]
 
     async def run(
-        self, function: Callable[..., Any], inputs: list[Json], *, concurrency: int = 8, **kinds: bool
+        self, function: Callable[..., Any], inputs: list[Json], *, concurrency: int = 8
     ) -> dict[int, tuple[Rollout, Attempt]]:
         """One rollout per input, all to the end; by the input's place."""
-        return await self.finish(self.start(function, concurrency=concurrency, **kinds), inputs)
+        return await self.finish(self.start(function, concurrency=concurrency), inputs)
 
     async def finish(self, worker: WorkerThread, inputs: list[Json]) -> dict[int, tuple[Rollout, Attempt]]:
         """One rollout per input, all to the end by this worker, which is stopped then."""
@@ -39,11 +39,9 @@ class Workplace:
             ended[int(rollout.id[1:])] = (rollout, attempts[-1])
         return ended
 
-    def start(
-        self, function: Callable[..., Any], *, concurrency: int = 8, is_async: bool = True, wants_context: bool = True
-    ) -> WorkerThread:
-        agent = Agent("test:agent", function, wants_context=wants_context, is_async=is_async)
-        return self.start_runner(InProcess(agent), concurrency=concurrency)
+    def start(self, function: Callable[..., Any], *, concurrency: int = 8) -> WorkerThread:
+        agent = Agent("test:agent", function, wants_context=True, is_async=True)
+        return self.start_runner(TaskPerAttempt(agent), concurrency=concurrency)
 
     def start_runner(self, runner: Runner, *, concurrency: int | None = 8) -> WorkerThread:
         worker = WorkerThread(

@@ -124,7 +124,3 @@ def start_family(file: str, then: str) -> str:
     if then != "return":
         time.sleep(3600)
     return "done"
-
-
-def repeat(text: str, times: int) -> str:
-    return text * times

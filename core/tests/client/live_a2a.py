@@ -25,7 +25,7 @@ from google.protobuf.json_format import MessageToDict
 from starlette.applications import Starlette
 
 from agl_core.types import Ending
-from agl_core.worker import Agent, InProcess, RemoteAgent
+from agl_core.worker import Agent, RemoteAgent, TaskPerAttempt
 
 BOTH = pytest.mark.parametrize(("protocol", "version"), [("a2a", "1.0"), ("a2a-0.3", "0.3")])
 
@@ -94,7 +94,7 @@ async def serving(version: str) -> AsyncIterator[str]:
 
 async def run(workplace: Any, url: str, protocol: Any, tasks: list[str]) -> Any:
     agent = RemoteAgent(url, protocol=protocol)
-    runner = InProcess(Agent("test:agent", agent, wants_context=True, is_async=True))
+    runner = TaskPerAttempt(Agent("test:agent", agent, wants_context=True, is_async=True))
     return await workplace.finish(workplace.start_runner(runner), tasks)
 
 

@@ -1,4 +1,4 @@
-"""Where attempts run: what the configuration asks for, and what agents turn out to do."""
+"""Where attempts run: as tasks or in processes; and an agent for which that is the wrong place."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from agl_core.config.models import AgentSection, WorkerSection
 from agl_core.testing.server import until
 from agl_core.types import Ending
-from agl_core.worker import InProcess, ProcessPerAttempt, Runner
-from agl_core.worker.runners.choosing import choose_runner
+from agl_core.worker import CommandPerAttempt, ProcessPerAttempt, Runner, TaskPerAttempt, choose_runner
 
 AGENTS = """
 import asyncio, os, time
@@ -61,22 +59,22 @@ def chosen(place: Any, folder: Path, entry: str = "some_agents:solve", **workers
     return choose_runner(agent, WorkerSection(**workers), folder=folder, plugins=[], base_url=url)
 
 
-async def test_an_agent_that_blocks_the_event_loop_makes_later_ones_move_out(
+async def test_an_agent_that_blocks_the_event_loop_is_named_once_with_what_to_set(
     workplace: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flag = folder / "go on"
     with caplog.at_level(logging.WARNING):
         worker = workplace.start_runner(chosen(workplace, folder), concurrency=1)
-        finishing = asyncio.create_task(workplace.finish(worker, [{"until": str(flag)}, {"until": ""}, {"until": ""}]))
+        finishing = asyncio.create_task(workplace.finish(worker, [{"until": str(flag)}, {"until": ""}]))
         await until(lambda: "blocks the worker's event loop" in caplog.text)
         flag.touch()
         ended = await finishing
 
-    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.FINISHED] * 3
-    first, *later = [ended[i][1].result[0] for i in range(3)]
-    assert first == os.getpid()
-    assert len({os.getpid(), *later}) == 3
-    assert "some_agents.py:10 in solve" in caplog.text or "some_agents.py:9 in solve" in caplog.text
+    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.FINISHED] * 2
+    assert [attempt.result[0] for _, attempt in ended.values()] == [os.getpid()] * 2, "nothing moves by itself"
+    [warning] = [message for message in caplog.messages if "blocks the worker's event loop" in message]
+    assert "some_agents.py:10 in solve" in warning or "some_agents.py:9 in solve" in warning
+    assert "set [workers] isolation = 'process'" in warning
 
 
 @pytest.mark.timing
@@ -90,12 +88,6 @@ async def test_many_agents_that_are_busy_together_block_nothing(
     assert "blocks the worker's event loop" not in caplog.text
 
 
-@pytest.mark.timing
-async def test_agents_that_leave_the_loop_alone_stay_together(workplace: Any, folder: Path) -> None:
-    ended = await workplace.finish(workplace.start_runner(chosen(workplace, folder)), [{"until": ""}] * 3)
-    assert [attempt.result[0] for _, attempt in ended.values()] == [os.getpid()] * 3
-
-
 async def test_processes_of_agents_are_told_no_key_but_their_own(
     workplace: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,9 +98,18 @@ async def test_processes_of_agents_are_told_no_key_but_their_own(
     assert attempt.result[1] == []
 
 
-async def test_a_limit_of_memory_takes_a_process(workplace: Any, folder: Path) -> None:
-    assert isinstance(chosen(workplace, folder, memory_mib=512), ProcessPerAttempt)
-    assert isinstance(chosen(workplace, folder, isolation="none"), InProcess)
-    assert isinstance(chosen(workplace, folder, "some_agents:solve_slowly"), ProcessPerAttempt)
-    with pytest.raises(ValidationError, match="isolation = 'none' gives it none: leave one of them out"):
-        WorkerSection(memory_mib=512, isolation="none")
+@pytest.mark.parametrize(
+    ("agent", "workers", "runner"),
+    [
+        ({"entry": "some_agents:solve"}, {}, TaskPerAttempt),
+        ({"entry": "some_agents:solve"}, {"isolation": "process"}, ProcessPerAttempt),
+        ({"entry": "some_agents:solve"}, {"memory_mib": 512}, ProcessPerAttempt),
+        ({"entry": "some_agents:solve_slowly"}, {}, ProcessPerAttempt),
+        ({"command": "python agent.py"}, {}, CommandPerAttempt),
+    ],
+)
+def test_only_async_agents_without_a_limit_of_memory_are_tasks(
+    folder: Path, agent: Any, workers: Any, runner: type[Runner]
+) -> None:
+    sections = AgentSection(**agent), WorkerSection(**workers)
+    assert type(choose_runner(*sections, folder=folder, plugins=[], base_url="http://127.0.0.1:9")) is runner

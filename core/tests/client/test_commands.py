@@ -16,8 +16,6 @@ from agl_core.testing.server import until
 from agl_core.types import Ending, Task
 from agl_core.worker import CommandPerAttempt, agent_environment, client_variables
 
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 2.0, "attempts": 1}], indirect=True)
-
 PROGRAM = """
 import json, os, sys, urllib.request
 
@@ -206,14 +204,6 @@ async def test_another_status_than_0_is_a_crash_with_the_end_of_its_stderr(workp
 async def test_one_that_is_killed_is_a_crash(workplace: Any, tmp_path: Path) -> None:
     rollout, attempt = await run(workplace, tmp_path, "os.kill(os.getpid(), 9)")
     assert (rollout.ending, attempt.error) == (Ending.CRASHED, "the command was ended by SIGKILL")
-
-
-@pytest.mark.timing
-@QUICK
-async def test_one_that_hangs_is_ended_and_its_children_with_it(workplace: Any, tmp_path: Path) -> None:
-    code = "import subprocess\nsubprocess.run(['sleep', '3600'])"
-    rollout, _ = await run(workplace, tmp_path, code)
-    assert rollout.ending is Ending.TIMED_OUT
 
 
 async def test_what_it_leaves_in_the_background_does_not_keep_it_from_ending(workplace: Any, tmp_path: Path) -> None:

@@ -74,38 +74,31 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_each_attempt_has_a_process_a_state_and_randomness_of_its_own(workplace: Any) -> None:
+async def test_each_attempt_has_a_process_calls_a_state_and_randomness_of_its_own(workplace: Any) -> None:
     ended = await run(workplace, [{"does": "tell"}] * 4)
     results = [attempt.result for _, attempt in ended]
     assert {rollout.ending for rollout, _ in ended} == {Ending.FINISHED}
     assert len({each["pid"] for each in results} | {os.getpid()}) == 5
     assert [each["seen"] for each in results] == [1] * 4
     assert len({number for each in results for number in each["random"]}) == 8
-
-
-async def test_calls_of_a_client_made_at_import_belong_to_their_attempts(workplace: Any) -> None:
-    ended = await run(workplace, [{"does": "tell"}] * 3)
-    for _, attempt in ended:
+    for _, attempt in ended:  # Of a client that was made at import.
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
 
 
 async def test_the_environment_names_the_attempt(workplace: Any) -> None:
     [(rollout, attempt)] = await run(workplace, [{"does": "tell_environment"}])
-    found = attempt.result
-    assert found["OPENAI_BASE_URL"] == f"{workplace.stack.url(attempt.key)}"
-    assert found["OPENAI_API_KEY"] == workplace.stack.server.keys.of_attempt(attempt.key)
-    assert (json.loads(found["AGL_TASK"]), found["AGL_ROLLOUT"]) == ({"does": "tell_environment"}, rollout.id)
+    environment = attempt.result
+    assert environment["OPENAI_BASE_URL"] == workplace.stack.url(attempt.key)
+    assert environment["OPENAI_API_KEY"] == workplace.stack.server.keys.of_attempt(attempt.key)
+    assert (json.loads(environment["AGL_TASK"]), environment["AGL_ROLLOUT"]) == (
+        {"does": "tell_environment"},
+        rollout.id,
+    )
 
 
-@pytest.mark.parametrize("stays", [False, True])
-async def test_each_attempt_works_in_an_empty_folder_of_its_own_unless_agents_began_in_the_workers(
-    workplace: Any, stays: bool
-) -> None:
-    ended = await run(workplace, [{"does": "tell_folder"}] * 2, processes(workplace, stays=stays))
+async def test_each_attempt_works_in_an_empty_folder_of_its_own(workplace: Any) -> None:
+    ended = await run(workplace, [{"does": "tell_folder"}] * 2)
     folders, listed = zip(*(attempt.result for _, attempt in ended), strict=True)
-    if stays:
-        assert set(folders) == {os.getcwd()}
-        return
     assert (len(set(folders)), listed) == (2, ([], []))
     await until(lambda: not any(map(os.path.exists, folders)))
 
@@ -217,7 +210,7 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
     task = {"does": "start_family", "file": str(pids), "then": "sleep"}
     running = asyncio.create_task(workplace.finish(worker, [task, {"does": "tell"}]))
     await until(lambda: len(noted(pids)) == 3)
-    forker = next(each for each in children() if "agl_core.worker.runners.forker" in " ".join(each.cmdline()))
+    forker = next(each for each in children() if "agl_core.worker.forker" in " ".join(each.cmdline()))
     task["then"] = "return"
     forker.send_signal(signal.SIGKILL)
     ended = await running

@@ -15,10 +15,8 @@ from agl_core.client import LightningClient, RefusedError
 from agl_core.types import Ending, Mode, ToolStatus
 from agl_core.wire.body import MAX_BODY
 from agl_core.wire.workers import MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
-from agl_core.worker import AgentContext, CommandPerAttempt, ProcessPerAttempt
-from agl_core.worker.bounds import LEAST, bounded_json, bounded_text
-from agl_core.worker.environment import Ended, crashed, finished
-from agl_core.worker.report import closing
+from agl_core.worker import AgentContext, CommandPerAttempt
+from agl_core.worker.report import LEAST, Ended, bounded_json, bounded_text, closing, crashed, finished
 
 HERE = Path(__file__).parent
 PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
@@ -82,15 +80,6 @@ async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_
     assert f"nested 210 deep, and {MAX_DEPTH} is the limit" in deep.error
     assert f"more than {MAX_DEPTH} deep" in deeper.error
     assert most.result == nested(MAX_DEPTH)
-
-
-@PATIENT
-async def test_so_it_is_for_agents_in_processes_of_their_own(workplace: Any) -> None:
-    runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=workplace.stack.server.base_url)
-    tasks = [{"does": "repeat", "text": "x", "times": 9 << 20}, {"does": "repeat", "text": "x", "times": 3}]
-    ended = await workplace.finish(workplace.start_runner(runner), tasks)
-    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.CRASHED, Ending.FINISHED]
-    assert f"{MAX_RESULT} are the limit" in ended[0][1].error
 
 
 @PATIENT

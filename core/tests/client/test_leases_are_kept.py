@@ -28,7 +28,7 @@ from agl_core.wire.workers import (
     Lease,
     LeaseReply,
 )
-from agl_core.worker import Agent, AgentContext, InProcess, Worker
+from agl_core.worker import Agent, AgentContext, TaskPerAttempt, Worker
 
 from .road import Road
 
@@ -102,7 +102,7 @@ async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(w
 
     server = workplace.stack.server
     async with LosingTheFirstLease(server.base_url, server.worker_key) as client:
-        worker = Worker(client, InProcess(Agent("test:agent", agent, True, True)), concurrency=4)
+        worker = Worker(client, TaskPerAttempt(Agent("test:agent", agent, True, True)), concurrency=4)
         task = asyncio.create_task(worker.run())
         await server.queue.enqueue([make.rollout("w0")])
         [done] = await asyncio.wait_for(server.queue.done(["w0"]), 20)
@@ -118,7 +118,7 @@ async def working(place: Any, agent: Any, **options: Any) -> AsyncIterator[tuple
     road = Road(server.base_url)
     await road.open()
     async with LightningClient(road.url, options.pop("key", server.worker_key)) as client:
-        runner = InProcess(Agent("test:agent", agent, wants_context=True, is_async=True))
+        runner = TaskPerAttempt(Agent("test:agent", agent, wants_context=True, is_async=True))
         worker = Worker(client, runner, concurrency=4, **options)
         task = asyncio.create_task(worker.run())
         try:
@@ -214,7 +214,7 @@ async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workpla
 
     server = workplace.stack.server
     async with Slow(server.base_url, server.worker_key) as client:
-        worker = Worker(client, InProcess(Agent("test:agent", agent, True, True)), concurrency=4)
+        worker = Worker(client, TaskPerAttempt(Agent("test:agent", agent, True, True)), concurrency=4)
         task = asyncio.create_task(worker.run())
         await server.queue.enqueue([make.rollout("w0")])
         await client.reporting.wait()

@@ -16,7 +16,7 @@ from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.wire.workers import Lease
 from agl_core.worker import Runner
-from agl_core.worker.environment import Ended
+from agl_core.worker.report import Ended
 
 PATIENCE = 200.0
 
@@ -25,7 +25,7 @@ class Waiting:
     """Runs attempts that end when the test says so."""
 
     abandoned = 0
-    at_once = 3
+    default_concurrency = 3
 
     def __init__(self) -> None:
         self.running = 0
@@ -86,7 +86,7 @@ async def test_by_default_it_runs_as_many_as_its_runner_says(workplace: Any) -> 
     worker = workplace.start_runner(runner, concurrency=None)
     async with asyncio.timeout(PATIENCE):
         await until(lambda: runner.running == 3)
-        runner.at_once = 5
+        runner.default_concurrency = 5
         runner.end.set()
         await until(lambda: runner.running == 8)
         await until(lambda: worker.worker.endings[Ending.FINISHED] == 8)

@@ -13,7 +13,14 @@ import openai
 import pytest
 
 from agl_core.types import Ending
-from agl_core.worker import Agent, CommandPerAttempt, InProcess, ProcessPerAttempt, agent_environment, client_variables
+from agl_core.worker import (
+    Agent,
+    CommandPerAttempt,
+    ProcessPerAttempt,
+    TaskPerAttempt,
+    agent_environment,
+    client_variables,
+)
 
 HERE = Path(__file__).parent
 NOBODY = "http://127.0.0.1:9"
@@ -37,14 +44,14 @@ COMMAND = """
 """
 
 
-@pytest.mark.parametrize("way", ["in process", "isolated", "command", "command, not attached"])
+@pytest.mark.parametrize("way", ["task", "process", "command", "command, not attached"])
 async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) -> None:
     root = workplace.stack.server.base_url
     with agent_environment(client_variables(root)):
-        if way == "in process":
+        if way == "task":
             # Named for the attempt, as nothing is attached here that stamps requests.
-            runner: Any = InProcess(Agent("test:agent", _ask_as_told, wants_context=True, is_async=False))
-        elif way == "isolated":
+            runner: Any = TaskPerAttempt(Agent("test:agent", _ask_as_told, wants_context=True, is_async=True))
+        elif way == "process":
             runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=root)
         else:
             (tmp_path / "program.py").write_text(textwrap.dedent(COMMAND))
@@ -56,9 +63,10 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
     assert len(await workplace.stack.store.calls([attempt.key])) == 1
 
 
-def _ask_as_told(task: Any, context: Any) -> str:
-    client = openai.OpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0)
-    return str(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}]).id)
+async def _ask_as_told(task: Any, context: Any) -> str:
+    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0) as client:
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    return reply.id
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from agl_core.errors import AgentError
 from agl_core.testing.readme import blocks
 from agl_core.types import Ending
-from agl_core.worker import Agent, InProcess, RemoteAgent, load_agent
+from agl_core.worker import Agent, RemoteAgent, TaskPerAttempt, load_agent
 
 PAGE = Path(__file__).parents[3] / "docs" / "remote.md"
 
@@ -54,7 +54,7 @@ async def asked(attempt: dict[str, Any], text: str) -> str:
 
 
 async def run(workplace: Any, agent: RemoteAgent, inputs: list[Any]) -> Any:
-    runner = InProcess(Agent("test:agent", agent, wants_context=True, is_async=True))
+    runner = TaskPerAttempt(Agent("test:agent", agent, wants_context=True, is_async=True))
     return await workplace.finish(workplace.start_runner(runner), inputs)
 
 
@@ -85,7 +85,7 @@ async def test_the_documented_agent_and_service_work(
     exec(compile(service, PAGE.name, "exec"), names)
     async with serving(names["solve"]) as url:
         (tmp_path / "documented_agent.py").write_text(agent.replace("https://agents.example.com/solve", url))
-        runner = InProcess(load_agent("documented_agent:solve", tmp_path))
+        runner = TaskPerAttempt(load_agent("documented_agent:solve", tmp_path))
         rollout, attempt = (await workplace.finish(workplace.start_runner(runner), ["2 + 2?"]))[0]
     assert rollout.ending is Ending.FINISHED
     (call,) = await workplace.stack.store.calls([attempt.key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import Any
@@ -11,10 +12,11 @@ import openai
 import pytest
 
 from agl_core.capture import Recording, record_tool_result, reward, tool_result_report
-from agl_core.types import Ending, Mode, ToolStatus
+from agl_core.testing import episodes as make
+from agl_core.types import Ending, Mode, Task, ToolStatus
 from agl_core.wire.workers import Assignment
-from agl_core.worker import Agent, AgentContext, InProcess
-from agl_core.worker.environment import Ended
+from agl_core.worker import Agent, AgentContext, TaskPerAttempt
+from agl_core.worker.report import Ended
 
 QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 
@@ -23,13 +25,6 @@ async def ask(context: AgentContext, text: str) -> str:
     """One LLM call through the attempt's own base URL."""
     async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
         reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
-    return str(reply.choices[0].message.content)
-
-
-def ask_now(context: AgentContext, text: str) -> str:
-    """The same, blocking."""
-    with openai.OpenAI(base_url=context.base_url, api_key=context.api_key) as client:
-        reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
     return str(reply.choices[0].message.content)
 
 
@@ -43,17 +38,6 @@ async def test_results_are_stored_and_calls_belong_to_their_rollouts(workplace: 
         assert attempt.result["asked"] == i + 1
         calls = await workplace.stack.store.calls([attempt.key])
         assert [c.request["messages"][0]["content"] for c in calls] == [f"hello {i + 1}"]
-
-
-async def test_sync_agents_run_in_parallel_threads(workplace: Any) -> None:
-    together = threading.Barrier(4, timeout=20)
-
-    def agent(task_input: Any, context: AgentContext) -> str:
-        together.wait()
-        return ask_now(context, "hi")
-
-    ended = await workplace.run(agent, [0] * 4, concurrency=4, is_async=False)
-    assert {rollout.ending for rollout, _ in ended.values()} == {Ending.FINISHED}
 
 
 async def test_an_agent_that_raises_after_a_call_is_data_and_is_not_tried_again(workplace: Any) -> None:
@@ -82,7 +66,10 @@ async def test_an_agent_that_raises_before_any_call_is_tried_again(workplace: An
 
 
 async def test_an_agent_that_makes_no_call_is_told_how_to_fix_it(workplace: Any) -> None:
-    rollout, attempt = (await workplace.run(lambda task_input, context: "42", [0], is_async=False))[0]
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        return "42"
+
+    rollout, attempt = (await workplace.run(agent, [0]))[0]
     assert rollout.ending is Ending.NO_CALL
     assert "OPENAI_BASE_URL" in (attempt.error or "")
 
@@ -120,34 +107,39 @@ async def test_a_slow_async_agent_is_cancelled_and_others_go_on(workplace: Any) 
 
 @pytest.mark.timing
 @QUICK
-async def test_a_thread_that_cannot_be_ended_is_counted_and_its_late_call_refused(workplace: Any) -> None:
+async def test_a_task_that_cannot_be_ended_is_counted_and_its_late_call_refused(workplace: Any) -> None:
     release, refused = threading.Event(), threading.Event()
 
-    def agent(task_input: Any, context: AgentContext) -> str:
-        ask_now(context, "hi")
+    async def agent(task_input: Any, context: AgentContext) -> str:
+        await ask(context, "hi")
+        while task_input == "stuck" and not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
         if task_input == "stuck":
-            release.wait(60)
             try:
-                ask_now(context, "too late")
+                await ask(context, "too late")
             except openai.APIStatusError:
                 refused.set()
         return "done"
 
-    worker = workplace.start(agent, is_async=False)
-    ended = await workplace.run(agent, ["stuck", "quick"], is_async=False)
-    assert [ended[i][0].ending for i in range(2)] == [Ending.TIMED_OUT, Ending.FINISHED]
-    assert sum(w.worker.abandoned for w in workplace.workers) == 1
+    worker, queue = workplace.start(agent), workplace.stack.server.queue
+    rollouts = [make.rollout(f"w{i}", task=Task(f"t{i}", given)) for i, given in enumerate(["stuck", "quick"])]
+    await queue.enqueue(rollouts)
+    done = [rollout for name in ("w0", "w1") for rollout in await queue.done([name])]
+    assert [rollout.ending for rollout in done] == [Ending.TIMED_OUT, Ending.FINISHED]
+    assert worker.worker.abandoned == 1
     release.set()
     assert await asyncio.to_thread(refused.wait, 20)
-    calls = await workplace.stack.store.calls([ended[0][1].key])
+    [stuck] = await workplace.stack.store.attempts("w0")
+    calls = await workplace.stack.store.calls([stuck.key])
     assert [c.request["messages"][0]["content"] for c in calls if not c.late] == ["hi"]
-    await worker.stop()
 
 
-async def test_rewards_come_with_the_attempt_that_reported_them(workplace: Any) -> None:
+async def test_rewards_and_tool_results_come_with_the_attempt_that_reported_them(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> float:
         await ask(context, "hi")
         reward(task_input, name="style")
+        record_tool_result(tool_result_report("o1", "lookup", ValueError(task_input), tool_call_id="call_1"))
         await asyncio.sleep(0)
         return task_input / 2
 
@@ -158,6 +150,9 @@ async def test_rewards_come_with_the_attempt_that_reported_them(workplace: Any) 
             ("style", i + 1.0, "agent"),
             ("result", (i + 1.0) / 2, "agent"),
         }
+        [tool_result] = await workplace.stack.store.tool_results([attempt.key])
+        assert (tool_result.tool, tool_result.tool_call_id) == ("lookup", "call_1")
+        assert (tool_result.status, tool_result.error) == (ToolStatus.ERROR, f"ValueError: {i + 1.0}")
 
 
 async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
@@ -168,8 +163,6 @@ async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
         started.set()
         await asyncio.sleep(3600)
         return "never"
-
-    from agl_core.testing import episodes as make
 
     worker = workplace.start(agent)
     await workplace.stack.server.queue.enqueue([make.rollout("w0")])
@@ -192,19 +185,9 @@ async def test_an_agent_that_has_ended_is_not_cancelled_any_more() -> None:
     assignment = Assignment(
         rollout="w0", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, path="", key=""
     )
-    running = asyncio.create_task(InProcess(Agent("test:agent", agent, True, True)).run(assignment, "", Recording()))
+    running = asyncio.create_task(
+        TaskPerAttempt(Agent("test:agent", agent, True, True)).run(assignment, "", Recording())
+    )
     await ended.wait()
     running.cancel()
     assert await running == Ended(Ending.FINISHED, "done")
-
-
-async def test_tool_results_of_tools_reach_the_store(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        await ask(context, "hi")
-        record_tool_result(tool_result_report("o1", "lookup", ValueError("no such city"), tool_call_id="call_1"))
-        return "done"
-
-    _, attempt = (await workplace.run(agent, [0]))[0]
-    (tool_result,) = await workplace.stack.store.tool_results([attempt.key])
-    assert (tool_result.tool, tool_result.tool_call_id, tool_result.status) == ("lookup", "call_1", ToolStatus.ERROR)
-    assert "no such city" in (tool_result.error or "")

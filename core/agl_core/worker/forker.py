@@ -9,10 +9,16 @@ worker is gone, everything that was started for it is ended.
 
 On Linux nothing escapes: each process adopts its orphaned descendants, also those in sessions of their own, and the
 forker adopts what such a process leaves behind. Elsewhere the process group is ended.
+
+A forked process gets its job as one line over the first of its file descriptors. It becomes a command, or it calls the
+agent and sends `{"tool_result": …}`, `{"reward": …}` and `{"problem": …}` as they happen, and at last
+`{"ended": {"ending", "result", "error"}}`. Either sends `{"failed": reason}` if nothing could be run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -26,56 +32,57 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agl_core.capture import attach, installed_adapters
+import orjson
+
+from agl_core.capture import Recording, attach, installed_adapters, running
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins
+from agl_core.wire.workers import Assignment
 from agl_core.worker.agent import Agent, load_agent
-from agl_core.worker.runners.child import run_job
-from agl_core.worker.runners.processes import Setup
+from agl_core.worker.environment import active_attempt, agent_context, attempt_variables
+from agl_core.worker.processes import ProcessSetup
+from agl_core.worker.report import crashed, finished
 
 _TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
-_MOST_FILES = 3
+_MAX_FILES = 3
+_IMPORT_ANEW = "import-anew"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """`python -m agl_core.worker.runners.forker FD`: serve the worker at that socket's other end, until it is gone."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    with control.makefile("rb") as lines:
-        told = lines.readline()
-    if not told.endswith(b"\n"):
-        return  # The worker is gone: it had nothing to run.
-    setup = Setup(**json.loads(told))
+    """`python -m agl_core.worker.forker FD SETUP`: serve the worker at that socket's other end, until it is gone."""
+    control, setup = socket.socket(fileno=int(sys.argv[1])), ProcessSetup(**json.loads(sys.argv[2]))
     sys.path[:] = setup.path
-    agent = None
-    if setup.preload:
+    agent, imports_anew = None, _IMPORT_ANEW in sys.argv
+    if setup.entry is not None and not imports_anew:
         try:
-            agent = load_prepared(setup)
+            agent = _load(setup, setup.entry)
         except Exception as error:
             reason = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
             _send(control, {"failed": reason})
             return
+        if threading.active_count() > 1:  # It cannot be forked safely: begin anew, without the import.
+            os.execv(sys.executable, [*sys.orig_argv, _IMPORT_ANEW])
     gc.freeze()  # No fork should collect what is imported here: its pages stay shared.
-    _send(control, {"ready": {"threads": threading.active_count()}})
+    _send(control, {"ready": {"imports_anew": imports_anew}})
     _Forker(control, setup, agent).serve()
 
 
-def load_prepared(setup: Setup) -> Agent | None:
-    """Attach adapters, then import the agent; None if commands are run instead."""
-    if setup.entry is None:
-        return None
+def _load(setup: ProcessSetup, entry: str) -> Agent:
+    """Attach adapters, then import the agent."""
     if setup.plugins is not None:
-        attach(installed_adapters(Plugins.load([Path(each) for each in setup.plugins])))
-    return load_agent(setup.entry, Path(setup.folder) if setup.folder else None)
+        attach(installed_adapters(Plugins.load([Path(path) for path in setup.plugins])))
+    return load_agent(entry, Path(setup.folder))
 
 
 class _Forker:
-    def __init__(self, control: socket.socket, setup: Setup, agent: Agent | None) -> None:
+    def __init__(self, control: socket.socket, setup: ProcessSetup, agent: Agent | None) -> None:
         self._control, self._setup, self._agent = control, setup, agent
         self._ids: dict[int, int] = {}
         """By the pid of each process that leads a tree."""
@@ -83,15 +90,16 @@ class _Forker:
         self._received, self._files = b"", list[int]()
 
     def serve(self) -> None:
-        _adopt_orphans()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = os.pipe()
-        for each in (woken, wake):
-            os.set_blocking(each, False)
+        for file in (woken, wake):
+            os.set_blocking(file, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         connected = True
         while connected:
-            readable, _, _ = select.select([self._control.fileno(), woken], [], [], self._patience())
+            timeout = max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
+            readable, _, _ = select.select([self._control.fileno(), woken], [], [], timeout)
             if woken in readable:
                 os.read(woken, 4096)
             if self._control.fileno() in readable:
@@ -101,29 +109,26 @@ class _Forker:
         for pid in self._ids:
             _signal_tree(pid, signal.SIGKILL)
         self._ids.clear()
-        while left := _children_of_this():  # Their own children then become children of this process.
+        while children := _children():  # Their own children then become children of this process.
             self._end_orphans()
-            for pid in left:
+            for pid in children:
                 os.waitpid(pid, 0)
-
-    def _patience(self) -> float | None:
-        return max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
 
     def _receive(self) -> bool:
         """Carry out the worker's messages; False if it is gone."""
         try:
-            data, files, _, _ = socket.recv_fds(self._control, 2**16, _MOST_FILES)
+            data, files, _, _ = socket.recv_fds(self._control, 2**16, _MAX_FILES)
         except ConnectionError:
             return False
-        for each in files:
-            os.set_inheritable(each, False)
+        for file in files:
+            os.set_inheritable(file, False)
         self._files += files
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
             if "start" in message:
-                taken, self._files = self._files[: message["files"]], self._files[message["files"] :]
-                self._start(message["start"], taken)
+                its_files, self._files = self._files[: message["files"]], self._files[message["files"] :]
+                self._start(message["start"], its_files)
             else:
                 self._end(message["end"])
         return bool(data)
@@ -139,24 +144,32 @@ class _Forker:
             if pid == 0:
                 self._become(files)
             self._ids[pid] = id
-        for each in files:
-            os.close(each)
+        for file in files:
+            os.close(file)
 
     def _become(self, files: list[int]) -> NoReturn:
-        """What the forked process does instead of serving."""
+        """Lead a tree of processes, which ends with the forker, and do the job that comes over the first of `files`."""
         try:
-            _lead_tree()
+            os.setsid()
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
             if self._setup.memory is not None:
                 resource.setrlimit(resource.RLIMIT_DATA, (self._setup.memory, self._setup.memory))
-            run_job(files, lambda: self._agent or load_prepared(self._setup))
+            channel = socket.socket(fileno=files[0])
+            with channel.makefile("rb") as lines:
+                job = orjson.loads(lines.readline())
+            if "command" in job:
+                _send(channel, {"failed": _execute(job, *files[1:])})
+            else:
+                _run_agent(self._setup, self._agent, job, channel)
         finally:
             os._exit(1)
 
     def _end(self, id: int) -> None:
-        for pid in [pid for pid, each in self._ids.items() if each == id and pid not in self._kill_at]:
+        for pid in [pid for pid, its_id in self._ids.items() if its_id == id and pid not in self._kill_at]:
             _signal_tree(pid, signal.SIGTERM)
             self._kill_at[pid] = time.monotonic() + _TERM_GRACE
 
@@ -180,20 +193,65 @@ class _Forker:
                     os.waitpid(pid, 0)
         if any_ended:
             self._end_orphans()
-        for each in exited:
-            _send(self._control, {"exited": each})
+        for id_and_status in exited:
+            _send(self._control, {"exited": id_and_status})
 
     def _end_orphans(self) -> None:
         """Kill what has become a child of this process because the root of its tree is gone."""
-        for pid in _children_of_this():
+        for pid in _children():
             if pid not in self._ids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _send(control: socket.socket, message: dict[str, Any]) -> None:
+def _execute(job: dict[str, Any], stdout: int, stderr: int) -> str:
+    """Become the command; returns why that is not possible."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.write(1, b"\n")  # Tells the worker which process this is.
+        os.chdir(job["folder"])
+        os.environ.update(job["variables"])
+        os.execvp(job["command"][0], job["command"])
+    except (OSError, ValueError) as error:
+        return f"the command could not be run ({error})"
+
+
+def _run_agent(setup: ProcessSetup, agent: Agent | None, job: dict[str, Any], channel: socket.socket) -> None:
+    """Call the agent, imported here if it is None, and exit."""
+    os.chdir(job["folder"])
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:  # Forks would draw the same numbers; Python itself takes care of `random`.
+        numpy_random.seed()
+    assignment, base_url = Assignment.model_validate(job["assignment"]), job["base_url"]
+    os.environ.update(attempt_variables(assignment, base_url))
+    sending = threading.Lock()
+
+    def send(message: dict[str, Any]) -> None:
+        with sending, contextlib.suppress(OSError):  # The worker is gone.
+            channel.sendall(orjson.dumps(message) + b"\n")
+
+    recording = Recording(lambda report: send(report.model_dump(mode="json", exclude_none=True)))
+    try:
+        with running(active_attempt(assignment, base_url, recording)):
+            agent = agent or _load(setup, setup.entry or "")
+            result = agent.call(assignment.task_input, agent_context(assignment, base_url))
+            ended = finished(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+    except BaseException as error:
+        ended = crashed(error)
+    recording.close()
+    send({"ended": asdict(ended)})
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # The worker is gone; the next read shows it.
-        control.sendall(json.dumps(message).encode() + b"\n")
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _fork() -> int:
@@ -203,39 +261,28 @@ def _fork() -> int:
         return os.fork()
 
 
-def _adopt_orphans() -> None:
-    """From now on this process is the parent of every descendant whose own parent ends (Linux)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _lead_tree() -> None:
-    """Make this process the root of a tree of its own, which ends with the thread that forked it (Linux)."""
-    os.setsid()
-    _adopt_orphans()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _signal_tree(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that leads a tree, and to its group; what has left the group follows when it ends."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
 
-def _children_of_this() -> list[int]:
-    """The processes whose parent this one is, by birth or adoption (Linux; elsewhere none are found)."""
-    found = []
+def _children() -> list[int]:
+    """The processes whose parent this one is, by birth or adoption (Linux; elsewhere none are adopted)."""
+    children = []
     if sys.platform == "linux":
-        this = str(os.getpid()).encode()
+        parent = str(os.getpid()).encode()
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with contextlib.suppress(OSError):
                     # pid (command) state parent …; a command may contain anything.
-                    if Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[1] == this:
-                        found.append(int(name))
-    return found
+                    if Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[1] == parent:
+                        children.append(int(name))
+    return children
 
 
 def _prctl(option: int, value: int) -> None:
+    """On Linux; a subreaper becomes the parent of every descendant whose own parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

@@ -1,0 +1,320 @@
+"""Attempts in processes and folders of their own, which end as a whole: the worker's side of the forker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from agl_core.capture import Recording
+from agl_core.capture.recording import Report
+from agl_core.errors import AgentError
+from agl_core.types import Ending
+from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
+from agl_core.wire.workers import Assignment
+from agl_core.worker.environment import client_variables
+from agl_core.worker.report import Ended
+
+logger = logging.getLogger(__name__)
+
+EXIT_GRACE = 2.0
+"""Seconds for a process to exit after its result came, and for its output to end after it exited."""
+_MAX_MESSAGE = 2**26
+"""Bytes of one message of an agent's process."""
+_START_TIMEOUT = 300.0
+"""Seconds that importing the agent may take."""
+_ENDED = TypeAdapter(Ended)
+
+
+class ForkerGoneError(RuntimeError):
+    """The forker was killed, and every process that it had started with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSetup:
+    """What a forker is told when it is started."""
+
+    folder: str
+    """Where the agent's module is found too."""
+    entry: str | None = None
+    """The agent, which is imported once; None: commands are run."""
+    plugins: list[str] | None = None
+    """Plugin files whose adapters, beside the installed ones, are attached; None: none are."""
+    memory: int | None = None
+    """Bytes that one process may ask for."""
+    path: list[str] = field(default_factory=lambda: [folder for folder in sys.path if folder])
+    """Where modules are found: the worker's `sys.path`."""
+
+
+class Process:
+    """One started process and the worker's end of its channel, which carries lines of JSON both ways."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, exited: asyncio.Future[int]) -> None:
+        self._reader, self._writer = reader, writer
+        self.exited = exited
+        """Its status, as from waitpid; ForkerGoneError if it is not known. By then, what it left behind has ended."""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._writer.write(orjson.dumps(message) + b"\n")
+
+    async def messages(self) -> AsyncIterator[dict[str, Any]]:
+        """The process's messages, until it closes its end of the channel. ValueError for one that is no object."""
+        with contextlib.suppress(ConnectionError):
+            while line := await self._reader.readline():
+                message = orjson.loads(line)
+                if not isinstance(message, dict):
+                    raise ValueError("a message is not an object")
+                yield message
+
+
+class ForkedProcesses:
+    """Starts processes through a forker, of which it keeps one. Nothing of them is ever abandoned."""
+
+    abandoned = 0
+    default_concurrency = 32
+
+    def __init__(self, setup: ProcessSetup, variables: Mapping[str, str]) -> None:
+        self._setup, self._variables = setup, dict(variables)
+        self._ids = itertools.count()
+        self._exited: dict[int, asyncio.Future[int]] = {}
+        self._control: socket.socket | None = None
+        self._forker: subprocess.Popen[bytes] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the forker, if there is none. AgentError if the agent cannot be imported there."""
+        async with self._starting:
+            if self._control is None:
+                try:
+                    await self._start_forker()
+                except BaseException:
+                    await self._stop_forker()
+                    raise
+
+    async def close(self) -> None:
+        """End the forker and with it every process."""
+        async with self._starting:
+            await self._stop_forker()
+
+    @contextlib.asynccontextmanager
+    async def started(self, *files: int) -> AsyncIterator[Process]:
+        """A new process, which gets copies of these file descriptors; at the end it and all it started are ended."""
+        await self.start()
+        assert self._control is not None
+        id, exited = next(self._ids), asyncio.get_running_loop().create_future()
+        ours, theirs = socket.socketpair()
+        self._exited[id] = exited
+        message = json.dumps({"start": id, "files": 1 + len(files)}).encode() + b"\n"
+        try:
+            with theirs:
+                socket.send_fds(self._control, [message], [theirs.fileno(), *files])
+        except OSError as error:
+            ours.close()
+            del self._exited[id]
+            raise ForkerGoneError(f"the process that starts agents is gone ({error})") from error
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_MESSAGE)
+        try:
+            yield Process(reader, writer, exited)
+        finally:
+            writer.close()
+            await self._end(id, exited)
+
+    async def _end(self, id: int, exited: asyncio.Future[int]) -> None:
+        if not exited.done() and self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"end": id}).encode() + b"\n")
+        try:
+            await asyncio.wait({exited})
+        finally:  # Also where that is cancelled: it may be exiting by itself, and slowly.
+            await asyncio.wait({exited})
+            exited.exception()
+            self._exited.pop(id, None)
+
+    def _launch_forker(self) -> socket.socket:
+        """Start the program; returns our end of its socket."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._control = ours
+        # Agents may know no key of workers and operators, which would let one act for others.
+        environment = {name: value for name, value in os.environ.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
+        program = [sys.executable, "-P", "-m", "agl_core.worker.forker"]
+        with theirs:
+            self._forker = subprocess.Popen(
+                [*program, str(theirs.fileno()), json.dumps(asdict(self._setup))],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**environment, **self._variables},
+                start_new_session=True,
+            )
+        return ours
+
+    async def _start_forker(self) -> None:
+        control = self._launch_forker()
+        received = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(_START_TIMEOUT):
+                loop = asyncio.get_running_loop()
+                while not received.endswith(b"\n") and (data := await loop.sock_recv(control, 2**16)):
+                    received += data
+        is_whole = received.endswith(b"\n")
+        reply: dict[str, Any] = json.loads(received) if is_whole else {"failed": "it did not get ready"}
+        if "failed" in reply:
+            raise AgentError(f"A process for the agent cannot be started: {reply['failed']}")
+        if reply["ready"]["imports_anew"]:
+            logger.warning(
+                "Importing %s starts threads, with which a process cannot be forked safely: each of its processes "
+                "imports it anew, which takes longer. Start threads in the agent's function instead.",
+                self._setup.entry,
+            )
+        self._listening = asyncio.create_task(self._listen(control))
+
+    async def _stop_forker(self) -> None:
+        control, forker, listening = self._control, self._forker, self._listening
+        self._control = self._forker = self._listening = None
+        if listening is not None:
+            listening.cancel()
+            await asyncio.wait({listening})
+        if control is not None:
+            control.close()
+        if forker is not None:
+            await asyncio.to_thread(forker.wait)
+        self._lose_all()
+
+    async def _listen(self, control: socket.socket) -> None:
+        """Note which processes have exited, until the forker has."""
+        loop = asyncio.get_running_loop()
+        rest = b""
+        with contextlib.suppress(ConnectionError):
+            while data := await loop.sock_recv(control, 2**16):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    id, status = json.loads(line)["exited"]
+                    exited = self._exited.get(id)
+                    if exited is not None and not exited.done():
+                        exited.set_result(status)
+        if self._control is control:
+            logger.warning("The process that starts agents was ended from outside; another one is started.")
+            self._control = None
+            control.close()
+            if self._forker is not None:
+                await asyncio.to_thread(self._forker.wait)
+            self._lose_all()
+
+    def _lose_all(self) -> None:
+        for exited in self._exited.values():
+            if not exited.done():
+                exited.set_exception(ForkerGoneError("the process that starts agents was ended from outside"))
+
+
+class ProcessPerAttempt(ForkedProcesses):
+    """Runs each attempt of a Python agent in a process of its own, which is a fork of the forker.
+
+    Since the forker has imported the agent, a start takes milliseconds. When time is up, the process and everything
+    that it started are ended. Its working folder is empty and the attempt's own. `plugins` are files whose adapters
+    are attached there, beside the installed ones (None: none are); `memory` is in bytes.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        folder: Path,
+        *,
+        base_url: str,
+        plugins: Sequence[Path] | None = (),
+        memory: int | None = None,
+    ) -> None:
+        files = None if plugins is None else [str(path) for path in plugins]
+        super().__init__(ProcessSetup(str(folder), entry, files, memory), client_variables(base_url))
+
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
+        ended: Ended | None = None
+        with attempt_folder() as folder:
+            try:
+                async with self.started() as process:
+                    job = {"assignment": assignment.model_dump(mode="json"), "base_url": base_url}
+                    process.send({**job, "folder": str(folder)})
+                    ended = await _ended(process, recording)
+                    await asyncio.wait({process.exited}, timeout=EXIT_GRACE)
+            except ForkerGoneError as error:
+                return Ended(Ending.LOST, error=str(error))
+            except asyncio.CancelledError:
+                if ended is None:
+                    raise
+        return ended
+
+
+async def _ended(process: Process, recording: Recording) -> Ended:
+    """How the agent ended, as soon as that is known; its process may still be exiting."""
+    reading = asyncio.create_task(_read(process, recording))
+    try:
+        either: set[asyncio.Future[Any]] = {reading, process.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading}, timeout=EXIT_GRACE)
+        ended = reading.result() if reading.done() else None
+    except ValueError as error:
+        return Ended(Ending.CRASHED, error=f"what the agent's process sent cannot be read ({error})")
+    finally:
+        reading.cancel()
+    if ended is not None:
+        return ended
+    return Ended(Ending.CRASHED, error=f"the agent's process {fate(await process.exited)} before it had a result")
+
+
+async def _read(process: Process, recording: Recording) -> Ended | None:
+    """Record the process's reports, until it ends or reports how the attempt ended."""
+    async for message in process.messages():
+        try:
+            if "failed" in message:
+                return Ended(Ending.LOST, error=str(message["failed"]))
+            if "ended" in message:
+                ended = _ENDED.validate_python(message["ended"])
+                if ended.ending not in (Ending.FINISHED, Ending.CRASHED):  # Anything else is for the worker to say.
+                    raise ValueError(f"it ended as {ended.ending}")
+                return ended
+            Report.model_validate(message).add_to(recording)
+        except ValidationError as error:
+            raise ValueError(f"{error.error_count()} fields are wrong") from error
+    return None
+
+
+@contextlib.contextmanager
+def attempt_folder() -> Iterator[Path]:
+    """A folder for one attempt; it is removed in the background, for an agent can make that take long, or fail."""
+    folder = TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True)
+
+    def remove() -> None:
+        with contextlib.suppress(RecursionError):
+            folder.cleanup()
+
+    try:
+        yield Path(folder.name)
+    finally:
+        threading.Thread(target=remove, name="agl-remover").start()
+
+
+def fate(status: int) -> str:
+    """What became of a process, by its status from waitpid."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
