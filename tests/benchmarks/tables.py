@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -29,6 +27,8 @@ def write(page: str, script: str, text: str) -> None:
 
 def machine() -> str:
     """The machine that the figures were measured on."""
+    import psutil  # The frameworks' own environments, which need tables only, may have none.
+
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -30,7 +30,6 @@ class Condition:
     """As the agent is: it is awaited."""
 
     name = "as it is"
-    about = "the agent's program is awaited, as a worker does"
     blind = False
     """Whether evidence is withheld, so that the recorder can only say that it is missing."""
     scenarios: Sequence[Scenario] = (PARALLEL_TOOLS, HANDOFF, SUB_AGENTS, TWO_AGENTS)
@@ -57,7 +56,6 @@ class InThread(Condition):
     """A thread of the user's own, which inherits no context."""
 
     name = "in a thread"
-    about = "the program runs in a `threading.Thread` with an event loop of its own"
 
     async def run(self, program: Program, question: Question, play: Play) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,7 +99,6 @@ class GivenUp(Condition):
 
     name = "given up"
     scenarios = BEGUN_BY_ONE
-    about = "the agent is cancelled during its first call, as by `asyncio.wait_for`, and run again"
     runs_beside = False
     """Whether the second run takes place before the first is cancelled."""
 
@@ -124,7 +121,6 @@ class Hedged(GivenUp):
     """The first answer counts, and the slower agent is cancelled."""
 
     name = "hedged"
-    about = "its first call is slow, so a second run is started beside it; the slower one is cancelled"
     runs_beside = True
 
 
@@ -137,7 +133,6 @@ class BesideEmbeddings(Condition):
     """Retrieval beside the model."""
 
     name = "beside embeddings"
-    about = "embeddings are requested with the same base URL before and during the program"
 
     @contextlib.asynccontextmanager
     async def bench(self, folder: Path) -> AsyncIterator[Bench]:
@@ -168,7 +163,6 @@ class NothingAttached(Condition):
     """Nothing names the caller: agl has to say so."""
 
     name = NOTHING
-    about = "nothing names agents or reports tools: names must be marked as unobserved"
     blind = True
     scenarios = (HANDOFF, SUB_AGENTS, TWO_AGENTS)  # one unnamed agent alone cannot be taken for another
     form = NOTHING
@@ -178,7 +172,6 @@ class WithoutTokenIds(Condition):
     """A model server that does not return what it sampled."""
 
     name = "no token ids"
-    about = "the model server returns no token ids: tokens must be marked as unobserved"
     blind = True
 
     @contextlib.asynccontextmanager

@@ -17,8 +17,7 @@ from agl_core.testing.scripts import Say
 
 from .conditions import AS_IT_IS, CONDITIONS, Condition
 from .recorders import Recorder
-from .records import sampled
-from .scores import Score, score
+from .scores import Score, sampled, score
 
 _HELLO = Say("Hello.")
 SINGLE_CALL = Scenario(

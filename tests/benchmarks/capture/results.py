@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,7 +14,7 @@ from typing import Any
 from agl_core.testing.adapters.driver import Driver
 
 from .playing import Played, is_compared
-from .scores import Score, faults_by_kind
+from .scores import Score
 
 FOLDER = Path(__file__).with_name("results")
 
@@ -54,27 +55,30 @@ class Result:
 
 def result_of(driver: Driver, recorder: str, played: Iterable[Played]) -> Result:
     """Sum up what a recorder saw."""
-    rows: dict[tuple[str, str, str, bool], Row] = {}
+    rows = []
     for one in played:
-        cell, condition = one.task.cell, one.task.condition.name
-        key = (recorder, condition, cell.scenario.name, is_compared(one.task))
-        row = rows.setdefault(key, Row(*key, Score(), []))
-        row.score += one.score
-        streaming = "streaming" if cell.streaming else "not streaming"
-        place = f"{cell.api}, {streaming}, {cell.form}"
-        row.faults += [f"{place}: {fault}" for fault in faults_by_kind(one.faults)]
-    return Result(driver.name, {name: version(name) for name in driver.packages}, list(rows.values()))
+        cell = one.task.cell
+        where = f"{cell.api}, {'streaming' if cell.streaming else 'not streaming'}, {cell.form}"
+        faults = [f"{where}: {fault}" + (f" ({n} times)" if n > 1 else "") for fault, n in Counter(one.faults).items()]
+        key = (recorder, one.task.condition.name, cell.scenario.name, is_compared(one.task))
+        rows.append(Row(*key, one.score, faults))
+    return Result(driver.name, {name: version(name) for name in driver.packages}, _summed(rows))
 
 
 def merged(results: Sequence[Result]) -> Result:
     """The parts of one framework's results, as one."""
-    rows: dict[tuple[str, str, str, bool], Row] = {}
-    for row in (row for part in results for row in part.rows):
+    return dataclasses.replace(results[0], rows=_summed(row for result in results for row in result.rows))
+
+
+def _summed(rows: Iterable[Row]) -> list[Row]:
+    """One row for each recorder, condition and scenario."""
+    sums: dict[tuple[str, str, str, bool], Row] = {}
+    for row in rows:
         key = (row.recorder, row.condition, row.scenario, row.compared)
-        one = rows.setdefault(key, Row(*key, Score(), []))
+        one = sums.setdefault(key, Row(*key, Score(), []))
         one.score += row.score
         one.faults += row.faults
-    return dataclasses.replace(results[0], rows=list(rows.values()))
+    return list(sums.values())
 
 
 def path_of(driver: Driver) -> Path:
@@ -91,9 +95,9 @@ def write(result: Result, path: Path) -> None:
 
 def read(path: Path) -> Result:
     """A framework's file."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    rows = [Row(**{**row, "score": Score(**row["score"])}) for row in found["rows"]]
-    return Result(found["framework"], found["versions"], rows)
+    saved: dict[str, Any] = json.loads(path.read_text())
+    rows = [Row(**{**row, "score": Score(**row["score"])}) for row in saved["rows"]]
+    return Result(saved["framework"], saved["versions"], rows)
 
 
 def read_all(folder: Path = FOLDER) -> list[Result]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .records import Response, Tool, as_json
+from .scores import Response, Tool, as_json
 
 
 @contextlib.contextmanager

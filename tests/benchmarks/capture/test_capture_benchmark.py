@@ -4,12 +4,13 @@ say what the results say."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import pytest_asyncio
@@ -23,11 +24,11 @@ from . import page
 from .conditions import AS_IT_IS, CONDITIONS
 from .playing import Played, Task, play
 from .recorders import RECORDERS
-from .records import Recorded, Response, Tool, sampled
 from .results import merged, read, read_all, result_of, write
-from .scores import score
+from .scores import Recorded, Response, Tool, sampled, score
 
-NAMED = {each.name: each for each in CONDITIONS}
+NAMED = {condition.name: condition for condition in CONDITIONS}
+Responses: TypeAlias = tuple[Response, ...]
 
 
 def hand_driver() -> Any:
@@ -74,7 +75,7 @@ def test_other_recorders_have_what_they_can_have_and_no_more(name: str, tmp_path
 def print_score(recorder: str, folder: str) -> None:
     """What a recorder has of a cell, as JSON."""
     one = asyncio.run(played(Path(folder), RECORDERS[recorder], PARALLEL_TOOLS))
-    print(json.dumps(dataclasses.asdict(one.score)))
+    print(json.dumps(asdict(one.score)))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -89,79 +90,41 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Response]
     return sampled(SUB_AGENTS, script, log), recorded
 
 
-def changed(recorded: Recorded, place: int, **fields: Any) -> Recorded:
-    responses = list(recorded.responses)
-    responses[place] = dataclasses.replace(responses[place], **fields)
-    return dataclasses.replace(recorded, responses=tuple(responses))
+def first(responses: Responses, **fields: Any) -> Responses:
+    """The first response changed."""
+    return (replace(responses[0], **fields), *responses[1:])
 
 
-def lost(recorded: Recorded) -> Recorded:
-    return dataclasses.replace(recorded, responses=recorded.responses[1:])
+PLANTED: dict[str, tuple[Callable[[Responses], Responses], dict[str, int]]] = {
+    "lost": (lambda seen: seen[1:], {"responses": -1, "missing": 1}),
+    "doubled": (lambda seen: (*seen, seen[-1]), {"extra": 1}),
+    "in another rollout": (lambda seen: first(seen, rollout=1), {"responses": -1, "extra": 1}),
+    "misnamed": (lambda seen: first(seen, agent="somebody else"), {"names": -1, "misnamed": 1}),
+    "nameless": (lambda seen: first(seen, agent=None), {"names": -1, "missing": 1}),
+    "retokenised": (lambda seen: first(seen, response_ids=(1, 2, 3)), {"tokens": -1}),
+    "with another prompt": (lambda seen: first(seen, prompt_ids=seen[1].prompt_ids), {"tokens": -1}),
+    "misjudged": (
+        lambda seen: first(seen, tools=(replace(seen[0].tools[0], status="error"), *seen[0].tools[1:])),
+        {"statuses": -1, "misjudged": 1},
+    ),
+    "without a result": (lambda seen: first(seen, tools=seen[0].tools[1:]), {"joins": -1, "missing": 1}),
+    "joined elsewhere": (
+        lambda seen: (*first(seen, tools=())[:-1], replace(seen[-1], tools=(*seen[-1].tools, *seen[0].tools))),
+        {"joins": -2, "false_joins": 2},
+    ),
+    "joined twice": (
+        lambda seen: first(seen, tools=(*seen[0].tools, Tool("of nobody", "add", "{}", "ok"))),
+        {"false_joins": 1},
+    ),
+}
 
 
-def doubled(recorded: Recorded) -> Recorded:
-    return dataclasses.replace(recorded, responses=(*recorded.responses, recorded.responses[-1]))
-
-
-def in_another_rollout(recorded: Recorded) -> Recorded:
-    return changed(recorded, 0, rollout=1)
-
-
-def misnamed(recorded: Recorded) -> Recorded:
-    return changed(recorded, 0, agent="somebody else")
-
-
-def nameless(recorded: Recorded) -> Recorded:
-    return changed(recorded, 0, agent=None)
-
-
-def retokenised(recorded: Recorded) -> Recorded:
-    return changed(recorded, 0, response_ids=(1, 2, 3))
-
-
-def with_another_prompt(recorded: Recorded) -> Recorded:
-    return changed(recorded, 0, prompt_ids=recorded.responses[1].prompt_ids)
-
-
-def misjudged(recorded: Recorded) -> Recorded:
-    (tool, *others) = recorded.responses[0].tools
-    return changed(recorded, 0, tools=(dataclasses.replace(tool, status="error"), *others))
-
-
-def without_a_result(recorded: Recorded) -> Recorded:
-    return changed(recorded, 0, tools=recorded.responses[0].tools[1:])
-
-
-def joined_elsewhere(recorded: Recorded) -> Recorded:
-    moved = changed(recorded, 0, tools=())
-    return changed(moved, -1, tools=(*recorded.responses[-1].tools, *recorded.responses[0].tools))
-
-
-def joined_twice(recorded: Recorded) -> Recorded:
-    return changed(recorded, 0, tools=(*recorded.responses[0].tools, Tool("of nobody", "add", "{}", "ok")))
-
-
-@pytest.mark.parametrize(
-    ("plant", "expected"),
-    [
-        (lost, {"responses": -1, "missing": 1}),
-        (doubled, {"extra": 1}),
-        (in_another_rollout, {"responses": -1, "extra": 1}),
-        (misnamed, {"names": -1, "misnamed": 1}),
-        (nameless, {"names": -1, "missing": 1}),
-        (retokenised, {"tokens": -1}),
-        (with_another_prompt, {"tokens": -1}),
-        (misjudged, {"statuses": -1, "misjudged": 1}),
-        (without_a_result, {"joins": -1, "missing": 1}),
-        (joined_elsewhere, {"joins": -2, "false_joins": 2}),
-        (joined_twice, {"false_joins": 1}),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_planted_fault_lowers_its_score(seen: Any, plant: Any, expected: dict[str, int]) -> None:
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_lowers_its_score(seen: tuple[list[Response], Recorded], fault: str) -> None:
     truth, recorded = seen
+    plant, expected = PLANTED[fault]
     right, nothing = score(truth, recorded)
-    wrong, faults = score(truth, plant(recorded))
+    wrong, faults = score(truth, replace(recorded, responses=plant(recorded.responses)))
     assert right.perfect
     assert nothing == []
     assert not wrong.perfect
