@@ -127,7 +127,7 @@ def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
 class _Sample(NamedTuple):
     """The rewards of some rollouts."""
 
-    count: float
+    rollouts: float
     mean: float
     variance: float
 
@@ -166,10 +166,10 @@ def _change(what: str, before: _Sample | None, after: _Sample | None, least: flo
     """
     if before is None or after is None:
         return None
-    count, difference = before.count + after.count, after.mean - before.mean
-    inside = (before.count * before.variance + after.count * after.variance) / count
-    between = before.count * after.count * difference**2 / count**2
-    error = math.sqrt((inside + between) * (1 / before.count + 1 / after.count))
+    count, difference = before.rollouts + after.rollouts, after.mean - before.mean
+    inside = (before.rollouts * before.variance + after.rollouts * after.variance) / count
+    between = before.rollouts * after.rollouts * difference**2 / count**2
+    error = math.sqrt((inside + between) * (1 / before.rollouts + 1 / after.rollouts))
     values = f"from {before.mean:.3g} to {after.mean:.3g}"
     if abs(difference) <= least * error:
         return False, f"{what} went {values}, which is no more than chance"

@@ -356,7 +356,7 @@ class Watch:
     def look(self, numbers: Numbers) -> list[Alarm]:
         """A step ended with these numbers: the alarms on them that the step before did not have."""
         self.steps.append(_watched(numbers))
-        alarms = [Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None]
+        alarms = self.wanted(Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None)
         before = self.held
         self.held = {f"{_ALARM}{name}": 1.0 for name in (*(alarm.name for alarm in alarms), *self._raised)}
         self._raised = set()
@@ -364,9 +364,7 @@ class Watch:
 
     def _seen(self, check: Check) -> str | None:
         limit = self.settings.get(AlarmName(check.__name__))
-        if limit is False:
-            return None
-        settings = {} if limit is None else {"limit": limit}
+        settings = {"limit": limit} if limit else {}
         if len(self.policies) == 1 or not any(key.startswith(_UPDATE) for key in CHECKS[check]):
             return check(*self._values(check), **settings)
         by_policy = {policy: check(*self._values(check, f"{policy}/"), **settings) for policy in self.policies}

@@ -79,7 +79,7 @@ def test_every_alarm_on_numbers_is_here_and_has_a_threshold() -> None:
 
 @pytest.mark.parametrize("name", BAD)
 def test_an_alarm_is_raised_once_and_says_what_was_seen_why_and_what_to_do(name: AlarmName) -> None:
-    """Unless the run chooses another threshold."""
+    """Unless the run switches it off, or chooses another threshold."""
     watch = Watch()
     found = [alarm for each in after_sound(BAD[name]) for alarm in watch.look(each)]
     assert [alarm.name for alarm in found] == [name]
@@ -90,6 +90,7 @@ def test_an_alarm_is_raised_once_and_says_what_was_seen_why_and_what_to_do(name:
     assert watched(watch, *[SOUND] * 6) == []
     assert watch.held == {}
 
+    assert watched(Watch({name: False}), *after_sound(BAD[name])) == []
     strictest = {AlarmName.ENTROPY_COLLAPSE: 1e-9, AlarmName.REWARD_COLLAPSE: 2.0}
     assert watched(Watch({name: strictest.get(name, 1e9)}), *after_sound(BAD[name])) == []
 

@@ -1,4 +1,4 @@
-"""A step that taught nothing says why, if that is for the user to mend."""
+"""A step that taught nothing, or what only the agent's side asserts, says so, if that is for the user to fix."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from agl_core.errors import TrainingError
+from agl_core.training.alarms.rollouts import asserted_rewards, asserted_tool_results
 from agl_core.training.progress import Silent
-from agl_core.types import Attempt, DropReason, Ending, Rollout
+from agl_core.types import AlarmName, Attempt, DropReason, Ending, Episode, Rollout, Source, ToolResult, ToolStatus
 
-from ..scripted_training import Bench, make_bench
+from ..scripted_training import Bench, episode, make_bench
 
 
 class Said(Silent):
@@ -134,3 +135,30 @@ async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Pat
     bench.collector.ending = lambda rollout: Ending.LOST if rollout.member else Ending.FINISHED
     with pytest.raises(TrainingError, match="one reason: ending"):
         await bench.trainer.train()
+
+
+async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path, steps=3)
+    bench.collector.reports = True
+    bench.trainer.assertions = [asserted_tool_results, asserted_rewards]
+
+    lines = await said(bench)
+
+    assert [line.partition(":")[0] for line in lines] == ["step 1"]
+    assert [alarm.name for alarm in bench.log.alarms] == [AlarmName.ASSERTED_REWARDS]
+    assert bench.log.lines[0]["alarm/asserted_rewards"] == 1.0
+    assert "alarm/asserted_rewards" not in bench.log.lines[1]
+
+
+def told(*sources: Source) -> Episode:
+    """An episode with a tool result of each of these sources."""
+    tool_results = tuple(ToolResult(s.value, "r", 0, "add", ToolStatus.OK, source=s) for s in sources)
+    plain = episode()
+    return replace(plain, transitions=(replace(plain.transitions[0], tool_results=tool_results),))
+
+
+@pytest.mark.parametrize("source", [Source.ADAPTER, Source.SPAN, Source.COMMAND])
+def test_tool_results_that_only_the_agents_side_tells(source: Source) -> None:
+    assert asserted_tool_results([told(), told(Source.CONVERSATION)]) is None
+    seen = asserted_tool_results([told(source, Source.CONVERSATION), told(source, source)])
+    assert f"some of the 4 of this step were ({source} 3)" in str(seen)
