@@ -62,7 +62,7 @@ def main() -> None:
     agent, imports_anew = None, _IMPORT_ANEW in sys.argv
     if setup.entry is not None and not imports_anew:
         try:
-            agent = _load(setup, setup.entry)
+            agent = _load(setup)
         except Exception as error:
             reason = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
             _send(control, {"failed": reason})
@@ -74,11 +74,12 @@ def main() -> None:
     _Forker(control, setup, agent).serve()
 
 
-def _load(setup: ProcessSetup, entry: str) -> Agent:
+def _load(setup: ProcessSetup) -> Agent:
     """Attach adapters, then import the agent."""
+    assert setup.entry is not None
     if setup.plugins is not None:
         attach(installed_adapters(Plugins.load([Path(path) for path in setup.plugins])))
-    return load_agent(entry, Path(setup.folder))
+    return load_agent(setup.entry, Path(setup.folder))
 
 
 class _Forker:
@@ -235,7 +236,7 @@ def _run_agent(setup: ProcessSetup, agent: Agent | None, job: dict[str, Any], ch
     recording = Recording(lambda report: send(report.model_dump(mode="json", exclude_none=True)))
     try:
         with running(active_attempt(assignment, base_url, recording)):
-            agent = agent or _load(setup, setup.entry or "")
+            agent = agent or _load(setup)
             result = agent.call(assignment.task_input, agent_context(assignment, base_url))
             ended = finished(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except BaseException as error:

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from agl_core.errors import AgentError
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Task
+from agl_core.wire.workers import MAX_RESULT
 from agl_core.worker import CommandPerAttempt, agent_environment, client_variables
 
 PROGRAM = """
@@ -64,6 +66,26 @@ async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path
         rewards = await workplace.stack.store.rewards([attempt.key])
         assert [each.value for each in rewards] == ([result] if isinstance(result, float | int) else [])
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
+
+
+@pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
+@pytest.mark.parametrize(
+    ("printed", "end"),
+    [
+        ("'x' * (9 << 20) + 'the end'", "xxxthe end"),
+        ("'\\x01' * (8 << 20) + 'the end'", "\x01\x01the end"),
+        ("'ä' * (6 << 20) + 'the end'", "ääthe end"),
+    ],
+    ids=["plain", "escaped", "wide"],
+)
+async def test_of_more_than_a_result_may_have_the_end_is_kept(
+    workplace: Any, tmp_path: Path, printed: str, end: str
+) -> None:
+    rollout, attempt = await run(workplace, tmp_path, f"print({printed})")
+    assert (rollout.ending, attempt.attempt) == (Ending.FINISHED, 0)
+    assert attempt.result.endswith(end)
+    assert attempt.result.startswith("(of its output, ")
+    assert MAX_RESULT * 0.9 < len(orjson.dumps(attempt.result)) <= MAX_RESULT
 
 
 async def test_its_environment_names_the_attempt_to_every_client(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,20 +13,10 @@ from agl_core.client import LightningClient, RefusedError
 from agl_core.types import Ending, Mode, ToolStatus
 from agl_core.wire.body import MAX_BODY
 from agl_core.wire.workers import MAX_DEPTH, MAX_RESULT, CloseRequest, Lease, RewardReport, ToolResultReport
-from agl_core.worker import AgentContext, CommandPerAttempt
+from agl_core.worker import AgentContext
 from agl_core.worker.report import LEAST, Ended, bounded_json, bounded_text, closing, crashed, finished
 
-HERE = Path(__file__).parent
 PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
-
-
-PROGRAM = """
-import json, os, urllib.request
-body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
-"""
 
 
 async def ask(context: AgentContext) -> None:
@@ -80,28 +68,6 @@ async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_
     assert f"nested 210 deep, and {MAX_DEPTH} is the limit" in deep.error
     assert f"more than {MAX_DEPTH} deep" in deeper.error
     assert most.result == nested(MAX_DEPTH)
-
-
-@PATIENT
-@pytest.mark.parametrize(
-    ("printed", "end"),
-    [
-        ("'x' * (9 << 20) + 'the end'", "xxxthe end"),
-        ("'\\x01' * (8 << 20) + 'the end'", "\x01\x01the end"),
-        ("'ä' * (6 << 20) + 'the end'", "ääthe end"),
-    ],
-    ids=["plain", "escaped", "wide"],
-)
-async def test_of_what_a_command_printed_the_end_is_kept(
-    workplace: Any, tmp_path: Path, printed: str, end: str
-) -> None:
-    (tmp_path / "program.py").write_text(f"{PROGRAM}print({printed})")
-    runner = CommandPerAttempt([sys.executable, "-S", "program.py"], tmp_path)  # Without `site`, agl does not attach.
-    rollout, attempt = (await workplace.finish(workplace.start_runner(runner), [0]))[0]
-    assert (rollout.ending, attempt.attempt) == (Ending.FINISHED, 0)
-    assert attempt.result.endswith(end)
-    assert attempt.result.startswith("(of its output, ")
-    assert MAX_RESULT * 0.9 < len(orjson.dumps(attempt.result)) <= MAX_RESULT
 
 
 @PATIENT
