@@ -58,8 +58,6 @@ if name == "scontrol":
         os.killpg(group, signal.SIGTERM)
         os.killpg(group, signal.SIGKILL)
     sys.exit(0)
-if name == "agl" and arguments[0] == "serve":
-    os.execv({str(Path(sys.executable).with_name("agl"))!r}, ["agl", *arguments])
 if name == "agl" and arguments[0] == "train":
     options = dict(zip(arguments, arguments[1:]))
     sets = dict(after.split("=", 1) for word, after in zip(arguments, arguments[1:]) if word == "--set")
@@ -97,7 +95,7 @@ class Cluster:
 
     @classmethod
     def make(cls, folder: Path) -> Cluster:
-        for name in ("bin", "venv/bin", "modules", "local"):
+        for name in ("bin", "venv/bin", "modules"):
             (folder / name).mkdir(parents=True)
         (folder / "venv" / "bin" / "activate").touch()
         for name, source in {**dict.fromkeys(COMMANDS, SOURCE), "hostname": "#!/bin/sh\necho 127.0.0.1\n"}.items():
@@ -112,14 +110,8 @@ class Cluster:
             "TRAINS": "0",
             "VENV": str(folder / "venv"),
             "RUNS": str(folder / "runs"),
-            "LOCAL": str(folder / "local"),
         }
         return cls(folder, there | JOB | own)
-
-    @property
-    def kept(self) -> Path:
-        """Where the store is between jobs."""
-        return self.folder / "runs" / "stores" / "calc-64"
 
     def submit(self, **more: str) -> subprocess.Popen[str]:
         """The job's process, which leads a group of its own."""

@@ -23,7 +23,7 @@ def test_images_are_built_by_the_dockerfile() -> None:
     stages = re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)
     assert set(built) == set(stages)
     trainers = ("ray-head", "ray-worker", "ray-job-submitter")
-    kinds = {"server": "server", "worker": "worker", **dict.fromkeys(trainers, "trainer")}
+    kinds = {"worker": "worker", **dict.fromkeys(trainers, "trainer")}
     assert {name: container(each)["image"] for name, each in pod_templates().items()} == {
         name: built[target] for name, target in kinds.items()
     }

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from agl_core.config.load import LoadedConfig, load
-from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
+from agl_core.wire.keys import WORKER_KEY
 
 from .deployed import CONFIGS, DEPLOY, container, kustomization, manifests, named, pod_templates
 
@@ -118,25 +118,22 @@ def test_the_kustomization_names_every_file_but_the_job() -> None:
     assert named("RayJob", "agl-train")["metadata"]["namespace"] == kustomization()["namespace"]
 
 
-@pytest.mark.parametrize("kind", ["StatefulSet", "Deployment"])
-def test_selectors_select_their_own_pods(kind: str) -> None:
-    [each] = [document for _, document in manifests() if document["kind"] == kind]
-    assert each["spec"]["selector"]["matchLabels"].items() <= each["spec"]["template"]["metadata"]["labels"].items()
+def test_workers_are_selected_by_their_own_labels() -> None:
+    workers = named("Deployment", "agl-worker")["spec"]
+    assert workers["selector"]["matchLabels"].items() <= workers["template"]["metadata"]["labels"].items()
 
 
-def test_the_service_leads_to_the_port_that_the_server_listens_on() -> None:
-    service = named("Service", "agl-server")["spec"]
-    server = named("StatefulSet", "agl-server")
-    assert service["selector"].items() <= server["spec"]["template"]["metadata"]["labels"].items()
-    worker_labels = TEMPLATES["worker"]["metadata"]["labels"].items()
-    assert not service["selector"].items() <= worker_labels, "workers are no servers"
-    [outside], [inside] = service["ports"], container(server["spec"]["template"])["ports"]
-    assert outside["targetPort"] == inside["name"]
-    assert f"--port={inside['containerPort']}" in container(TEMPLATES["server"])["args"]
-    assert server["spec"]["serviceName"] == "agl-server"
-    address = f"http://agl-server:{outside['port']}"
-    assert f"--server={address}" in container(TEMPLATES["worker"])["args"]
-    assert f"--server {address} " in named("RayJob", "agl-train")["spec"]["entrypoint"]
+def test_the_service_leads_to_the_port_that_the_trainer_listens_on() -> None:
+    service = named("Service", "agl-trainer")["spec"]
+    labels = TEMPLATES["ray-head"]["metadata"]["labels"] | {"ray.io/node-type": "head"}  # KubeRay's own
+    assert service["selector"].items() <= labels.items()
+    for other in ("worker", "ray-worker"):
+        assert not service["selector"].items() <= TEMPLATES[other]["metadata"]["labels"].items(), other
+    [outside] = service["ports"]
+    inside = {each["name"]: each["containerPort"] for each in container(TEMPLATES["ray-head"])["ports"]}
+    entrypoint = named("RayJob", "agl-train")["spec"]["entrypoint"]
+    assert f"--set server.host=0.0.0.0 --set server.port={inside[outside['targetPort']]} " in entrypoint
+    assert f"--server=http://agl-trainer:{outside['port']}" in container(TEMPLATES["worker"])["args"]
 
 
 def test_everybody_gets_the_keys_they_need_and_no_other() -> None:
@@ -146,24 +143,11 @@ def test_everybody_gets_the_keys_they_need_and_no_other() -> None:
         assert all(each["name"] == "agl-keys" for each in secret.values())
         return {variable: each["key"] for variable, each in secret.items()}
 
-    assert keys("server") == {WORKER_KEY: "worker", OPERATOR_KEY: "operator"}
-    assert keys("worker") == {WORKER_KEY: "worker"}
-    assert keys("ray-head") == {OPERATOR_KEY: "operator"}
+    assert keys("worker") == keys("ray-head") == {WORKER_KEY: "worker"}
     assert keys("ray-worker") == keys("ray-job-submitter") == {}
-    made = re.search(
-        r"create secret generic (\S+) .*?--from-literal=(\w+)=.*?--from-literal=(\w+)=", _readme(), re.DOTALL
-    )
+    made = re.search(r"create secret generic (\S+) .*?--from-literal=(\w+)=", _readme(), re.DOTALL)
     assert made is not None
-    assert made.groups() == ("agl-keys", "worker", "operator")
-
-
-def test_only_one_process_writes_the_store() -> None:
-    server = named("StatefulSet", "agl-server")["spec"]
-    assert server["replicas"] == 1
-    [claim] = server["volumeClaimTemplates"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
-    mounted = {each["name"]: each["mountPath"] for each in container(server["template"])["volumeMounts"]}
-    assert f"--set=runs={mounted[claim['metadata']['name']]}/runs" in container(server["template"])["args"]
+    assert made.groups() == ("agl-keys", "worker")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -173,13 +157,9 @@ def test_pods_run_without_rights_and_mount_what_there_is(name: str) -> None:
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert only["securityContext"]["allowPrivilegeEscalation"] is False
     assert only["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert only["securityContext"].get("readOnlyRootFilesystem", False) == (name in ("server", "worker"))
+    assert only["securityContext"].get("readOnlyRootFilesystem", False) == (name == "worker")
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     there = {each["name"] for each in pod.get("volumes", [])}
-    if name == "server":
-        there |= {
-            each["metadata"]["name"] for each in named("StatefulSet", "agl-server")["spec"]["volumeClaimTemplates"]
-        }
     assert {each["name"] for each in only.get("volumeMounts", [])} == there
     claims = [each["persistentVolumeClaim"] for each in pod.get("volumes", []) if "persistentVolumeClaim" in each]
     shared = [each["claimName"] for each in claims]
@@ -207,15 +187,15 @@ def reachable(component: str) -> dict[str, set[int] | None]:
 def test_pods_are_reached_by_those_who_need_them_and_by_no_agent() -> None:
     components = {name: each["metadata"]["labels"]["app.kubernetes.io/component"] for name, each in TEMPLATES.items()}
     assert components == {
-        "server": "server", "worker": "worker", "ray-head": "trainer", "ray-worker": "trainer",
+        "worker": "worker",
+        "ray-head": "trainer",
+        "ray-worker": "trainer",
         "ray-job-submitter": "submitter",
-    }  # fmt: skip
+    }
     ports = {each["name"]: each["containerPort"] for each in container(TEMPLATES["ray-head"])["ports"]}
-    [http] = container(TEMPLATES["server"])["ports"]
-    assert reachable("server") == {"worker": {http["containerPort"]}, "trainer": {http["containerPort"]}}
     dashboard = {ports["dashboard"]}
     assert reachable("trainer") == {
-        "trainer": None, "server": None, "submitter": dashboard, "kuberay-operator": dashboard,
+        "trainer": None, "worker": {ports["agl"]}, "submitter": dashboard, "kuberay-operator": dashboard,
     }  # fmt: skip
     assert reachable("worker") == {}
     limited = [each["spec"]["podSelector"] for _, each in manifests() if each["kind"] == "NetworkPolicy"]
@@ -239,13 +219,6 @@ def test_nodes_with_gpus_take_the_pods_that_want_them() -> None:
         assert tolerated == ["nvidia.com/gpu"] * wants, name
 
 
-def test_the_only_server_is_not_taken_out_of_its_service_for_being_slow() -> None:
-    server = container(TEMPLATES["server"])
-    for kind in ("readinessProbe", "livenessProbe"):
-        assert server[kind]["timeoutSeconds"] >= 10
-        assert server[kind]["failureThreshold"] >= 6
-
-
 def test_a_worker_that_is_told_to_end_has_the_time_that_an_attempt_may_take(chosen: LoadedConfig) -> None:
     [drain] = [float(each.partition("=")[2]) for each in container(TEMPLATES["worker"])["args"] if "--drain" in each]
     assert chosen.config.workers.timeout < drain < TEMPLATES["worker"]["spec"]["terminationGracePeriodSeconds"]
@@ -267,7 +240,7 @@ def test_the_job_has_the_gpus_that_its_configuration_asks_for(chosen: LoadedConf
     assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
     assert options["gpus_per_node"] % options["tensor_parallel"] == 0, "a replica stays within a node"
     words = spec["entrypoint"].split()
-    assert words[3] == chosen.config.name, "trainer and server name the same run"
+    assert words[3] == chosen.config.name, "the run has the name of its configuration"
     assert f"COPY --chmod=755 deploy/{words[0]} /usr/local/bin/" in (DEPLOY / "Dockerfile").read_text()
     assert "engine.verl.address=auto" in words
 

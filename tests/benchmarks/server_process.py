@@ -28,6 +28,7 @@ from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
+from agl_core.server.gateway.upstream import RunSettings
 from agl_core.server.http.event_loop import run
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.queue import RolloutQueue
@@ -46,7 +47,6 @@ from agl_core.types import (
     Sampling,
     Task,
 )
-from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import CloseRequest, LeaseRequest, RewardReport
 
 GROUP = 8

@@ -104,8 +104,8 @@ async def test_recorded_calls_are_those_of_the_version_that_they_name(tmp_path: 
         await using
         late = [f"late-{number}" for number in range(12)]
         await asyncio.gather(*(ask(http, server, name) for name in late))
-        rollouts = {each.id: each for each in await server.run.store.rollouts(mode=Mode.USE)}
-        calls = await server.run.store.calls([AttemptKey(id, 0) for id in rollouts])
+        rollouts = {each.id: each for each in await server.store.rollouts(mode=Mode.USE)}
+        calls = await server.store.calls([AttemptKey(id, 0) for id in rollouts])
 
     versions: dict[str, set[int | None]] = {}
     for call in calls:

@@ -81,28 +81,8 @@ class Recorded:
     training_records: list[TrainingRecord]
 
 
-def _train(run: TinyRun) -> list[str]:
-    return ["train", *(["--resume", str(run.folder)] if run.begun else [str(run.config)]), *run.overrides]
-
-
-def _serve(run: TinyRun) -> list[str]:
-    return ["serve", str(run.folder if run.begun else run.config)]
-
-
-def _train_elsewhere(run: TinyRun) -> list[str]:
-    """For its first start a user waits until the server serves; later the trainer waits by itself."""
-    which = ["--resume", str(run.folder)]
-    if "trainer" not in run.parts:
-        run.until(lambda: "serving" in run.parts["server"].log.read_text(), "the server served")
-        which = [str(run.config)]
-    return ["train", *which, "--server", f"http://127.0.0.1:{run.settings['server']['port']}", *run.overrides]
-
-
-SHAPES: Mapping[str, Mapping[str, Callable[[TinyRun], list[str]]]] = {
-    "together": {"training": _train},
-    "apart": {"server": _serve, "trainer": _train_elsewhere},
-}
-"""The processes of a run besides its workers, and how each is started, in this order; the last one trains."""
+TRAINER = "trainer"
+"""The name of the part that trains, and serves the workers."""
 
 
 class TinyRun:
@@ -116,7 +96,6 @@ class TinyRun:
         self,
         place: Path,
         *,
-        shape: str = "together",
         workers: int = 2,
         environment: Mapping[str, str] | None = None,
         server: str | None = None,
@@ -128,7 +107,7 @@ class TinyRun:
         self.overrides: list[str] = []
         """Further arguments of `agl train`."""
         self.parts: dict[str, Part] = {}
-        self._shape, self._workers, self._server = SHAPES[shape], workers, server
+        self._workers, self._server = workers, server
         self._environment = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
@@ -141,8 +120,6 @@ class TinyRun:
         self._logs = 0
         place.mkdir(parents=True, exist_ok=True)
         self.notes.touch()
-        if len(self.central) > 1:  # Trainer and server are told where to meet.
-            changes = {"server.port": free_port(), **changes}
         self.settings = _configuration(place, changes)
         self.config.write_text(tomli_w.dumps(self.settings))
 
@@ -152,29 +129,25 @@ class TinyRun:
         return (self.folder / "config.toml").is_file()
 
     @property
-    def central(self) -> list[str]:
-        """The names of the parts that are no workers."""
-        return list(self._shape)
-
-    @property
     def trainer(self) -> Part:
-        return self.parts[self.central[-1]]
+        return self.parts[TRAINER]
 
     @property
     def workers(self) -> list[Part]:
-        return [part for name, part in self.parts.items() if name not in self._shape]
+        return [part for name, part in self.parts.items() if name != TRAINER]
 
     def start(self) -> None:
         """Start everything."""
-        for name in (*self._shape, *(f"worker {number}" for number in range(self._workers))):
+        for name in (TRAINER, *(f"worker {number}" for number in range(self._workers))):
             self.begin(name)
 
     def begin(self, name: str) -> Part:
         """Start a part, or start it again, as its user would."""
-        if name in self._shape and self.folder.exists() and not self.begun:
-            shutil.rmtree(self.folder)  # It was killed before it wrote down what it was to do.
-        if name in self._shape:
-            arguments = self._shape[name](self)
+        if name == TRAINER:
+            if self.folder.exists() and not self.begun:
+                shutil.rmtree(self.folder)  # It was killed before it wrote down what it was to do.
+            arguments = ["train", *(["--resume", str(self.folder)] if self.begun else [str(self.config)])]
+            arguments += self.overrides
         else:
             arguments = ["worker", str(self.config), "--concurrency=3"]
             arguments += ["--server", self._server] if self._server else []
@@ -206,7 +179,7 @@ class TinyRun:
             time.sleep(_LOOK)
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait until training has ended well, then end what would wait for more of it: a server, workers it missed."""
+        """Wait until training has ended well, then end what would wait for more of it: workers that missed its end."""
         self._ended(self.trainer, patience)
         assert self.trainer.process.returncode == 0, self.trainer.tail()
         for part in self.parts.values():

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .fault_checks import check_acknowledged, check_ended
-from .fault_run import TinyRun
+from .fault_run import TRAINER, TinyRun
 
 AGENT, WORKER = "agent", "worker"
 
@@ -22,9 +22,13 @@ _MOST_REPLIES = 15
 _LONGEST_PAUSE = 0.5
 
 
-def drawn_run(shape: str, chance: random.Random) -> dict[str, Any]:
-    """A run for a storm, as arguments of `TinyRun`."""
-    return {"shape": shape, **_drawn_settings(chance)}
+def drawn_settings(chance: random.Random) -> dict[str, Any]:
+    """What differs between storms: how often a checkpoint is written, evaluations, and asynchronous training."""
+    settings: dict[str, Any] = {
+        "train.checkpoint_every": chance.choice([1, 1, 2, 3]),
+        "async.max_staleness": chance.choice([0, 0, 2]),
+    }
+    return {**settings, "tasks.eval": {"source": "counting"}} if chance.random() < 0.5 else settings
 
 
 def storm(run: TinyRun, chance: random.Random, kills: int) -> Iterator[str]:
@@ -34,7 +38,7 @@ def storm(run: TinyRun, chance: random.Random, kills: int) -> Iterator[str]:
     """
     run.start()
     wait_for_replies(run, 1)
-    for victim in _victims([*run.central, WORKER, AGENT], chance, kills):
+    for victim in _victims([TRAINER, WORKER, AGENT], chance, kills):
         _kill(run, chance, victim)
         if run.acknowledged():
             check_acknowledged(run)
@@ -47,15 +51,6 @@ def wait_for_replies(run: TinyRun, more: int) -> None:
     """Until agents got so many more replies."""
     enough = len(run.acknowledged()) + more
     run.until(lambda: len(run.acknowledged()) >= enough, f"agents got {more} more replies")
-
-
-def _drawn_settings(chance: random.Random) -> dict[str, Any]:
-    """What differs between storms: how often a checkpoint is written, evaluations, and asynchronous training."""
-    settings: dict[str, Any] = {
-        "train.checkpoint_every": chance.choice([1, 1, 2, 3]),
-        "async.max_staleness": chance.choice([0, 0, 2]),
-    }
-    return {**settings, "tasks.eval": {"source": "counting"}} if chance.random() < 0.5 else settings
 
 
 def _victims(kinds: Sequence[str], chance: random.Random, kills: int) -> list[str]:

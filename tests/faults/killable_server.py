@@ -15,10 +15,10 @@ from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import LightningServer
+from agl_core.server.gateway.upstream import RunSettings
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Mode, Rollout, Task
-from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import LeaseRequest
 
 ROLLOUTS = 16

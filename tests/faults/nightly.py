@@ -1,4 +1,4 @@
-"""`make faults`: storms until AGL_FAULT_KILLS kills are done, in every shape of a run, and a table of the results.
+"""`make faults`: storms until AGL_FAULT_KILLS kills are done, and a table of the results.
 
 Every storm has a folder and a seed of its own, made of AGL_FAULT_SEED. What is done is kept in runs/faults-SEED.jsonl:
 with the same seed, an interrupted series goes on where it was. No storm is begun after AGL_FAULT_MINUTES. The folder of
@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .fault_run import SHAPES, TinyRun
-from .fault_storm import drawn_run, storm
+from .fault_run import TinyRun
+from .fault_storm import drawn_settings, storm
 
 KILLS_PER_STORM = 10
 FAILED = "failed"
@@ -38,12 +38,10 @@ def main() -> int:
     while _kills(results) < kills and time.monotonic() < deadline:
         number = len(_read(results))
         wanted = min(KILLS_PER_STORM, kills - _kills(results))
-        result = _one_storm(
-            series / f"storm-{number:03d}", f"{seed}-{number}", list(SHAPES)[number % len(SHAPES)], wanted
-        )
+        result = _one_storm(series / f"storm-{number:03d}", f"{seed}-{number}", wanted)
         with results.open("a") as file:
             file.write(json.dumps(result) + "\n")
-        print(f"storm {number}: {len(result['killed'])} kills, {result['shape']}, {result['outcome']}", flush=True)
+        print(f"storm {number}: {len(result['killed'])} kills, {result['outcome']}", flush=True)
     done = _read(results)
     print(_table(Counter((victim, each["outcome"]) for each in done for victim in each["killed"])))
     if _kills(results) < kills:
@@ -51,14 +49,14 @@ def main() -> int:
     return int(any(each["outcome"] == FAILED for each in done))
 
 
-def _one_storm(place: Path, seed: str, shape: str, kills: int) -> dict[str, Any]:
+def _one_storm(place: Path, seed: str, kills: int) -> dict[str, Any]:
     """A storm in a new folder, which is removed if all is well."""
     shutil.rmtree(place, ignore_errors=True)
     chance, killed, outcome = random.Random(seed), [], SURVIVED
-    run = TinyRun(place.absolute(), **drawn_run(shape, chance))
+    run = TinyRun(place.absolute(), **drawn_settings(chance))
     try:
         for victim in storm(run, chance, kills):
-            killed.append(f"{shape}: {victim}")
+            killed.append(victim)
     except Exception:
         outcome = FAILED
         traceback.print_exc()
@@ -67,7 +65,7 @@ def _one_storm(place: Path, seed: str, shape: str, kills: int) -> dict[str, Any]
         run.stop()
     if outcome == SURVIVED:
         shutil.rmtree(place)
-    return {"seed": seed, "shape": shape, "killed": killed, "outcome": outcome}
+    return {"seed": seed, "killed": killed, "outcome": outcome}
 
 
 def _table(outcomes: Counter[tuple[str, str]]) -> str:

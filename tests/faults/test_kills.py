@@ -7,17 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from .fault_run import SHAPES, TinyRun
-from .fault_storm import drawn_run, storm
+from .fault_run import TinyRun
+from .fault_storm import drawn_settings, storm
 
 KILLS = 6
 
 
 @pytest.mark.storm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kills_at_random_moments_only_cost_time(
-    tiny_run: Callable[..., TinyRun], chance: random.Random, shape: str
-) -> None:
-    run = tiny_run(**drawn_run(shape, chance))
+def test_kills_at_random_moments_only_cost_time(tiny_run: Callable[..., TinyRun], chance: random.Random) -> None:
+    run = tiny_run(**drawn_settings(chance))
     assert len(list(storm(run, chance, KILLS))) == KILLS

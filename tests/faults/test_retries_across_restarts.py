@@ -1,4 +1,4 @@
-"""An agent's client tries a call again while the server dies and comes back: it is one call all the same."""
+"""A client tries a call of a session again while the server dies and comes back: it is one call all the same."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import httpx
 import pytest
 
 from agl_core.config.models import SamplingSection
+from agl_core.config.online import OnlineSection
 from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
 from agl_core.server.gateway.retries import HEADER_STAINLESS
+from agl_core.server.gateway.upstream import RunSettings
+from agl_core.server.sessions.sessions import Online
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Call, Mode, Rollout, Task
-from agl_core.wire.headers import HEADER_RETRY
-from agl_core.wire.trainers import RunSettings
-from agl_core.wire.workers import Lease, LeaseRequest
+from agl_core.types import AttemptKey, Call
+from agl_core.wire.headers import HEADER_RETRY, HEADER_SESSION
 
-ROLLOUT = Rollout("r", "run", 0, "g", Task("t", "?"), Mode.TRAIN, 1, 0)
+KEYS = Keys(applications={"shop": 1})
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
 FIRST, AGAIN = {HEADER_STAINLESS: "0"}, {HEADER_STAINLESS: "1"}
 
@@ -57,38 +58,35 @@ async def test_of_equal_calls_the_last_one_is_retried(tmp_path: Path) -> None:
 
 async def ask_each_from_a_new_server(folder: Path, requests: Sequence[dict[str, str]]) -> tuple[list[str], list[Call]]:
     """The replies' ids to requests with these headers, and all that was recorded."""
-    keys, lease, replies = Keys(), None, []
+    replies = []
     async with ScriptedUpstream() as scripted:
         upstream = Upstream((scripted.url,), {"default": "default"}, "key")
         settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=60, attempts=3)
+        section = OnlineSection(upstream=scripted.url, applications={"shop": 1}, min_free_gib=0)
+        online = Online(section, upstream, "run", folder)
         for headers in requests:
             async with SqliteStore(folder / "store.sqlite") as store:
-                server = LightningServer(store, upstream, settings, Plugins().hook, keys=keys, run="run")
+                server = LightningServer(store, None, settings, Plugins().hook, keys=KEYS, online=online)
                 await server.start()
-                lease = lease or await leased(server)
-                replies.append(await ask(server, lease, headers))
+                replies.append(await ask(server, headers))
                 await server.stop(over=False)
-                calls = await store.calls([AttemptKey("r", 0)])
+                [session] = await store.rollouts()
+                calls = await store.calls([AttemptKey(session.id, 0)])
     return replies, calls
 
 
 async def counted_of(folder: Path, calls: Sequence[Call]) -> list[str]:
     """The ids of the calls that training would see."""
     async with SqliteStore(folder / "store.sqlite", read_only=True) as store:
-        (attempt,) = await store.attempts("r")
+        [session] = await store.rollouts()
+        [attempt] = await store.attempts(session.id)
     return [call.id for call in counted_calls(attempt, calls)]
 
 
-async def leased(server: LightningServer) -> Lease:
-    await server.queue.enqueue([ROLLOUT])
-    (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    return lease
-
-
-async def ask(server: LightningServer, lease: Lease, headers: dict[str, str]) -> str:
-    """The id of the reply."""
+async def ask(server: LightningServer, headers: dict[str, str]) -> str:
+    """The id of the reply, in the session "talk"."""
+    key = {"Authorization": f"Bearer {KEYS.of_application('shop')}", HEADER_SESSION: "talk"}
     async with httpx.AsyncClient(trust_env=False) as client:
-        url = f"{server.base_url}{lease.path}/v1/chat/completions"
-        reply = await client.post(url, json=BODY, headers=headers | {"Authorization": f"Bearer {lease.key}"})
+        reply = await client.post(f"{server.base_url}/v1/chat/completions", json=BODY, headers=headers | key)
     assert reply.status_code == 200
     return str(reply.json()["id"])

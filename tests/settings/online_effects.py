@@ -19,7 +19,7 @@ from agl_core.server import LightningServer
 from agl_core.store.interface import SessionStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import standalone_server
+from agl_core.training.server import local_server
 from agl_core.types import AttemptKey, Call, Mode
 
 from .settings_bench import Bench, Effect, Given
@@ -47,7 +47,7 @@ class Use:
 
     @property
     def store(self) -> SessionStore:
-        store = self.server.run.store
+        store = self.server.store
         assert isinstance(store, SessionStore)
         return store
 
@@ -94,7 +94,7 @@ async def _serving(
 ) -> AsyncIterator[Use]:
     assert loaded.config.online is not None
     upstream = await asyncio.to_thread(_upstream, loaded.config.online, Screen())
-    async with standalone_server(loaded, run_dir, upstream) as server:
+    async with local_server(loaded, run_dir, upstream) as server:
         yield Use(server, model, other)
 
 

@@ -190,7 +190,6 @@ EFFECTS: Mapping[str, Effect] = {
         }.items()
     },
     "engine.torch.device": Effect(device, {"engine.torch.device": "cuda"}, {"engine.torch.device": "cpu"}),
-    "engine.torch.host": Effect(listening_at, {"engine.torch.host": "127.0.0.2"}),
     "engine.torch.start_timeout": Effect(listening_at, {"engine.torch.start_timeout": 0.01}),
     "engine.torch.threads": Effect(threads, {"engine.torch.threads": 2}),
     "engine.torch.max_context": Effect(context_length, {"engine.torch.max_context": 100}),

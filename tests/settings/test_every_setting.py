@@ -43,7 +43,7 @@ EFFECTS: Mapping[str, Effect] = {
 }
 
 
-PROCESSES = ("agent.command", "engine.torch.host", "workers.isolation", "workers.memory_mib")
+PROCESSES = ("agent.command", "workers.isolation", "workers.memory_mib")
 """To see these, an engine or a process for each attempt is started: a third of the time of all."""
 
 

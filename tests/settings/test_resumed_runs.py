@@ -21,7 +21,6 @@ from agl_core.store.sqlite import SqliteStore
 from agl_core.training.progress import Silent
 from agl_core.training.run import evaluate, train
 from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import standalone_server
 from agl_core.training.summary import Summary
 from agl_core.types import Rollout, Run
 
@@ -247,9 +246,6 @@ async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
     await resumed(kept, "train.steps=3", f"folder={project}")
     runs, rollouts = await recorded(kept)
     assert [(run.id, run.restart, run.resumed_step) for run in runs] == [("run", 0, None), ("run", 1, 2)]
-
-    async with standalone_server(load(kept / "config.toml", [f"folder={project}"]), kept) as server:
-        assert (server.run.name, server.run.restart) == ("run", 1)
 
     shutil.rmtree(project)
     trained_on = next(each.id for each in rollouts if each.mode.trains)

@@ -16,7 +16,7 @@ from agl_core.errors import ConfigError, ServerError
 from agl_core.training.progress import Silent
 from agl_core.training.run import train
 from agl_core.training.run_folder import new_run_dir
-from agl_core.training.server import local_server, standalone_server
+from agl_core.training.server import local_server
 from agl_core.training.session import open_session
 from agl_core.types import Mode, Rollout, Task
 from agl_core.wire.headers import HEADER_ROLLOUT
@@ -136,23 +136,13 @@ def test_a_lease_outlives_a_heartbeat(benches: tuple[Bench, Bench]) -> None:
             benches[0].load(given)
 
 
-async def test_a_server_apart_listens_where_the_one_before_did(benches: tuple[Bench, Bench], run_dir: Path) -> None:
+async def test_a_server_listens_where_the_one_before_did(benches: tuple[Bench, Bench], run_dir: Path) -> None:
     loaded = benches[0].load()
-    async with standalone_server(loaded, run_dir) as first:
+    async with local_server(loaded, run_dir) as first:
         keys, url = first.keys, first.base_url
-    async with standalone_server(loaded, run_dir) as second:
-        assert (second.keys, second.base_url, second.run.name) == (keys, url, run_dir.name)
+    async with local_server(loaded, run_dir) as second:
+        assert (second.keys, second.base_url) == (keys, url)
     with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))):
-        async with standalone_server(loaded, run_dir) as third:
+        async with local_server(loaded, run_dir) as third:
             assert third.base_url != url, "another program has the port"
             assert json.loads((run_dir / SERVER_FILE).read_text())["base_url"] == third.base_url
-
-
-async def test_a_server_apart_needs_both_keys_to_listen_elsewhere(
-    benches: tuple[Bench, Bench], run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(WORKER_KEY, "chosen-by-me")
-    loaded = benches[0].load({"server.host": "0.0.0.0"})
-    with pytest.raises(ServerError, match="AGL_OPERATOR_KEY"):
-        async with standalone_server(loaded, run_dir):
-            pass

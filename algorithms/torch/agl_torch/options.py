@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class TorchOptions(BaseModel):
@@ -13,11 +13,6 @@ class TorchOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the first CUDA GPU if there is one.")
-    host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        description="The address to listen on: one of this machine, if the Lightning Server is on another.",
-    )
     threads: int | None = Field(
         None,
         ge=1,
@@ -49,15 +44,3 @@ class TorchOptions(BaseModel):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
-
-    @field_validator("host")
-    @classmethod
-    def _can_be_called(cls, value: str) -> str:
-        if value in ("0.0.0.0", "::"):
-            raise ValueError("must be the address by which the Lightning Server reaches this machine, not all of them")
-        return value
-
-    @property
-    def url_host(self) -> str:
-        """The host as a URL has it."""
-        return f"[{self.host}]" if ":" in self.host else self.host

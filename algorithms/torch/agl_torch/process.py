@@ -56,9 +56,8 @@ class ServedPolicies:
         self.publish, self.withdraw, self.merge = versions.publish, versions.withdraw, versions.merge
         app = create_app(served, self._loop, api_key=context.api_key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, 0), family=family, backlog=2048)
-        self.urls = (f"http://{options.url_host}:{listener.getsockname()[1]}/v1",)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.urls = (f"http://127.0.0.1:{listener.getsockname()[1]}/v1",)
         self.context_length = self._policies.context_length
         self._loop.start()
         threading.Thread(target=_serve, args=(server, listener, host), name="agl-http", daemon=True).start()

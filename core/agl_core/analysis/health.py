@@ -18,7 +18,7 @@ from agl_core.training.alarms.stall import who_waits
 from agl_core.training.alarms.steps import FIRST, no_contrast
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 from agl_core.wire.body import Empty
-from agl_core.wire.trainers import ACTIVITY, Activity
+from agl_core.wire.workers import ACTIVITY, Activity
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agl_core.analysis.text.words import score
-from agl_core.cli.shared.options import AsJson, Seed, ServerUrl, Set
+from agl_core.cli.shared.options import AsJson, Seed, Set
 from agl_core.cli.shared.text import print_json
-from agl_core.cli.train import reached
 from agl_core.errors import ConfigError
 from agl_core.types import Mode
 
@@ -53,13 +52,11 @@ def evaluate(
     success: Success = 1.0,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006
-    server: ServerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate on every held-out set, greedy and sampled, and print the rewards.
 
-    They are also a line of the run's metrics.jsonl. With --server, a server elsewhere and its workers run the
-    rollouts, as with `agl train --server`.
+    They are also a line of the run's metrics.jsonl.
     """
     from agl_core.analysis.comparisons.repeated import compare, passes
     from agl_core.cli.shared.screen import ConsoleObserver, Screen
@@ -67,10 +64,8 @@ def evaluate(
     from agl_core.server.http.event_loop import run
     from agl_core.training.metrics import METRICS_FILE
     from agl_core.training.run import evaluate as run_evaluation
-    from agl_core.training.run_folder import run_dir_of
+    from agl_core.training.run_folder import new_run_dir
 
-    if against is not None and server is not None:
-        raise ConfigError("--against evaluates two policies, and a server serves one run: leave out --server.")
     folder, checkpoint = _place(target, step)
     loaded = load(Path(target) if folder is None else folder / CONFIG_FILE, set_, seed)
     check(loaded)
@@ -78,11 +73,10 @@ def evaluate(
         raise ConfigError("--repeat repeats sampled replies, and eval.modes has greedy ones only.")
     if against is not None:
         _place(against, None)  # A mistake is found before anything is evaluated.
-    remote = None if server is None else reached(loaded, folder, server)
-    run_dir = run_dir_of(loaded, remote) if folder is None else folder
+    run_dir = new_run_dir(loaded) if folder is None else folder
     console = Screen(stderr=as_json)
     observer = ConsoleObserver(console, loaded.config.train.steps)
-    now = run(run_evaluation(loaded, run_dir, checkpoint, observer, repeat=repeat, remote=remote))
+    now = run(run_evaluation(loaded, run_dir, checkpoint, observer, repeat=repeat))
     other = None if against is None else _evaluated_apart(against, repeat, seed, set_)
     solved = passes(now.scores, success)
     compared = [] if other is None else compare(now.scores, _scores(other), success)

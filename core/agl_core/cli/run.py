@@ -179,8 +179,8 @@ def _configured(config: Path, name: str | None) -> _Setting:
 async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[], None]) -> int:
     from agl_core.config.models import GatewaySection
     from agl_core.server import Keys, LightningServer
+    from agl_core.server.gateway.upstream import RunSettings
     from agl_core.types import AttemptKey, Mode, Rollout, Run, Task
-    from agl_core.wire.trainers import RunSettings
     from agl_core.wire.workers import LeaseRequest
 
     run_id = setting.folder.name

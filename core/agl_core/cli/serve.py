@@ -1,4 +1,4 @@
-"""`agl serve`: the server and the store of a run, for a trainer and workers elsewhere."""
+"""`agl serve`: stand between deployed applications and their model, and record their sessions."""
 
 from __future__ import annotations
 
@@ -34,20 +34,16 @@ def serve(
     port: Port = None,
     set_: Set = [],  # noqa: B006
 ) -> None:
-    """Serve a run: gateway, rollout queue and store, for `agl train --server` and `agl worker --server`.
+    """Stand between deployed applications and their model: record their sessions, and take feedback on them.
 
-    The run's folder, runs/NAME, holds the store. A server goes on where an earlier one stopped: queued rollouts stay
-    queued, and workers keep what they run. So the server may be killed at any time; start it again with the same
-    command, and trainer and workers go on.
+    The configuration has [online] with the applications and the model server (docs/deploy-and-learn.md). The run's
+    folder, runs/NAME, holds the store. The server may be killed at any time; start it again with the same command, and
+    open sessions go on.
 
-    With [online] in the configuration it also stands between deployed applications and their model, records their
-    sessions and takes feedback on them (docs/deploy-and-learn.md).
+    This machine needs no weights, and of the plugins in the configuration only the store and the redactors.
 
-    This machine needs no weights, and of the plugins in the configuration only the store.
-
-    To be reached from other machines, give it an address of this one with --host, and set AGL_WORKER_KEY and
-    AGL_OPERATOR_KEY here, the first for the workers and the second for the trainer. What crosses the network is not
-    encrypted. Ctrl-C or SIGTERM stops it; workers and trainer wait for the next one.
+    To be reached from other machines, give it an address of this one with --host, and set AGL_WORKER_KEY. What crosses
+    the network is not encrypted. Ctrl-C or SIGTERM stops it.
     """
     from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import CONFIG_FILE, load_for_server, store_config
@@ -61,49 +57,41 @@ def serve(
     is_new = not run_dir.exists()
     if not (run_dir / CONFIG_FILE).exists():
         make_run_dir(run_dir, partial(store_config, loaded.config))
-    settings = "".join(f" --set {shlex.quote(each)}" for each in set_)
-    trained = f"--resume {shlex.quote(str(target))}" if target.is_dir() else shlex.quote(str(target))
     with removed_unless_begun(run_dir if is_new else None) as begun:
-        run(_serve(loaded, run_dir, f"{trained}{settings}", f"{shlex.quote(str(target))}{settings}", Screen(), begun))
+        run(_serve(loaded, run_dir, Screen(), begun))
 
 
-async def _serve(
-    loaded: ServerConfig, run_dir: Path, trained: str, worked: str, console: Screen, begun: Callable[[], None]
-) -> None:
-    """`trained` and `worked` are the arguments of trainer and workers, without the address."""
+async def _serve(loaded: ServerConfig, run_dir: Path, console: Screen, begun: Callable[[], None]) -> None:
     from agl_core.cli.shared.viewing import shown
     from agl_core.errors import ConfigError
-    from agl_core.training.server import standalone_server
+    from agl_core.training.server import local_server
 
     online = loaded.config.online
+    if online is None:
+        raise ConfigError(
+            "There is no [online] in the configuration, so there are no sessions to record. Add it "
+            "(docs/deploy-and-learn.md). `agl train` has a server of its own."
+        )
     if loaded.config.learn is not None:
         raise ConfigError(
             "With [learn], versions of the run's own answer its sessions, and `agl learn` serves them: start that, or "
             "leave [learn] out and name online.upstream."
         )
-    upstream = None if online is None else _upstream(online, console)
+    upstream = _upstream(online, console)
     stopping = asyncio.ensure_future(until_signalled())  # A signal that comes early stops it as cleanly.
-    async with standalone_server(loaded, run_dir, upstream) as server:
+    async with local_server(loaded, run_dir, upstream) as server:
         begun()
-        queue = server.queue
-        if queue.queued or queue.running:
-            console.print(f"taken up: {queue.queued} rollouts queued, {queue.running} running")
         console.print(f"serving {run_dir} at {server.base_url}")
         if loaded.config.server.host in ("0.0.0.0", "::"):
             console.print("from other machines, use an address of this one in its place")
-        if online is not None and server.sessions is not None:
-            console.print(
-                f"use:    {server.base_url}/v1, answered by {online.upstream}; {server.sessions.open} sessions open"
-            )
-            console.print(
-                f"        keys: agl sessions key {shlex.quote(str(run_dir))} {next(iter(online.applications))}"
-            )
-        if not loaded.config.only_records:
-            console.print(f"train:  agl train {trained} --server {server.base_url}")
-            console.print(f"work:   agl worker {worked} --server {server.base_url}")
+        assert server.sessions is not None, "[online] was checked"
+        console.print(
+            f"use:    {server.base_url}/v1, answered by {online.upstream}; {server.sessions.open} sessions open"
+        )
+        console.print(f"        keys: agl sessions key {shlex.quote(str(run_dir))} {next(iter(online.applications))}")
         async with shown(run_dir, loaded.config.server, server.keys.operator, console):
             await stopping
-        console.print("stopping; trainer and workers wait for the next server")
+        console.print("stopping")
 
 
 def _upstream(settings: OnlineSection, console: Screen) -> Upstream:

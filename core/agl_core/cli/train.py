@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agl_core.analysis.text.words import score
-from agl_core.cli.shared.options import Seed, ServerUrl, Set
+from agl_core.cli.shared.options import Seed, Set
 from agl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from agl_core.analysis.health import RunVerdict
     from agl_core.cli.shared.screen import ConsoleObserver, Screen
-    from agl_core.client import ServerAddress
     from agl_core.config import LoadedConfig
     from agl_core.training.summary import Summary
 
@@ -49,7 +48,6 @@ def train(
     seed: Seed = None,
     set_: Set = [],  # noqa: B006
     resume: Resume = None,
-    server: ServerUrl = None,
     engine: EngineName = None,
     dry_run: DryRun = False,
     whole: Whole = False,
@@ -67,14 +65,14 @@ def train(
     --resume goes on with a run. From an earlier checkpoint (--resume RUN/checkpoints/step-000003) it replaces what came
     later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
 
-    With --server, the server with its store runs elsewhere (`agl serve CONFIG`), and so do the workers (`agl worker
-    CONFIG --server URL`). The engine, the checkpoints and the metrics are here. If the server is on another machine,
-    set AGL_OPERATOR_KEY to the value it has there. While the server is away, training waits for it.
+    Workers may run on other machines too (`agl worker CONFIG --server URL`): with --set workers.embedded=false there is
+    none here. To be reached by them, give it an address of this machine (--set server.host=ADDRESS) and set
+    AGL_WORKER_KEY here and there. What crosses the network is not encrypted.
     """
     from agl_core.cli.shared.screen import Screen
     from agl_core.config import CONFIG_FILE, check, load
     from agl_core.training.run import train as run_training
-    from agl_core.training.run_folder import run_dir_of
+    from agl_core.training.run_folder import new_run_dir
     from agl_core.wire.keys import OPERATOR_KEY
 
     checkpoint = None
@@ -93,15 +91,12 @@ def train(
     if dry_run:
         print(described_engine(loaded, whole), end="")
         return
-    remote = None if server is None else reached(loaded, file.parent if resume else None, server)
-    run_dir = run_dir_of(loaded, remote) if resume is None else file.parent
+    run_dir = new_run_dir(loaded) if resume is None else file.parent
     console = Screen()
     console.print(f"run folder: {run_dir}")
     is_new = resume is None
-    training = partial(
-        run_training, loaded, run_dir, resume=not is_new, checkpoint=checkpoint, remote=remote, look=is_new
-    )
-    trained(loaded, run_dir, training, None if remote else os.environ.get(OPERATOR_KEY), console)
+    training = partial(run_training, loaded, run_dir, resume=not is_new, checkpoint=checkpoint, look=is_new)
+    trained(loaded, run_dir, training, os.environ.get(OPERATOR_KEY), console)
 
 
 def trained(
@@ -143,32 +138,6 @@ def described_engine(loaded: LoadedConfig, whole: bool = False) -> str:
     if isinstance(engine, DescribedEngine):
         return engine.describe(whole=whole)
     return f"{loaded.engine.label} starts one process on this machine.\n"
-
-
-def reached(loaded: LoadedConfig, folder: Path | None, url: str) -> ServerAddress:
-    """The server at this address, with the operator's key. ConfigError if it refuses the key that is found here."""
-    from agl_core.client import BlockingClient, RefusedError, UnreachableError, find_server
-    from agl_core.wire.keys import OPERATOR_KEY, SERVER_FILE, take_keys
-    from agl_core.wire.trainers import RunsQuery
-
-    chosen = take_keys()
-    server = find_server(loaded.config, folder, url, chosen, OPERATOR_KEY)
-    assert server is not None, "an address was given"
-    try:
-        with BlockingClient(server.base_url, server.key) as client:
-            client.query(RunsQuery())
-    except UnreachableError:  # It is waited for, once there is a run to wait with.
-        return server
-    except RefusedError as error:
-        if error.status not in (401, 403):
-            raise
-        found = f"the value of {OPERATOR_KEY}" if chosen.get(OPERATOR_KEY) else f"in a {SERVER_FILE}"
-        raise ConfigError(
-            f"The server at {server.base_url} refuses the operator key that is found here ({found}): it is that of "
-            f"another server. Set {OPERATOR_KEY} to the key of this one: its own {OPERATOR_KEY}, or where it has none, "
-            f"the operator_key in the {SERVER_FILE} of the run that it serves."
-        ) from error
-    return server
 
 
 def find_checkpoint(target: Path) -> tuple[Path, Path | None]:
@@ -216,7 +185,7 @@ def print_summary(
         "transitions": f"{state.kept} trained on{idle}; dropped: {dropped}",
         "checkpoint": str(summary.checkpoint or "none"),
         "model": ", ".join(map(str, summary.models)) or "none",
-        "store": f"that of {summary.server}" if summary.server else str(summary.run_dir / "store.sqlite"),
+        "store": str(summary.run_dir / "store.sqlite"),
         "summary": str(summary.file),
     }.items():
         facts.add_row(name, value)
@@ -228,7 +197,4 @@ def print_summary(
     following = f"agl rollouts {summary.run_dir} --limit 5"
     if summary.stopped_by:
         following = go_on or f"agl train --resume {summary.run_dir}"
-        following += f" --server {summary.server}" if summary.server else ""
-    elif summary.server:
-        following = f"agl rollouts {summary.run_dir.name} --limit 5, on the machine of the server"
     console.print(f"next: {following}")

@@ -31,7 +31,7 @@ Target = Annotated[
 ]
 ServerUrl = Annotated[
     str | None,
-    typer.Option("--server", metavar="URL", help="Where `agl train` or `agl serve` listens."),
+    typer.Option("--server", metavar="URL", help="Where `agl train` listens."),
 ]
 Entry = Annotated[
     str | None,
@@ -67,10 +67,10 @@ def work(
 ) -> None:
     """Run rollouts for `agl train TARGET` until that run is over. There may be any number of workers.
 
-    On the machine of `agl train` (or `agl serve`), the run's folder says where the server is and has its key. On other
-    machines, name the server with --server and set AGL_WORKER_KEY to the value it has there. Each machine needs the
-    agent and what the agent needs. It needs the configuration too, unless --entry or --command names the agent. It
-    needs no engine, algorithms, rewards or weights.
+    On the machine of `agl train`, the run's folder says where the server is and has its key. On other machines, name
+    the server with --server and set AGL_WORKER_KEY to the value it has there. Each machine needs the agent and what the
+    agent needs. It needs the configuration too, unless --entry or --command names the agent. It needs no engine,
+    algorithms, rewards or weights.
 
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back immediately.
@@ -193,7 +193,7 @@ async def _found(find: Callable[[], ServerAddress | None], console: Screen) -> S
     """The server, as soon as there is one."""
     server = find()
     if server is None:
-        console.print("waiting for `agl train` or `agl serve` to start the run")
+        console.print("waiting for `agl train` to start the run")
     while server is None:
         await asyncio.sleep(_LOOK_AGAIN)
         server = find()

@@ -1,4 +1,4 @@
-"""Where a run's server is, and the key to it, for workers and trainers elsewhere."""
+"""Where a run's server is, and the key to it, for workers and other commands."""
 
 from __future__ import annotations
 

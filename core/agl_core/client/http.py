@@ -1,9 +1,8 @@
 """The typed HTTP clients of a Lightning Server: one for async code, one for blocking code.
 
-`ask` sends any operation of `agl_core.wire.workers` and `agl_core.wire.trainers`. The other methods do more: they pack
-records, send them in several requests, or find the path and the key of an attempt.
-A worker's key allows `LEASE` and `HEARTBEAT`, an operator's key what trainers ask, and both allow `health`.
-`close_attempt` sends the secret of the lease.
+`ask` sends any operation of `agl_core.wire.workers` and `agl_core.wire.online` whose path names no attempt.
+A worker's key allows `LEASE` and `HEARTBEAT`, an operator's key `ACTIVITY`, and both allow `health`. `close_attempt`
+sends the secret of the lease.
 
 Every method raises UnreachableError if the server did not answer or failed: the same request may succeed later. It
 raises RefusedError if the server refused the request, and will again; ConfigError if a request cannot carry the key.
@@ -13,19 +12,14 @@ All requests may be repeated: the same request counts once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from agl_core.client.chunks import enqueuing, putting
 from agl_core.errors import ConfigError, ServerError
-from agl_core.store.interface import Record
-from agl_core.store.packing import unpack
-from agl_core.types import Rollout
-from agl_core.wire import trainers as wire
 from agl_core.wire.body import Empty, ErrorReply
 from agl_core.wire.keys import problem_of_key
 from agl_core.wire.operation import Answer, Asked, Operation
@@ -34,7 +28,6 @@ from agl_core.wire.workers import CLOSE, HEALTH, CloseReply, CloseRequest, Healt
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_CONFLICT = 409
 _TIMEOUT = httpx.Timeout(30, read=90)
 
 
@@ -47,7 +40,7 @@ class FailingError(UnreachableError):
 
 
 class RefusedError(ServerError):
-    """The server refused: a key, a body or an id is wrong, or another trainer has taken over."""
+    """The server refused: a key, a body or an id is wrong."""
 
     def __init__(self, message: str, status: int, reason: str) -> None:
         super().__init__(message)
@@ -59,8 +52,6 @@ class _Requests(ABC):
 
     def __init__(self, base_url: str, key: str) -> None:
         self.base_url, self.key = base_url, key
-        self.restart: int | None = None
-        """Of the trainer that asks: once another one has begun a later restart, it can write nothing."""
 
     async def ask(self, operation: Operation[Asked, Answer], body: Asked) -> Answer:
         """What the server replies to one request."""
@@ -73,32 +64,6 @@ class _Requests(ABC):
         """Say how an attempt ended; sending it again changes nothing."""
         path = CLOSE.path.format(rollout=lease.rollout, attempt=lease.attempt)
         return await self._ask(CLOSE, path, request, _headers(lease.secret))
-
-    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Run rollouts; those that were added before are left alone. Many are sent in several requests."""
-        for operation, body in enqueuing(rollouts):
-            await self.ask(operation, body)
-
-    async def done(self, ids: Sequence[str], wait: float = 0.0) -> list[Rollout]:
-        """Those of `ids` that are done; it waits for the first one, for the given number of seconds at most."""
-        found = unpack(await self.ask(wire.DONE, wire.DoneRequest(ids=list(ids), wait=wait)))
-        return [record for record in found if isinstance(record, Rollout)]
-
-    async def cancel(self, ids: Sequence[str]) -> None:
-        await self.ask(wire.CANCEL, wire.CancelRequest(ids=list(ids), restart=self.restart))
-
-    async def put(self, records: Iterable[Record]) -> None:
-        """Write records, all or none, however many. StoreRefusedError names one that cannot be stored."""
-        for operation, body in putting(records, self.restart):
-            try:
-                await self.ask(operation, body)
-            except RefusedError as error:
-                if operation is wire.WRITE_PARTS and error.status == _CONFLICT:  # Some went with an earlier server.
-                    raise UnreachableError(str(error)) from error
-                raise
-
-    async def query(self, question: wire.StoreQuestion) -> list[Record]:
-        return unpack(await self.ask(wire.QUERY, wire.StoreQuery(question)))
 
     @abstractmethod
     async def _send(
@@ -209,11 +174,6 @@ class BlockingClient:
     ask = _blocking(_Requests.ask)
     health = _blocking(_Requests.health)
     close_attempt = _blocking(_Requests.close_attempt)
-    enqueue = _blocking(_Requests.enqueue)
-    done = _blocking(_Requests.done)
-    cancel = _blocking(_Requests.cancel)
-    put = _blocking(_Requests.put)
-    query = _blocking(_Requests.query)
 
     def close(self) -> None:
         self._requests.http.close()

@@ -1,4 +1,4 @@
-"""Whether the server can be reached: one answer for all parts of a worker or trainer."""
+"""Whether the server can be reached: one answer for all parts of a worker."""
 
 from __future__ import annotations
 

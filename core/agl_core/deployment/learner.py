@@ -111,7 +111,7 @@ class Learner(Trainer):
 
     @property
     def _store(self) -> SessionStore:
-        store = self.session.control.store
+        store = self.session.server.store
         assert isinstance(store, SessionStore), "it was checked"
         return store
 
@@ -209,7 +209,6 @@ class Learner(Trainer):
 
     async def _attend(self) -> None:
         """Look at the canary, begin one, and follow what was decided, by an operator too."""
-        self.session.control.check()
         await self.session.engine.versions()  # EngineError if it was lost.
         standing = self._standing
         try:
@@ -254,7 +253,6 @@ class Learner(Trainer):
     async def _load(self, version: int) -> None:
         await self.session.engine.load(self.checkpoints.path(version))
         self.session.versions.update(await self.session.engine.versions())
-        await self.session.publish()
 
     async def _evaluation_of(self, version: int) -> Evaluated:
         """The evaluation of a version on the held-out tasks; afterwards the weights are as they were."""

@@ -44,7 +44,7 @@ CONTEXT_OVERFLOW = "context_length_exceeded"
 
 
 NO_UPSTREAM = "no_upstream"
-"""No trainer has its engine serve now."""
+"""No engine serves now."""
 UPSTREAM_GONE = frozenset({"upstream_down", "upstream_broken", "upstream_away"})
 """The model server cannot be reached, broke off its reply, or a proxy answers in its place."""
 STOPPING = "stopping"
@@ -53,11 +53,10 @@ STORE_FAILED = "store_failed"
 
 
 def no_upstream() -> ApiError:
-    """The answer to a model call while there is no trainer."""
+    """The answer to a model call while there is no engine."""
     return ApiError(
         503,
-        "No trainer serves a model now, so agl cannot answer. Start `agl train CONFIG --server URL`, or wait until it "
-        "is back; this call may be tried again.",
+        "No engine serves a model now, so agl cannot answer; this call may be tried again.",
         type="server_error",
         code=NO_UPSTREAM,
         retry_after=2,
@@ -86,16 +85,6 @@ def as_answer(error: Exception, path: str) -> ApiError:
         return error
     logger.error("agl failed in %r", path, exc_info=error)
     return ApiError(500, "agl failed; the server's log says why.", type="server_error", code="gateway_failed")
-
-
-def superseded(restart: int, current: int) -> ApiError:
-    """The answer to a trainer of which there is a later one."""
-    return ApiError(
-        409,
-        f"This trainer is restart {restart} of the run, and restart {current} has begun since: another "
-        f"trainer has taken the run over. Let one of them go on, and stop the other.",
-        code="superseded",
-    )
 
 
 def attempt_closed(rollout: str, attempt: int) -> ApiError:

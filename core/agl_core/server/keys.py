@@ -1,6 +1,6 @@
 """API keys: what operators, workers and agents may do, and nothing else.
 
-operator  begin a run, say where its model is served, enqueue, cancel, read and write the store: a remote trainer
+operator  see what rollouts wait for, remove sessions, and view the run from another machine
 worker    lease rollouts
 lease     heartbeats and the end of one attempt: for the worker that leased it, and never in an environment
 agent     the calls and spans of one attempt
@@ -18,7 +18,7 @@ import base64
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -139,17 +139,13 @@ class Keys:
                 return name
         raise _refusal(request, "A session's own path takes the key that came with the session.")
 
-    def check_host(self, host: str, needed: Collection[str] = (WORKER_KEY,)) -> None:
-        """ServerError if others can reach `host`, and the user did not choose the keys that they would need.
-
-        `needed` are the names of their variables.
-        """
-        missing = [name for name in needed if name not in self.chosen]
-        if missing and not is_loopback(host):
+    def check_host(self, host: str) -> None:
+        """ServerError if others can reach `host`, and the user did not choose the workers' key."""
+        if WORKER_KEY not in self.chosen and not is_loopback(host):
             raise ServerError(
-                f"The Lightning Server does not listen on {host}, where other machines can reach it, without keys of "
-                f"your choice. Set {' and '.join(missing)} here and where they are needed (`openssl rand -hex 24` "
-                f"makes one), or use host 127.0.0.1."
+                f"The Lightning Server does not listen on {host}, where other machines can reach it, without a key of "
+                f"your choice. Set {WORKER_KEY} here and where workers run (`openssl rand -hex 24` makes one), or use "
+                f"host 127.0.0.1."
             )
 
     def check(self, request: Request, right: Right, attempt: AttemptKey | None = None) -> None:

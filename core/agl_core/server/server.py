@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from agl_core.run_hooks import RunHooks
 from agl_core.server.api.online import online_routes
 from agl_core.server.api.openapi import document
 from agl_core.server.api.routes import refused
-from agl_core.server.api.trainers import trainer_routes
 from agl_core.server.api.workers import worker_routes
 from agl_core.server.dialects.routes import DIALECTS
 from agl_core.server.errors import ApiError
@@ -31,35 +31,34 @@ from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
 from agl_core.server.gateway.routes import ModelCalls, models_route, unserved
-from agl_core.server.gateway.upstream import Answering, Relay
+from agl_core.server.gateway.upstream import Answering, Relay, RunSettings
 from agl_core.server.http.listening import Listening, url_of
 from agl_core.server.http.protocol import Refusals
 from agl_core.server.keys import Keys
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
-from agl_core.server.rollouts.current_run import CurrentRun
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.server.sessions.sessions import Online, Sessions
 from agl_core.store.interface import SessionStore, Store
-from agl_core.wire.trainers import RunSettings
-from agl_core.wire.workers import Health
+from agl_core.types import Run
+from agl_core.wire.workers import Activity, Health, RunningAttempt
 
 if TYPE_CHECKING:
     from agl_core.server.otlp.over_grpc import GrpcTraces
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
+_MAX_SHOWN = 100
+"""Running attempts that `activity` names."""
 
 
 class LightningServer:
     """Serves agents and workers from the event loop that starts it.
 
     Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
-    `worker_key`. Trainers use `run`, from elsewhere with the operator's key. `settings` say how rollouts are sampled
-    and tried, `listen` where the server listens and when a worker counts as lost, and `gateway` what agents may send;
-    `hook` is `Plugins.hook`. ServerError if others can reach the host and the user did not choose `keys`. Without
-    `upstream`, rollouts wait for a trainer; `run` names a run to take up, and `begun` is called when a trainer has
-    begun one. If it is `online`, it also records the sessions of the applications that `keys` know; the store has to
-    be a `SessionStore`.
+    `worker_key`. `settings` say how rollouts are sampled and tried, `listen` where the server listens and when a worker
+    counts as lost, and `gateway` what agents may send; `hook` is `Plugins.hook`. ServerError if others can reach the
+    host and the user did not choose `keys`. Without `upstream`, rollouts wait until `serve` names one. If it is
+    `online`, it also records the sessions of the applications that `keys` know; the store has to be a `SessionStore`.
 
     >>> async def example(store, upstream, plugins, rollout):
     ...     settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=120, attempts=2)
@@ -78,12 +77,11 @@ class LightningServer:
         listen: ServerSection = _LISTEN,
         gateway: GatewaySection = _GATEWAY,
         keys: Keys | None = None,
-        run: str | None = None,
-        begun: Callable[[], None] = lambda: None,
         online: Online | None = None,
     ) -> None:
         keys = keys or Keys()
         keys.check_host(listen.host)
+        self.store = store
         self.queue = RolloutQueue(
             store,
             timeout=settings.timeout,
@@ -98,7 +96,6 @@ class LightningServer:
         self._relay = Relay(self.queue.lend)
         self._relay.withdraw()
         self._upstream, self._settings = upstream, settings
-        self.run = CurrentRun(run, store, self.queue, self._relay, begun)
         self._online = online
         self.sessions: Sessions | None = None
         """The sessions of real use, if they are recorded."""
@@ -144,7 +141,6 @@ class LightningServer:
         """Listen; ServerError if a port is taken."""
         listening = Listening(self._host, self._port)
         try:
-            await self.run.take_up()
             if self.sessions is not None:
                 await self.sessions.take_up()
         except BaseException:
@@ -152,12 +148,12 @@ class LightningServer:
             raise
         self._port = listening.port
         if self._upstream is not None:
-            await self._relay.serve(self._upstream, self._settings, None)
+            self._relay.serve(self._upstream, self._settings)
         if self._online is not None and isinstance(self._online.upstream, Upstream):
             # What does not return ids may be a hosted API, which refuses settings that it does not know.
             exact = self._online.upstream.returns_ids
-            settings = self._settings if exact else self._settings.model_copy(update={"sampling": None})
-            await self._deployed.serve(self._online.upstream, settings, None)
+            settings = self._settings if exact else dataclasses.replace(self._settings, sampling=None)
+            self._deployed.serve(self._online.upstream, settings)
         self._listening = listening
         self._watching = [asyncio.create_task(self.queue.watch())]
         if self.sessions is not None:
@@ -170,6 +166,21 @@ class LightningServer:
             raise
         if self._otlp_port is not None:
             await self._start_grpc(self._otlp_port)
+
+    async def begin(self, run: Run) -> None:
+        """Take in the rollouts of this restart; what earlier ones left unfinished ends as lost."""
+        self._relay.withdraw()
+        await self.queue.abandon(run.id)
+        await self.store.put(run)
+
+    def serve(self, upstream: Upstream, versions: Mapping[str, int]) -> None:
+        """Lend rollouts from now on, and have this model server answer their calls; `versions` are its policies'."""
+        self.versions.update(versions)
+        self._relay.serve(upstream, self._settings)
+
+    def withdraw(self) -> None:
+        """Lend no more rollouts, and answer no more model calls, until `serve` is called again."""
+        self._relay.withdraw()
 
     async def stop(self, *, over: bool = True) -> None:
         """End leases and calls in flight, and close the port; calling it again changes nothing.
@@ -193,8 +204,8 @@ class LightningServer:
         if self.sessions is not None:
             await self.sessions.stop()
         await self._passthrough.stop()
-        await self._deployed.stop()
-        await self._relay.stop()
+        self._deployed.withdraw()
+        self._relay.withdraw()
 
     async def _start_grpc(self, port: int) -> None:
         from agl_core.server.otlp.over_grpc import GrpcTraces
@@ -230,13 +241,37 @@ class LightningServer:
 
     def _health(self) -> Health:
         return Health(
-            run=self.run.name,
-            restart=self.run.restart,
             serving=self._relay.is_there,
             queued=self.queue.queued,
             running=self.queue.running,
             waiting=self.queue.waiting,
             counters=self._counted(),
+        )
+
+    def activity(self) -> Activity:
+        """What the rollouts wait for."""
+        now, queue = time.time(), self.queue
+
+        def since(begun: float | None) -> float | None:
+            return None if begun is None else max(0.0, now - begun)
+
+        return Activity(
+            serving=self._relay.is_there,
+            queued=queue.queued,
+            waiting=queue.waiting,
+            finished=since(queue.ended),
+            running=queue.running,
+            attempts=[
+                RunningAttempt(
+                    rollout=attempt.record.rollout,
+                    attempt=attempt.record.attempt,
+                    worker=attempt.record.worker,
+                    running=max(0.0, now - attempt.record.started),
+                    asking=since(min(attempt.asking.values(), default=None)),
+                    answered=since(attempt.answered),
+                )
+                for attempt in queue.oldest(_MAX_SHOWN)
+            ],
         )
 
     def _app(self) -> Starlette:
@@ -262,8 +297,7 @@ class LightningServer:
             routes=[
                 *(models_route(f"{prefix}/v1/models", models) for prefix in (_PREFIX, "")),
                 *(traces_route(f"{prefix}/v1/traces", self._traces) for prefix in (_PREFIX, "")),
-                *worker_routes(self.keys, self.queue, self._health),
-                *trainer_routes(self.keys, self.run),
+                *worker_routes(self.keys, self.queue, self._health, self.activity),
                 *self._session_routes,
                 Route("/openapi.json", openapi),
             ],

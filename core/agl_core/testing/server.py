@@ -13,25 +13,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import openai
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from pydantic import BaseModel
 
 from agl_core.capture import ActiveAttempt, Recording, attach, running
 from agl_core.config.models import SamplingSection, ServerSection
 from agl_core.learning import build_episode
 from agl_core.protocols import Adapter, Upstream
 from agl_core.server import LightningServer
+from agl_core.server.gateway.upstream import RunSettings
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Ending, Episode, Rollout
 from agl_core.wire.headers import rollout_path
-from agl_core.wire.trainers import RunSettings
 from agl_core.wire.workers import HeldAttempt, LeaseRequest, ToolResultReport
 from agl_core.worker.environment import PLACEHOLDER_KEY
 from agl_core.worker.report import Ended, closing
@@ -153,9 +152,9 @@ async def running_stack(
         served = Upstream(urls=(scripted.url,), models={"default": "served"}, api_key="upstream-key")
         served = replace(served, **(upstream_fields(scripted) if upstream_fields else {}))
         sampling = SamplingSection(temperature=0.7, eval_temperature=0.5, max_tokens=512)
-        tried = {"sampling": sampling, "seed": 1, "timeout": 30, "attempts": 2}
-        settings = RunSettings.model_validate(tried | _taken(options, RunSettings))
-        listen = ServerSection.model_validate(_taken(options, ServerSection))
+        tried: dict[str, Any] = {"sampling": sampling, "seed": 1, "timeout": 30, "attempts": 2}
+        settings = RunSettings(**tried | _taken(options, RunSettings.__slots__))
+        listen = ServerSection.model_validate(_taken(options, ServerSection.model_fields))
         upstream, hook = options.pop("upstream", served), options.pop("hook", Hooks())
         store = MemoryStore() if store is None else store
         async with LightningServer(store, upstream, settings, hook, listen=listen, **options) as server:
@@ -164,9 +163,9 @@ async def running_stack(
             await made.close_clients()
 
 
-def _taken(options: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The options that are fields of the model; the others are left."""
-    return {name: options.pop(name) for name in model.model_fields.keys() & options.keys()}
+def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The options of these names; the others are left."""
+    return {name: options.pop(name) for name in options.keys() & set(names)}
 
 
 @contextlib.asynccontextmanager

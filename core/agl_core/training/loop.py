@@ -247,7 +247,7 @@ class Trainer:
         }
         self.assertions = [check for check in self.assertions if seen[check] is None]
         alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]
-        if common_failure(drawn.new) and (failure := await failures(self.session.control.store, drawn.new)):
+        if common_failure(drawn.new) and (failure := await failures(self.session.server.store, drawn.new)):
             alarms.append(failure)
         return self.watch.add(alarms)
 
@@ -281,7 +281,6 @@ class Trainer:
                 )
                 result = results[policy] = await self._engine(update, "an update")
                 self.session.versions[policy] = result.version
-                await self.session.publish()
                 self.loaded.plugins.hook.policy_updated(policy=policy, version=result.version, metrics=result.metrics)
         return results
 
@@ -306,7 +305,7 @@ class Trainer:
         ]
         training_records += prepared.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
-        store = self.session.control.store
+        store = self.session.server.store
         removed = await store.erased([each.id for each in rollouts]) if isinstance(store, SessionStore) else set()
         await store.put(
             *(each for each in training_records if each.rollout not in removed),

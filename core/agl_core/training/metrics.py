@@ -121,11 +121,6 @@ def drop_metrics(reasons: Iterable[str | None]) -> dict[str, float]:
     return {f"dropped/{reason}": float(n) for reason, n in Counter(r for r in reasons if r).items()}
 
 
-def has_trained(path: Path) -> bool:
-    """Whether a run's `metrics.jsonl` has a training step, and not only evaluations."""
-    return path.exists() and any(b'"kind":"train"' in line for line in path.read_bytes().splitlines())
-
-
 class MetricsLog:
     """`metrics.jsonl`, one line per training step and per evaluation, and the trackers of the run."""
 

@@ -140,7 +140,7 @@ async def first_look(session: Session, phase: Phase) -> Look:
     episodes = (await session.collector.collect([planned[:1]], phase)).episodes
     if common_failure(episodes) is not None:
         episodes += (await session.collector.collect([[each] for each in planned[1:]], phase)).episodes
-    fault = None if common_failure(episodes) is None else await failures(session.control.store, episodes)
+    fault = None if common_failure(episodes) is None else await failures(session.server.store, episodes)
     worker = session.worker and session.worker.worker
     problems = worker.problems if worker else {}
     return Look([_described(each) for each in episodes] + [f"problem: {each}" for each in problems], fault)

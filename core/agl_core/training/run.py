@@ -6,11 +6,10 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 from agl_core import private
-from agl_core.client import RemoteServer, ServerAddress
 from agl_core.config.check import cautions
 from agl_core.config.load import LoadedConfig, store_config
 from agl_core.config.resolve import Chosen
@@ -27,10 +26,10 @@ from agl_core.training.metrics import METRICS_FILE, MetricsLog
 from agl_core.training.preflight import first_look
 from agl_core.training.progress import Observer
 from agl_core.training.run_folder import is_new, removed_unless_begun
-from agl_core.training.server import TrainingServer, local_server
+from agl_core.training.server import local_server
 from agl_core.training.session import Session, open_session
 from agl_core.training.summary import SUMMARY_FILE, Summary
-from agl_core.wire.trainers import FinishRequest
+from agl_core.wire.keys import SERVER_FILE
 
 
 async def train(
@@ -40,7 +39,6 @@ async def train(
     *,
     resume: bool = False,
     checkpoint: Path | None = None,
-    remote: ServerAddress | None = None,
     deployed: Answering | None = None,
     trainer_of: Callable[..., Trainer] = Trainer,
     look: bool = False,
@@ -48,11 +46,11 @@ async def train(
     """Train in `run_dir`; returns the result, also when interrupted.
 
     If `resume`, the run goes on from `checkpoint`, by default its last one. What came after the checkpoint is
-    superseded. Changes of the configuration are printed, and hold from now on. `remote` is the server to use instead of
-    one in this process. ConfigError if a change does not fit the checkpoint; StoreError if the run's store is empty.
-    The folder of a new run is removed if the run cannot be started. With `deployed`, which answers sessions of real
-    use, they are recorded, and an engine that is lost is started again while they are answered; `trainer_of` makes the
-    trainer. With `look`, a new run begins with a rollout of the agent that is shown; TrainingError if it does not work.
+    superseded. Changes of the configuration are printed, and hold from now on. ConfigError if a change does not fit the
+    checkpoint; StoreError if the run's store is empty. The folder of a new run is removed if the run cannot be started.
+    With `deployed`, which answers sessions of real use, they are recorded, and an engine that is lost is started again
+    while they are answered; `trainer_of` makes the trainer. With `look`, a new run begins with a rollout of the agent
+    that is shown; TrainingError if it does not work.
     """
     config = loaded.config
     if not os.access(run_dir, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
@@ -75,12 +73,11 @@ async def train(
         trackers = {name: _built_tracker(name, chosen, run_dir) for name, chosen in loaded.trackers.items()}
         log = MetricsLog(run_dir / METRICS_FILE, trackers)
         stack.callback(log.close)
-        server = await stack.enter_async_context(_open_server(loaded, run_dir, remote, deployed))
+        server = await stack.enter_async_context(local_server(loaded, run_dir, deployed))
         if deployed is not None:
             observer.say(f"use: {server.base_url}/v1, with a key of `agl sessions key {run_dir} APPLICATION`")
         if state.step:
-            name = str(run_dir / "store.sqlite") if remote is None else f"of {remote.base_url}"
-            await _check_recorded(server.run.store, name, run_dir, state.step)
+            await _check_recorded(server.store, run_dir, state.step)
         while True:
             resumed = state.step if resume else None
             async with open_session(
@@ -114,7 +111,9 @@ async def train(
                     weights, resume = checkpoints.latest(), True
                     state = read_state(weights)
                     continue
-                await session.control.finish(FinishRequest(restart=session.restart, over=stopped_by is None))
+                if stopped_by is None:
+                    server.queue.close()
+                    server.keys.write(run_dir / SERVER_FILE, server.base_url, begun=True, over=True)
                 worker = session.worker and session.worker.worker
                 return Summary(
                     run_dir=run_dir,
@@ -124,7 +123,6 @@ async def train(
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     abandoned=worker.abandoned if worker else 0,
                     problems=dict(worker.problems) if worker else {},
-                    server=remote.base_url if remote else None,
                 )
 
 
@@ -135,7 +133,6 @@ async def evaluate(
     observer: Observer,
     *,
     repeat: int = 1,
-    remote: ServerAddress | None = None,
 ) -> Evaluated:
     """Evaluate a checkpoint (None: the initial weights) on every held-out set, sampled tasks `repeat` times.
 
@@ -145,7 +142,7 @@ async def evaluate(
     step = read_state(checkpoint).step if checkpoint else 0
     with removed_unless_begun(run_dir if is_new(run_dir) else None) as begun:
         async with (
-            _open_server(loaded, run_dir, remote) as server,
+            local_server(loaded, run_dir) as server,
             open_session(loaded, run_dir, server, observer, weights=checkpoint) as session,
         ):
             begun()
@@ -194,22 +191,12 @@ def _report_changes(loaded: LoadedConfig, state: RunState, checkpoint: Path, obs
         observer.say(f"changed since {checkpoint.name}: {change}")
 
 
-def _open_server(
-    loaded: LoadedConfig, run_dir: Path, remote: ServerAddress | None, deployed: Answering | None = None
-) -> AbstractAsyncContextManager[TrainingServer]:
-    """The server of a run, in this process or at `remote`."""
-    if remote is None:
-        return local_server(loaded, run_dir, deployed)
-    return RemoteServer(remote.base_url, remote.key, loaded.config.server.lease)
-
-
-async def _check_recorded(store: Store, name: str, run_dir: Path, step: int) -> None:
+async def _check_recorded(store: Store, run_dir: Path, step: int) -> None:
     """StoreError if the store of a trained run has no run: it was emptied, or is another store."""
     if not await store.runs():
         raise StoreError(
-            f"The store {name} is empty, but {run_dir} has been trained up to step {step}: what was recorded of it is "
-            f"lost, or is elsewhere. Restore a backup of the store, name the server that has it (--server URL), or "
-            f"start a new run."
+            f"The store {run_dir / 'store.sqlite'} is empty, but {run_dir} has been trained up to step {step}: what "
+            f"was recorded of it is lost, or is elsewhere. Restore a backup of the store, or start a new run."
         )
 
 

@@ -9,21 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from agl_core import private
-from agl_core.client import BlockingClient, ServerAddress
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import CheckpointError, ConfigError
-from agl_core.training.metrics import METRICS_FILE, has_trained
 
 
 def new_run_dir(loaded: LoadedConfig) -> Path:
     """`runs/NAME`, or `runs/NAME-2` and so on if it is taken; holds the configuration as resolved."""
     base = loaded.config.runs / loaded.config.name
     return first_free(base, partial(store_config, loaded.config))
-
-
-def run_dir_of(loaded: LoadedConfig, remote: ServerAddress | None) -> Path:
-    """The folder of a new run: on this machine alone, or of what a remote server serves."""
-    return new_run_dir(loaded) if remote is None else folder_of_served(loaded, remote)
 
 
 def first_free(base: Path, write: Callable[[Path], None]) -> Path:
@@ -94,21 +87,3 @@ def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
             with suppress(OSError):  # A log stays.
                 folder.rmdir()
         raise
-
-
-def folder_of_served(loaded: LoadedConfig, remote: ServerAddress) -> Path:
-    """The local folder of the run that a remote server serves: of the same name, and without a trained run.
-
-    On the server's own machine it is the folder with the store.
-    """
-    with BlockingClient(remote.base_url, remote.key) as client:
-        name = client.health().run or loaded.config.name
-    folder = loaded.config.runs / name
-    if has_trained(folder / METRICS_FILE):
-        raise CheckpointError(
-            f"The run {name} that the server at {remote.base_url} serves has been trained already, in {folder}. Go on "
-            f"with `agl train --resume {folder} --server {remote.base_url}`, or serve a new one "
-            f"(`agl serve CONFIG --set name=ANOTHER`)."
-        )
-    make_run_dir(folder, partial(store_config, loaded.config))
-    return folder

@@ -1,10 +1,9 @@
-"""One run's parts, started in order and stopped in reverse; the server is in this process or elsewhere."""
+"""One run's parts, started in order and stopped in reverse."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from agl_core.config.load import LoadedConfig
 from agl_core.errors import EngineError
 from agl_core.learning import ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, StagedEngine, TaskSource
+from agl_core.server import LightningServer
 from agl_core.training.alarms.stall import StallWatch
 from agl_core.training.checkpoints import verify
 from agl_core.training.evaluate import Evaluator
@@ -25,9 +25,8 @@ from agl_core.training.progress import Observer
 from agl_core.training.rollouts.collect import Collector
 from agl_core.training.rollouts.episodes import scoring_rules
 from agl_core.training.rollouts.recorded import RecordedQueue
-from agl_core.training.server import RunControl, TrainingServer, check_reachable, recorded_name, registration
+from agl_core.training.server import begin_restart
 from agl_core.types import AlarmName
-from agl_core.wire.trainers import BeginRequest, FinishRequest, VersionsRequest
 from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runner, client_variables
 
 
@@ -35,14 +34,11 @@ from agl_core.worker import Runner, WorkerThread, agent_environment, choose_runn
 class Session:
     """Everything that is running."""
 
-    control: RunControl
-    """The server's, for this run."""
+    server: LightningServer
     run: str
     """The run's name in its store."""
     restart: int
     engine: Engine
-    versions: dict[str, int]
-    """The version being served of each policy."""
     worker: WorkerThread | None
     """None: the rollouts are left to workers elsewhere."""
     collector: Collector
@@ -51,22 +47,23 @@ class Session:
     stall: StallWatch | None
     """None: the run has switched the alarm off."""
 
-    async def publish(self) -> None:
-        """Make the versions that are served known to the gateway."""
-        await self.control.publish(VersionsRequest(restart=self.restart, versions=dict(self.versions)))
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version being served of each policy; the gateway records them with the calls."""
+        return self.server.versions
 
 
 @asynccontextmanager
 async def open_session(
     loaded: LoadedConfig,
     run_dir: Path,
-    server: TrainingServer,
+    server: LightningServer,
     observer: Observer,
     *,
     weights: Path | None = None,
     resumed_step: int | None = None,
 ) -> AsyncIterator[Session]:
-    """Begin a run's next restart on a server, start the engine and, if the workers' key is here, a worker.
+    """Begin a run's next restart on its server, start the engine and, unless workers are elsewhere, a worker.
 
     `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there.
     """
@@ -76,7 +73,6 @@ async def open_session(
             f"caution: the checkpoint {weights} has no digests of its files, since an earlier version of agl wrote "
             f"it: if it is damaged, agl may not notice"
         )
-    control = server.run
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
     tasks = {name: first_made(name, chosen.build(loaded.folder, config.seed)) for name, chosen in loaded.tasks.items()}
     rules = scoring_rules(loaded)
@@ -84,11 +80,9 @@ async def open_session(
     check_agent(config, source)
     for caution in image_cautions(loaded, tasks):
         observer.say(caution)
-    worker_key = server.worker_key if config.workers.embedded and config.agent is not None else None
-    runner = None if worker_key is None else await choose_own_runner(loaded, server.base_url)
-    run = await recorded_name(control.store, run_dir)
-    began = BeginRequest(run=run, started=time.time(), config=config.model_dump(mode="json"), resumed_step=resumed_step)
-    restart = (await control.begin(began)).restart
+    has_worker = config.workers.embedded and config.agent is not None
+    runner = await choose_own_runner(loaded, server.base_url) if has_worker else None
+    run = await begin_restart(server, config, run_dir, resumed_step)
     async with AsyncExitStack() as stack:
         observer.say("starting the engine")
         engine: Engine = loaded.engine.build(engine_context(loaded, run_dir))
@@ -96,42 +90,39 @@ async def open_session(
         if isinstance(engine, StagedEngine):
             engine.report_stages(lambda stage, seconds: observer.say(f"the engine, after {seconds:.0f} s: {stage}"))
         upstream = await engine.start()
-        check_reachable(upstream, server.base_url)
         observer.serving(upstream)
         if weights is not None:
             await engine.load(weights)
-        versions = dict(await engine.versions())
-        await control.serve(registration(config, restart, upstream, versions))
-        stack.push_async_callback(control.finish, FinishRequest(restart=restart, over=False))
+        server.serve(upstream, await engine.versions())
+        stack.callback(server.withdraw)
         worker = None
-        if runner is not None and worker_key is not None:
+        if runner is not None:
             # Until the stack is closed, clients that agents make find the server.
             stack.enter_context(agent_environment(client_variables(server.base_url)))
             worker = WorkerThread(
-                runner, base_url=server.base_url, worker_key=worker_key, concurrency=config.workers.concurrency
+                runner, base_url=server.base_url, worker_key=server.worker_key, concurrency=config.workers.concurrency
             )
             worker.start()
             stack.push_async_callback(worker.stop)
         elif config.agent is not None:
-            target = str(run_dir) if server.worker_key is not None else f"CONFIG --server {server.base_url}"
-            observer.say(f"leaving the rollouts to workers, which join with: agl worker {target}")
+            observer.say(f"leaving the rollouts to workers, which join with: agl worker {run_dir}")
         setting = config.alarms.get(AlarmName.STALL)
-        stall = None if setting is False else StallWatch(control.activity, control.store, observer.say, setting)
+        stall = None if setting is False else StallWatch(server.activity, server.store, observer.say, setting)
         collector = Collector(
-            *(control.store, control.queue, rules, config.train.endings, loaded.plugins.hook),
-            check_health=health_check(control, worker),
+            *(server.store, server.queue, rules, config.train.endings, loaded.plugins.hook),
+            check_health=health_check(worker),
             stall=stall,
         )
         held_out = {name: each for name, each in tasks.items() if name != "train"}
-        evaluator = Evaluator(collector, held_out, config.eval, run, restart, observer, control.store)
+        evaluator = Evaluator(collector, held_out, config.eval, run.id, run.restart, observer, server.store)
         if isinstance(source, RecordedTasks):
-            queue = RecordedQueue(source, config, control.store, engine)
+            queue = RecordedQueue(source, config, server.store, engine)
             rules = rules if config.rewards else [ScoringRule("recorded", queue.reward)]
             collector = Collector(
-                *(control.store, queue, rules, config.train.endings, loaded.plugins.hook),
-                check_health=health_check(control, worker),
+                *(server.store, queue, rules, config.train.endings, loaded.plugins.hook),
+                check_health=health_check(worker),
             )
-        yield Session(control, run, restart, engine, versions, worker, collector, evaluator, tasks, stall)
+        yield Session(server, run.id, run.restart, engine, worker, collector, evaluator, tasks, stall)
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
@@ -177,11 +168,10 @@ async def choose_own_runner(loaded: LoadedConfig, base_url: str) -> Runner:
         )
 
 
-def health_check(control: RunControl, worker: WorkerThread | None) -> Callable[[], None]:
-    """Raises once rollouts are no longer run: the server follows another trainer, or this process's worker is gone."""
+def health_check(worker: WorkerThread | None) -> Callable[[], None]:
+    """Raises once rollouts are no longer run: this process's worker is gone."""
 
     def check() -> None:
-        control.check()
         if worker is not None and not worker.alive:
             raise EngineError("The worker stopped unexpectedly; see the log above. The run can be resumed.")
 

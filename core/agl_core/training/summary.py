@@ -31,8 +31,6 @@ class Summary:
     """Agents that could not be ended when their time was up."""
     problems: dict[str, int]
     """Failures of adapters."""
-    server: str | None = None
-    """The address of the server that has the store; None: the store is in the run's folder."""
 
     def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
         """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set; None: not evaluated (again)."""

@@ -6,8 +6,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
-MAX_RECORDS = 64 << 20
-"""Bytes of a body with records. Only operators may send these."""
 
 
 class Body(BaseModel):

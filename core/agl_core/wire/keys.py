@@ -14,13 +14,13 @@ from agl_core.wire.body import Body
 WORKER_KEY = "AGL_WORKER_KEY"
 """The environment variable that holds the workers' key."""
 OPERATOR_KEY = "AGL_OPERATOR_KEY"
-"""The environment variable that holds the operator's key, which a trainer on another machine needs."""
+"""The environment variable that holds the operator's key, which opens the view from other machines."""
 SERVER_FILE = "server.json"
 """In the run's folder: a `ServerFile`, readable by its owner alone."""
 
 
 class ServerFile(Body):
-    """How workers and trainers on the same machine find a run's server, and how its keys survive a restart."""
+    """How workers and commands on the same machine find a run's server, and how its keys survive a restart."""
 
     base_url: str
     worker_key: str | None = Field(repr=False, description="None: it is in the environment, and is not written down.")

@@ -1,7 +1,7 @@
 """One request that a Lightning Server answers below /agl/v1.
 
-Each is an `Operation`, in `agl_core.wire.workers`, `agl_core.wire.trainers` or `agl_core.wire.online`. The server's
-routes, its OpenAPI document and the clients are made of these descriptions.
+Each is an `Operation`, in `agl_core.wire.workers` or `agl_core.wire.online`. The server's routes, its OpenAPI document
+and the clients are made of these descriptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The requests of workers: leases, heartbeats, and the ends of attempts."""
+"""The requests of workers (leases, heartbeats, and the ends of attempts) and of those who watch the server."""
 
 from __future__ import annotations
 
@@ -153,9 +153,7 @@ class Health(Body):
     """What the server is doing."""
 
     status: str = "ok"
-    run: str | None = Field(description="The run that it serves; None: no trainer has begun one yet.")
-    restart: int | None = Field(description="Which restart of the run it is; None: none has begun yet.")
-    serving: bool = Field(description="Whether a trainer's engine is there to answer model calls.")
+    serving: bool = Field(description="Whether an engine is there to answer model calls.")
     queued: int = Field(description="Rollouts that wait for a worker.")
     running: int = Field(description="Attempts that workers hold.")
     waiting: int = Field(description="Requests for a lease that wait for a rollout.")
@@ -163,6 +161,28 @@ class Health(Body):
         description="What gateway and OTLP intake counted since the server's start, and requests that were no HTTP, "
         "too large, or too late."
     )
+
+
+class RunningAttempt(Body):
+    """An attempt that a worker holds, and what it waits for. Times are seconds up to now."""
+
+    rollout: str
+    attempt: int
+    worker: str
+    running: float = Field(description="Since it was leased.")
+    asking: float | None = Field(description="Since its oldest unanswered model call began; None: all are answered.")
+    answered: float | None = Field(description="Since its latest model call was answered; None: none was yet.")
+
+
+class Activity(Body):
+    """What the rollouts of the run wait for."""
+
+    serving: bool = Field(description="Whether an engine is there to answer model calls.")
+    queued: int = Field(description="Rollouts that wait for a worker.")
+    waiting: int = Field(description="Requests for a lease that wait for a rollout.")
+    finished: float | None = Field(description="Seconds since a rollout ended; None: none has yet.")
+    running: int = Field(description="Attempts that workers hold.")
+    attempts: list[RunningAttempt] = Field(description="The oldest of them, at most 100.")
 
 
 LEASE = Operation("lease", "POST", "/agl/v1/leases", Right.WORKER, LeaseRequest, LeaseReply, waits=True)
@@ -177,5 +197,6 @@ CLOSE = Operation(
     {404: "There is no such attempt."},
 )
 HEALTH = Operation("health", "GET", "/agl/v1/health", Right.EITHER, Empty, Health)
+ACTIVITY = Operation("activity", "GET", "/agl/v1/activity", Right.OPERATOR, Empty, Activity)
 
-OF_WORKERS: tuple[Operation[Any, Any], ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH)
+OF_WORKERS: tuple[Operation[Any, Any], ...] = (LEASE, HEARTBEAT, CLOSE, HEALTH, ACTIVITY)

@@ -87,7 +87,7 @@ def refused(folder: Path, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Callable
         (["train", "train.toml"], "it is broken"),
         (["eval", "train.toml"], "it is broken"),
         (["run", "--config", "train.toml", "--", sys.executable, "-c", ""], "it is broken"),
-        (["serve", "train.toml", "--host=0.0.0.0"], "AGL_WORKER_KEY"),
+        (["serve", "train.toml"], "no [online]"),
     ],
     ids=["an agent", "an engine", "eval", "run", "serve"],
 )

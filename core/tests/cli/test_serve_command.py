@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +13,9 @@ import tomli_w
 
 from agl_core.cli.doctor import SERVER_MODULES
 from agl_core.client import BlockingClient
-from agl_core.config.load import load_for_server, load_for_workers
+from agl_core.config.load import load_for_server
+from agl_core.testing.fixtures import Agl, agl_in_process  # noqa: F401
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.wire.keys import WORKER_KEY
 
 CONFIG: dict[str, Any] = {
@@ -33,15 +34,19 @@ CONFIG: dict[str, Any] = {
 
 
 def test_a_server_needs_its_store_and_nothing_that_trains(tmp_path: Path) -> None:
-    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
     command = (sys.executable, "-c", "from agl_core.cli import main; main()", "serve", "train.toml")
     variables = {**os.environ, WORKER_KEY: "a-worker's-key"}
-    with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as server:
+    with (
+        ScriptedUpstream() as model,
+        subprocess.Popen(
+            command, cwd=recording(tmp_path, model), env=variables, stdout=subprocess.PIPE, text=True
+        ) as server,
+    ):
         assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
+        url = next(line for line in server.stdout if line.startswith("serving")).split()[-1]
         try:
             with BlockingClient(url, "a-worker's-key") as client:
-                assert client.health().run == "run"
+                assert client.health().counters["online_open"] == 0
         finally:
             server.send_signal(signal.SIGTERM)
             server.communicate()
@@ -58,33 +63,18 @@ def test_a_server_needs_its_store_and_nothing_that_trains(tmp_path: Path) -> Non
     assert listed.returncode == 0, listed.stderr
 
 
-def test_the_commands_that_it_prints_are_of_the_same_run(tmp_path: Path) -> None:
-    """Whatever settings it was given, and from a run's folder too."""
-    (tmp_path / "my train.toml").write_text(tomli_w.dumps(CONFIG))
-    given = ("--set", "name=another", "--set", f"runs={tmp_path / 'my runs'}", "--set", "train.steps=3")
-    printed = printed_by(tmp_path, "my train.toml", *given)
-    for command in ("train", "work"):
-        agl, _, file, *rest = printed[command]
-        assert (agl, rest[-2]) == ("agl", "--server")
-        config = load_for_workers(tmp_path / file, [each for each in rest[:-2] if each != "--set"])
-        assert (config.name, config.runs, config.train.steps) == ("another", tmp_path / "my runs", 3)
-
-    printed = printed_by(tmp_path, "my runs/another")
-    assert printed["train"][2:4] == ["--resume", "my runs/another"], "a new run would be another one"
-    assert printed["work"][2] == "my runs/another"
+def recording(folder: Path, model: ScriptedUpstream) -> Path:
+    """The folder, with a configuration in which this model server answers sessions."""
+    online = {"upstream": model.url, "applications": {"support": 1}, "min_free_gib": 0.0}
+    (folder / "train.toml").write_text(tomli_w.dumps({**CONFIG, "online": online}))
+    return folder
 
 
-def printed_by(folder: Path, *arguments: str) -> dict[str, list[str]]:
-    """The words of the commands that a server prints, by what they are for."""
-    command = (sys.executable, "-c", "from agl_core.cli import main; main()", "serve", *arguments)
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            lines = [server.stdout.readline() for _ in range(3)]
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.communicate()
-    return {line.partition(":")[0]: shlex.split(line.partition(":")[2]) for line in lines[1:]}
+def test_without_sessions_there_is_nothing_to_serve(tmp_path: Path, agl: Agl) -> None:
+    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
+    refused = agl("serve", str(tmp_path / "train.toml"), "--set", f"runs={tmp_path / 'runs'}")
+    assert (refused.returncode, "no [online]" in refused.stderr) == (2, True)
+    assert not (tmp_path / "runs" / "run").exists()
 
 
 def test_without_its_packages_the_remedy_is_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which server a worker or a trainer goes to, and with which key."""
+"""Which server a worker or another command goes to, and with which key."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_no_address_is_said_at_once(config: Any, url: str) -> None:
 def test_what_is_no_key_is_said_at_once_and_not_shown(
     config: Any, name: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker's key, and the operator's, which a trainer and an evaluation need; the server says the same of it."""
+    """A worker's key, and the operator's; the server says the same of it."""
     monkeypatch.setenv(name, key)
     for where in (config, None):
         with pytest.raises(ConfigError, match=f"{name} has .* no HTTP header can carry") as told:

@@ -176,13 +176,11 @@ class World:
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
 
-        async def publish() -> None: ...
-
         async def no_tokens() -> Mapping[str, float]:
             return {}
 
         session: Any = SimpleNamespace(
-            control=SimpleNamespace(store=self.store, check=lambda: None),
+            server=SimpleNamespace(store=self.store),
             run="run",
             restart=self.restarts,
             engine=self.engine,
@@ -191,7 +189,6 @@ class World:
             evaluator=SimpleNamespace(evaluate=self.evaluate),
             tasks={},
             stall=None,
-            publish=publish,
         )
         log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
         return _Killable(

@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.client import RemoteServer
-from agl_core.plugins import Plugins
-from agl_core.server import LightningServer
-from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import Attempt, AttemptKey, Call, Rollout
-from agl_core.wire.trainers import RunSettings
 
 
 @pytest.fixture
@@ -27,24 +22,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def near(path: Path) -> AsyncIterator[SqliteStore]:
-    """The store in a file."""
+async def store(path: Path) -> AsyncIterator[SqliteStore]:
     async with SqliteStore(path) as opened:
         yield opened
-
-
-@pytest.fixture(params=["near", "far"])
-async def store(near: SqliteStore, request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    """It, and the same behind a server: what is true of one is true of the other."""
-    if request.param == "near":
-        yield near
-        return
-    settings = RunSettings(sampling=None, seed=0, timeout=30, attempts=1)
-    async with (
-        LightningServer(near, None, settings, Plugins().hook) as server,
-        RemoteServer(server.base_url, server.keys.operator) as remote,
-    ):
-        yield remote.run.store
 
 
 @pytest.fixture

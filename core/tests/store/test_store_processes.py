@@ -116,10 +116,10 @@ async def test_a_second_writer_is_refused_and_a_reader_is_not(path: Path, start_
         pass
 
 
-async def test_a_second_writer_in_the_same_process_is_refused(near: SqliteStore, path: Path) -> None:
+async def test_a_second_writer_in_the_same_process_is_refused(store: SqliteStore, path: Path) -> None:
     with pytest.raises(StoreError, match=f"process {os.getpid()}"):
         await SqliteStore(path).open()
-    await near.close()
+    await store.close()
     async with SqliteStore(path):
         pass
 

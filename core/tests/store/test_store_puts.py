@@ -120,12 +120,12 @@ async def test_the_first_tool_result_of_an_id_stands_and_only_what_it_left_open_
 
 
 async def test_concurrent_puts_are_committed_together(
-    near: SqliteStore, path: Path, make_call: Any, calls_of: Any
+    store: SqliteStore, path: Path, make_call: Any, calls_of: Any
 ) -> None:
     before = commits_in_log(path)
-    await asyncio.gather(*(near.put(make_call(f"c{number}")) for number in range(300)))
+    await asyncio.gather(*(store.put(make_call(f"c{number}")) for number in range(300)))
     assert 1 <= commits_in_log(path) - before <= 3
-    assert len(await calls_of(near, "r")) == 300
+    assert len(await calls_of(store, "r")) == 300
 
 
 BAD_RECORDS = {

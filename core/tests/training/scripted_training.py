@@ -235,13 +235,11 @@ def make_bench(
     versions = {"default": engine.version}
     collector = ScriptedCollector(versions)
 
-    async def publish() -> None: ...
-
     loaded: Any = SimpleNamespace(
         config=config, policies={"default": PolicyPlan(algorithm, credit)}, plugins=plugins or Plugins()
     )
     session: Any = SimpleNamespace(
-        control=SimpleNamespace(store=store),
+        server=SimpleNamespace(store=store),
         run="run",
         restart=restart,
         engine=engine,
@@ -250,7 +248,6 @@ def make_bench(
         evaluator=NoEvaluation(),
         tasks={"train": Numbers()},
         stall=None,
-        publish=publish,
     )
     trainer = Trainer(
         loaded,

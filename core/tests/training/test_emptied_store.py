@@ -10,10 +10,7 @@ import tomli_w
 
 from agl_core.config.load import ServerConfig, load_for_server
 from agl_core.errors import StoreError
-from agl_core.training.server import local_server, standalone_server
-from agl_core.wire.trainers import BeginRequest
-
-BEGINNING = BeginRequest(run="run", started=1.0, config={}, resumed_step=None)
+from agl_core.training.server import begin_restart, local_server
 
 
 @pytest.fixture
@@ -38,13 +35,12 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("serve", [local_server, standalone_server])
 @pytest.mark.parametrize("fault", [Path.unlink, lambda store: store.write_bytes(b"")])
 async def test_an_empty_store_is_not_served_where_a_run_was_begun(
-    loaded: ServerConfig, run_dir: Path, serve: Callable[..., None], fault: Callable[[Path], None]
+    loaded: ServerConfig, run_dir: Path, fault: Callable[[Path], None]
 ) -> None:
-    async with standalone_server(loaded, run_dir) as server:
-        await server.run.begin(BEGINNING)
+    async with local_server(loaded, run_dir) as server:
+        await begin_restart(server, loaded.config, run_dir, None)
     store = run_dir / "store.sqlite"
     saved = store.read_bytes()
     fault(store)
@@ -52,16 +48,16 @@ async def test_an_empty_store_is_not_served_where_a_run_was_begun(
         with pytest.raises(
             StoreError, match=rf"{store} is empty, but .*server\.json says that a run was begun.*backup"
         ):
-            async with serve(loaded, run_dir):
+            async with local_server(loaded, run_dir):
                 pass
     store.write_bytes(saved)
-    async with serve(loaded, run_dir) as server:
-        assert [run.id for run in await server.run.store.runs()] == ["run"]
+    async with local_server(loaded, run_dir) as server:
+        assert [run.id for run in await server.store.runs()] == ["run"]
 
 
 async def test_before_a_run_is_begun_there_is_nothing_to_lose(loaded: ServerConfig, run_dir: Path) -> None:
-    async with standalone_server(loaded, run_dir):
+    async with local_server(loaded, run_dir):
         pass
     (run_dir / "store.sqlite").unlink()
-    async with standalone_server(loaded, run_dir) as server:
-        await server.run.begin(BEGINNING)
+    async with local_server(loaded, run_dir) as server:
+        await begin_restart(server, loaded.config, run_dir, None)

@@ -36,15 +36,14 @@ def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             [{"step": step, "set": "eval", "mode": "greedy", "reward": 0.5, "seconds": 0.0}], {}, 1, [], []
         )
 
-    async def publish() -> None:
-        told.append(f"publish {bench.trainer.session.versions['default']}")
+    async def record(*records: Any) -> None:
+        told.append(f"record, as version {bench.trainer.session.versions['default']} is served")
 
     monkeypatch.setattr(bench.trainer.session.evaluator, "evaluate", evaluate)
-    monkeypatch.setattr(bench.trainer.session, "publish", publish)
     noted(bench.collector, "enqueue", "roll out")
     noted(bench.engine, "update", "update")
     noted(bench.engine, "save", "checkpoint")
-    noted(bench.store, "put", "record")
+    monkeypatch.setattr(bench.store, "put", record)
     noted(bench.log, "write", "log")
     return told
 
@@ -58,7 +57,7 @@ async def test_a_step_rolls_out_updates_publishes_records_and_then_tells(
     await bench.trainer.train()
 
     def step(version: int) -> list[str]:
-        return ["roll out", "update", f"publish {version}", "record", "log"]
+        return ["roll out", "update", f"record, as version {version} is served", "log"]
 
     # The last step is evaluated and saved whether or not it is its turn.
     ends = ["evaluate", "log", "checkpoint"]

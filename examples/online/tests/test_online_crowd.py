@@ -43,7 +43,7 @@ async def test_each_traveller_is_one_session_with_one_thumb_at_most(tmp_path: Pa
         upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
         section = OnlineSection(upstream="http://unused/v1", applications={"desk": 1}, min_free_gib=0)
         online = Online(section, upstream, "run", tmp_path)
-        async with running_stack(store=store, keys=KEYS, run="run", online=online) as stack:
+        async with running_stack(store=store, keys=KEYS, online=online) as stack:
             keys = stack.server.keys.of_application("desk"), stack.server.keys.of_feedback("desk")
             await Crowd(stack.server.base_url, *keys, 3, SESSIONS, SHIFT, at_once=2).visit(ended)
             sessions = await store.rollouts(mode=Mode.USE)

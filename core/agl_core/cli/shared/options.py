@@ -12,9 +12,6 @@ Set = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, e.g. train.steps=20. Repeatable.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.")]
-ServerUrl = Annotated[
-    str | None, typer.Option("--server", metavar="URL", help="Where `agl serve` listens, instead of here.")
-]
 RunOption = Annotated[Path | None, typer.Option("--run", help="The run's folder; by default the newest below ./runs.")]
 KeyVariable = Annotated[
     str | None,

@@ -1,1 +1,1 @@
-"""The control plane below /agl/v1: what workers and trainers ask of the server."""
+"""The control plane below /agl/v1: what workers, applications and operators ask of the server."""

@@ -12,7 +12,6 @@ from pydantic.json_schema import models_json_schema
 from agl_core.wire.body import ErrorReply
 from agl_core.wire.online import OF_ONLINE
 from agl_core.wire.operation import REFUSALS, Operation, Right
-from agl_core.wire.trainers import OF_TRAINERS
 from agl_core.wire.workers import OF_WORKERS
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -32,7 +31,7 @@ def document(agents: Iterable[str], prefix: str, version: str, *, online: bool =
 
     Those about sessions are in it if the server is `online`.
     """
-    operations = [*OF_WORKERS, *OF_TRAINERS, *(OF_ONLINE if online else ())]
+    operations = [*OF_WORKERS, *(OF_ONLINE if online else ())]
     models: list[type[BaseModel]] = [ErrorReply]
     for each in operations:
         models += [each.body, each.reply] if each.has_body else [each.reply]
@@ -49,8 +48,8 @@ def document(agents: Iterable[str], prefix: str, version: str, *, online: bool =
         "info": {
             "title": "agl Lightning Server",
             "version": version,
-            "description": "Workers run rollouts, operators (a remote trainer) add them and read what was recorded, "
-            "and agents make model calls. Each has a key of its own.",
+            "description": "Workers run rollouts, operators see what these wait for, and agents make model calls. "
+            "Each has a key of its own.",
         },
         "paths": paths,
         "components": {
@@ -105,7 +104,7 @@ def _of_agents(path: str) -> dict[str, Any]:
             "200": {"description": "As in that API."},
             "4XX": {"description": "An error in the shape of that API."},
             "502": {"description": "The model server failed."},
-            "503": {"description": "No trainer serves a model now; Retry-After says when to try again."},
+            "503": {"description": "No engine serves a model now; Retry-After says when to try again."},
             "504": {"description": "The model server did not answer in time."},
         },
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -17,7 +17,7 @@ from agl_core.server.errors import ApiError, stopping
 from agl_core.server.gateway.attribution import attempt_in_path
 from agl_core.server.keys import Keys
 from agl_core.types import AttemptKey
-from agl_core.wire.body import Empty, ErrorReply, Problem
+from agl_core.wire.body import ErrorReply, Problem
 from agl_core.wire.operation import Answer, Asked, Operation
 
 logger = logging.getLogger(__name__)
@@ -47,16 +47,6 @@ def route_of(
         return answer(owner, body)
 
     return _route(operation, keys, with_owner)
-
-
-def emptily(work: Callable[[Asked], Awaitable[None]]) -> Callable[[Asked], Coroutine[Any, Any, Empty]]:
-    """A handler of an operation whose reply is `Empty`."""
-
-    async def answer(body: Asked) -> Empty:
-        await work(body)
-        return Empty()
-
-    return answer
 
 
 def _route(

@@ -11,11 +11,23 @@ from agl_core.server.gateway.attribution import attempt_in_path
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.wire.body import Empty
-from agl_core.wire.workers import CLOSE, HEALTH, HEARTBEAT, LEASE, Health, HeartbeatReply, HeartbeatRequest
+from agl_core.wire.workers import (
+    ACTIVITY,
+    CLOSE,
+    HEALTH,
+    HEARTBEAT,
+    LEASE,
+    Activity,
+    Health,
+    HeartbeatReply,
+    HeartbeatRequest,
+)
 
 
-def worker_routes(keys: Keys, queue: RolloutQueue, health: Callable[[], Health]) -> list[Route]:
-    """What workers ask; `health` says what the server is doing."""
+def worker_routes(
+    keys: Keys, queue: RolloutQueue, health: Callable[[], Health], activity: Callable[[], Activity]
+) -> list[Route]:
+    """The routes of workers; `health` says what the server is doing, `activity` what its rollouts wait for."""
 
     async def beat(body: HeartbeatRequest) -> HeartbeatReply:
         return queue.heartbeat(body)
@@ -23,9 +35,13 @@ def worker_routes(keys: Keys, queue: RolloutQueue, health: Callable[[], Health])
     async def look(body: Empty) -> Health:
         return health()
 
+    async def watch(body: Empty) -> Activity:
+        return activity()
+
     return [
         route(LEASE, keys, queue.lease),
         route(HEARTBEAT, keys, beat),
         route_of(CLOSE, keys, attempt_in_path, queue.close_attempt),
         route(HEALTH, keys, look),
+        route(ACTIVITY, keys, watch),
     ]

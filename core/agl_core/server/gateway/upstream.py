@@ -6,18 +6,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import orjson
 
+from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
 from agl_core.server.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
 from agl_core.server.gateway.routing import Router
 from agl_core.server.http.client import BrokenReplyError, Endpoint
 from agl_core.types import AttemptKey, Json
 from agl_core.wire.headers import HEADER_ROLLOUT
-from agl_core.wire.trainers import RunSettings
 
 if TYPE_CHECKING:
     from agl_core.server.rollouts.attempt import ActiveAttempt
@@ -99,6 +99,21 @@ class UpstreamClient:
         return reply.body, reply.headers
 
 
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How a run's rollouts are sampled, and how often they are tried."""
+
+    sampling: SamplingSection | None
+    """None: as the agents ask."""
+    seed: int
+    timeout: float
+    """Seconds an attempt may take."""
+    attempts: int
+    """Tries per rollout."""
+    agents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By policy, the agents that it answers."""
+
+
 @dataclass(frozen=True, eq=False)
 class Destination:
     """What answers model calls, and how they are sampled."""
@@ -130,16 +145,14 @@ class Relay:
         self.versions: dict[str, int] = {}
         self._lend = lend
         self._served: Destination | None = None
-        self._is_there = False
-        self._expiry: asyncio.TimerHandle | None = None
 
     @property
     def is_there(self) -> bool:
-        return self._is_there
+        return self._served is not None
 
     def served(self) -> Destination:
         """What answers; ApiError 503 if nothing does."""
-        if self._served is None or not self._is_there:
+        if self._served is None:
             raise no_upstream()
         return self._served
 
@@ -147,39 +160,18 @@ class Relay:
     def answering(self, attempt: ActiveAttempt) -> Iterator[Destination]:
         yield self.served()
 
-    async def serve(self, upstream: Upstream, settings: RunSettings, expires: float | None) -> None:
-        """Forward to this one from now on; for `expires` seconds only, unless this is called again."""
-        before = self._served
-        if before is None or (before.upstream, before.settings) != (upstream, settings):
-            self._served = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
-            if before is not None:
-                before.client.close()
-        self._disarm()
-        if expires is not None:
-            self._expiry = asyncio.get_running_loop().call_later(expires, self._expire, expires)
-        self._is_there = True
+    def serve(self, upstream: Upstream, settings: RunSettings) -> None:
+        """Forward to this one from now on."""
+        self.withdraw()
+        self._served = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
         self._lend(True)
 
     def withdraw(self) -> None:
         """Forward nowhere; calls in flight go on."""
-        self._disarm()
-        self._is_there = False
         self._lend(False)
-
-    async def stop(self) -> None:
-        self.withdraw()
         served, self._served = self._served, None
         if served is not None:
             served.client.close()
-
-    def _expire(self, seconds: float) -> None:
-        logger.warning("The trainer was not heard of for %g seconds: rollouts wait until it is back.", seconds)
-        self.withdraw()
-
-    def _disarm(self) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
 
 
 def _failed(status: int, message: str, code: str) -> ApiError:

@@ -11,7 +11,6 @@ from agl_core.server.dialects.chat import openai_error
 from agl_core.server.errors import ApiError
 from agl_core.wire.body import MAX_BODY
 from agl_core.wire.online import OF_ONLINE
-from agl_core.wire.trainers import OF_TRAINERS
 from agl_core.wire.workers import OF_WORKERS
 
 MAX_HEADERS = 128
@@ -23,7 +22,7 @@ LARGEST_BODY = "agl.largest_body"
 """In a request's scope: how many bytes its body may have, and what to do about one that has more."""
 _OWN_LIMIT = "/v1/traces"
 _REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
-_LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_TRAINERS, *OF_ONLINE)}
+_LARGEST = {each.path: each.largest for each in (*OF_WORKERS, *OF_ONLINE)}
 """Bytes of a body, by its path."""
 
 

@@ -44,7 +44,7 @@ class ActiveAttempt:
     answered: float | None = None
     """When the latest call was answered."""
     interrupted: bool = False
-    """The server was restarted under it, had no model for it, or could not record: if its agent breaks, that is why."""
+    """The server had no model for it, or could not record: if its agent breaks, that is why."""
     gone_after: int | None = None
     """How many calls were completed when the model server was gone last; None: it never was."""
     passed_through: dict[str, int] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Mapping
 
 from agl_core.server.keys import Keys
@@ -24,29 +23,14 @@ class Leases:
     """
 
     def __init__(self, *, timeout: float, grace: float, heartbeat: float, lease: float, keys: Keys) -> None:
-        self._grace = grace
-        self.limit(timeout)
+        self._timeout, self._longest = timeout, timeout + grace
         self._heartbeat, self._expiry, self._keys = heartbeat, lease, keys
         self._beating: set[str] = set()
         """Workers that have sent a heartbeat."""
 
-    def limit(self, timeout: float) -> None:
-        """Attempts that start from now on may take so many seconds."""
-        self._timeout, self._longest = timeout, timeout + self._grace
-
     def start(self, rollout: Rollout, record: Attempt) -> ActiveAttempt:
         expires = _now() + self._expiry if record.worker in self._beating else None
         return ActiveAttempt(rollout, record, _now() + self._longest, expires)
-
-    def hold_again(self, rollout: Rollout, record: Attempt) -> ActiveAttempt:
-        """An attempt that a worker got from an earlier server: it has to send a heartbeat before one lease is over.
-
-        How long it has run is known by the wall clock alone, which may have been set meanwhile: it gets no more than
-        what a new one gets.
-        """
-        expires = _now() + self._expiry
-        left = min(self._longest, self._longest - (time.time() - record.started))
-        return ActiveAttempt(rollout, record, max(expires, _now() + left), expires, interrupted=True)
 
     def lent(self, active: ActiveAttempt) -> Lease:
         """The attempt as its worker gets it."""

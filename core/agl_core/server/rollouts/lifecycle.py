@@ -67,17 +67,3 @@ def moved(rollout: Rollout, to: RolloutState, *, ending: Ending | None = None, c
     """The rollout in its next state; `ending` and the attempt that counts belong to one that is done."""
     state = step(ROLLOUT, f"rollout {rollout.id}", rollout.state, to)
     return replace(rollout, state=state, ending=ending, counted_attempt=counted)
-
-
-def as_created(rollout: Rollout) -> Rollout:
-    """The rollout in its first state."""
-    return replace(rollout, state=RolloutState.QUEUED, ending=None, counted_attempt=None)
-
-
-def is_of(rollout: Rollout, created: Rollout) -> bool:
-    """Whether this is what has become of the rollout that was created so.
-
-    Once it is done, its step is the one that trained on it.
-    """
-    step = created.step if rollout.state is RolloutState.DONE else rollout.step
-    return as_created(replace(rollout, step=step)) == created

@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 
 from agl_core.errors import StoreError
 from agl_core.run_hooks import RunHooks
-from agl_core.server.errors import ApiError
 from agl_core.server.keys import Keys
 from agl_core.server.rollouts.attempt import ActiveAttempt, decided, is_tried_again, reported
 from agl_core.server.rollouts.finished import Finished
 from agl_core.server.rollouts.late import LateReports
 from agl_core.server.rollouts.leases import Leases
-from agl_core.server.rollouts.lifecycle import AttemptState, as_created, is_of, moved
+from agl_core.server.rollouts.lifecycle import AttemptState, moved
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState
 from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatReply, HeartbeatRequest, LeaseReply, LeaseRequest
@@ -75,7 +74,6 @@ class RolloutQueue:
         self._ended: deque[AttemptKey] = deque()
         self._finished = Finished(store, _REMEMBERED)
         self._late = LateReports(store)
-        self._enqueuing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._waiting = 0
         self._lending = True
@@ -107,48 +105,11 @@ class RolloutQueue:
         return list(itertools.islice(self._running.values(), count))
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add rollouts at the end, all or none; those that were added before, however long ago, are left alone.
-
-        ApiError 409 if another rollout has the id of one of them, or if the queue is closed.
-        """
-        if self._closed:
-            raise ApiError(409, "The rollout queue is closed: the run is over. Start a new run to add rollouts.")
-        async with self._enqueuing:
-            known = await self._known({each.id for each in rollouts})
-            new: dict[str, Rollout] = {}
-            for each in map(as_created, rollouts):
-                earlier = new.get(each.id) or known.get(each.id)
-                if earlier is not None and not is_of(earlier, each):
-                    raise ApiError(
-                        409,
-                        f"The rollout {each.id} is already in the queue, for another task or step. Give each a new id.",
-                        code="rollout_known",
-                    )
-                if earlier is None:
-                    new[each.id] = each
-            if not new:
-                return
-            await self._store.put(*new.values())
-            lives = {id: _Life(rollout) for id, rollout in new.items()}
-            self._lives.update(lives)
-            self._queued.update(lives)
-            self._changed.set()
-
-    async def restore(self, run: str) -> None:
-        """Take up what an earlier server of this run left in the store; to be called before the first lease.
-
-        Queued rollouts are queued again, in their order. Attempts stay with their workers, and are lost unless a
-        heartbeat comes before the lease expires.
-        """
-        for rollout in await self._left(run, RolloutState.QUEUED):
-            started = await self._store.attempts(rollout.id)
-            self._lives[rollout.id] = self._queued[rollout.id] = _Life(rollout, len(started))
-        for rollout in await self._left(run, RolloutState.RUNNING):
-            started = await self._store.attempts(rollout.id)
-            self._lives[rollout.id] = _Life(rollout, len(started))
-            await self._hold_again(rollout, started[-1])
-        for rollout in await self._left(run, RolloutState.DONE):
-            self._finished.add(rollout)
+        """Add new rollouts at the end, all or none."""
+        await self._store.put(*rollouts)
+        lives = {rollout.id: _Life(rollout) for rollout in rollouts}
+        self._lives.update(lives)
+        self._queued.update(lives)
         self._changed.set()
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
@@ -204,38 +165,39 @@ class RolloutQueue:
             active.record = await self._late.record(active.record, request)
         return reply
 
-    async def done(self, ids: Collection[str], wait: float | None = None) -> list[Rollout]:
-        """Those of `ids` that are done, in the order in which they ended; waits until one is, or so many seconds.
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        """Those of `ids` that are done, in the order in which they ended; waits until one is.
 
         Their calls, tool results and rewards are in the store. Asking changes nothing, so it may be asked again.
-        ApiError 404 if one of them was never added; 503 once the queue is stopped.
+        ApiError 503 once the queue is stopped.
         """
-        return await self._finished.among(ids, self._lives, wait)
+        return await self._finished.among(ids, self._lives)
 
     async def cancel(self, ids: Iterable[str]) -> None:
         """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
         await self._stop_early(set(ids), Ending.CANCELLED)
 
-    async def abandon(self) -> None:
-        """End everything that is not done as lost: the trainer that added it is gone."""
+    async def abandon(self, run: str) -> None:
+        """End as lost all that earlier restarts of the run left, in this queue and in the store."""
         await self._stop_early(set(self._lives), Ending.LOST)
-
-    def limit(self, *, timeout: float, attempts: int) -> None:
-        """How long attempts may take that start from now on, and how often a rollout is tried."""
-        self._leases.limit(timeout)
-        self._budget = attempts
+        left: list[Rollout | Attempt] = []
+        for state in (RolloutState.QUEUED, RolloutState.RUNNING):
+            for rollout in await self._store.rollouts(run=run, state=state):
+                if rollout.mode is Mode.USE:  # Sessions belong to no queue.
+                    continue
+                attempts = await self._store.attempts(rollout.id)
+                left += [replace(each, ended=time.time(), ending=Ending.LOST) for each in attempts if not each.ending]
+                left.append(moved(rollout, RolloutState.DONE, ending=Ending.LOST))
+        if left:
+            await self._store.put(*left)
 
     def lend(self, lending: bool) -> None:
         """Whether rollouts are leased now; if not, leases wait."""
         self._lending = lending
         self._changed.set()
 
-    def open(self) -> None:
-        """There is a run, perhaps another one: rollouts are taken in."""
-        self._closed = False
-
     def close(self) -> None:
-        """The run is over: no more rollouts are taken in or leased, and workers end."""
+        """The run is over: no more rollouts are leased, and workers end."""
         self._closed = True
         self._changed.set()
 
@@ -299,14 +261,6 @@ class RolloutQueue:
         record = Attempt(life.rollout.id, life.attempts, worker, started=time.time())
         life.attempts += 1
         return self._hold(self._leases.start(life.rollout, record))
-
-    async def _hold_again(self, rollout: Rollout, record: Attempt) -> None:
-        """Let the worker keep an attempt that it got from an earlier server."""
-        calls = await self._store.calls([record.key])
-        active = self._hold(self._leases.hold_again(rollout, record))
-        active.retries.recall(calls)
-        active.started_calls = max((call.sequence + 1 for call in calls), default=0)
-        active.completed_calls = sum(not call.late for call in calls)
 
     def _hold(self, active: ActiveAttempt) -> ActiveAttempt:
         self._attempts[active.key] = self._running[active.key] = active
@@ -375,15 +329,6 @@ class RolloutQueue:
         named = set(request.undelivered)
         calls = await self._store.calls([key]) if named else ()
         return [replace(call, undelivered=True) for call in calls if call.id in named]
-
-    async def _left(self, run: str, state: RolloutState) -> list[Rollout]:
-        """What an earlier server left in this state. Sessions of real use belong to no queue."""
-        found = await self._store.rollouts(run=run, state=state)
-        return [rollout for rollout in found if rollout.mode is not Mode.USE]
-
-    async def _known(self, ids: Collection[str]) -> dict[str, Rollout]:
-        alive = {id: self._lives[id].rollout for id in ids if id in self._lives}
-        return alive | await self._finished.known([id for id in ids if id not in alive])
 
     def _queue_first(self, life: _Life) -> None:
         self._queued[life.rollout.id] = life

@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from agl_core.errors import AglError
 from agl_core.learning.tool_results import tool_calls_of
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.types import AttemptKey, Call, Ending, Rollout
-from agl_core.wire.trainers import Activity, RunningAttempt
+from agl_core.wire.workers import Activity, RunningAttempt
 
 Result = TypeVar("Result")
 
@@ -51,13 +50,13 @@ def stall(seconds: float, who_waits: str) -> str:
 class StallWatch:
     """Raises the alarm when nothing finishes, and says it at once; `setting` is the run's own number of seconds.
 
-    `activity` asks the server what rollouts wait for; `store` has what was recorded of them. It also knows which
+    `activity` says what rollouts wait for; `store` has what was recorded of them. It also knows which
     rollouts the machine kept waiting, so that they are not scored for it.
     """
 
     def __init__(
         self,
-        activity: Callable[[], Awaitable[Activity]],
+        activity: Callable[[], Activity],
         store: Store,
         say: Callable[[str], None],
         setting: float | None = None,
@@ -99,14 +98,10 @@ class StallWatch:
             if quiet < self._next_look:
                 return
         self._is_stalled = True
-        try:
-            activity = await self._activity()
-            self._note(activity, quiet)
-            if is_due:
-                seen, remedy = await who_waits(activity, self._store)
-        except AglError as error:
-            seen, remedy = f"and the server does not say why ({error})", ""
+        activity = self._activity()
+        self._note(activity, quiet)
         if is_due:
+            seen, remedy = await who_waits(activity, self._store)
             self._next_look = 2 * quiet
             self._raise(stall(quiet, seen), remedy)
 
@@ -192,7 +187,7 @@ async def who_waits(activity: Activity, store: Store) -> tuple[str, str]:
     if not activity.running:
         return (
             f"no worker runs a rollout, and {activity.queued} wait in the queue",
-            "Start a worker: agl worker RUN (docs/apart.md). If there is one, see whether it reaches the server.",
+            "Start a worker: agl worker RUN (docs/workers.md). If there is one, see whether it reaches the server.",
         )
     parts, remedies = [], []
     asking = [attempt for attempt in activity.attempts if attempt.asking is not None]

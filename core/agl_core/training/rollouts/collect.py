@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from agl_core.errors import PluginError
 from agl_core.learning import ScoringRule, score_all, score_groups
@@ -16,7 +17,6 @@ from agl_core.store.interface import Store
 from agl_core.training.alarms.stall import HEALTH_INTERVAL, StallWatch
 from agl_core.training.progress import Phase
 from agl_core.training.rollouts.episodes import recorded_episodes
-from agl_core.training.server import Queue
 from agl_core.types import DropReason, Ending, Episode, Json, Reward, Rollout
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,19 @@ class Scored:
     rollout: Rollout
     episode: Episode
     reward_errors: list[Exception]
+
+
+class Queue(Protocol):
+    """Runs rollouts: the server's queue, or what stands for it where they are recorded already."""
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        """Add these rollouts after those that were added before."""
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        """Those of `ids` that are done; waits until one is. Asking changes nothing."""
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        """End these; they are done when this returns."""
 
 
 class Collector:

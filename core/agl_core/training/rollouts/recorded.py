@@ -20,7 +20,7 @@ from agl_core.types.recorded import RecordedReply, TokenizedReply
 
 
 class RecordedQueue:
-    """A rollout queue (`agl_core.training.server.Queue`) in which each rollout is done as soon as it is added.
+    """A `Queue` of a `Collector` in which each rollout is done as soon as it is added.
 
     What was recorded of another rollout of its task becomes its own, in the run's store. Its calls have no version,
     since the policy of this run did not answer them. They have log-probabilities only if the other rollout was one of

@@ -19,12 +19,12 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from agl_core.server import LightningServer
+from agl_core.server.gateway.upstream import RunSettings
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks, Stack, running_stack
 from agl_core.types import AttemptKey
 from agl_core.wire.headers import HEADER_ROLLOUT
-from agl_core.wire.trainers import OF_TRAINERS, BeginRequest, Registration, RunSettings
 from agl_core.wire.workers import OF_WORKERS, LeaseRequest
 
 pytest_plugins = ["schemathesis.pytest.plugin"]
@@ -38,7 +38,7 @@ OWN = AttemptKey("own", 0)
 
 @pytest.fixture
 def served() -> Iterator[Stack]:
-    """A server in a thread; one attempt is running, and the run has begun."""
+    """A server in a thread; one attempt is running."""
     found: list[Stack] = []
     ready = threading.Event()
     loop = asyncio.new_event_loop()
@@ -46,18 +46,6 @@ def served() -> Iterator[Stack]:
 
     async def serve() -> None:
         async with running_stack(timeout=3600) as stack:
-            await stack.server.run.begin(BeginRequest(run="run", started=0.0, config=None, resumed_step=None))
-            await stack.server.run.serve(
-                Registration(
-                    restart=0,
-                    urls=(stack.upstream.url,),
-                    models={"default": "served"},
-                    api_key="k",
-                    versions={},
-                    settings=RunSettings(sampling=None, seed=0, timeout=3600, attempts=1),
-                    expires=None,
-                )
-            )
             await stack.server.queue.enqueue([make.rollout("own")])
             await stack.server.queue.lease(LeaseRequest(worker="never beats", capacity=1))
             found.append(stack)
@@ -105,10 +93,10 @@ async def test_the_server_tells_it_to_anybody(stack: Stack) -> None:
         told = (await http.get(f"{stack.server.base_url}/openapi.json")).json()
     assert told == DOCUMENT
     described = {(method.upper(), path) for path, methods in told["paths"].items() for method in methods}
-    for method, path in (("POST", "/agl/v1/leases"), ("PUT", "/agl/v1/upstream"), ("POST", "/v1/messages")):
+    for method, path in (("POST", "/agl/v1/leases"), ("GET", "/agl/v1/activity"), ("POST", "/v1/messages")):
         assert (method, path) in described
     routes = {path for _, path in described}
-    assert len(described) == len(routes) == 16 + 2 * 8
+    assert len(described) == len(routes) == 5 + 2 * 8
 
 
 def test_every_route_says_what_it_does_and_whose_key_it_takes() -> None:
@@ -121,7 +109,7 @@ def test_every_route_says_what_it_does_and_whose_key_it_takes() -> None:
 
 async def test_every_operation_is_served_and_asks_for_a_key(stack: Stack) -> None:
     async with httpx.AsyncClient(base_url=stack.server.base_url, trust_env=False) as http:
-        for operation in (*OF_WORKERS, *OF_TRAINERS):
+        for operation in OF_WORKERS:
             path = operation.path.format(rollout="own", attempt="0")
             answer = await http.request(operation.method, path)
             assert (operation.name, answer.status_code) == (operation.name, 401)

@@ -163,12 +163,12 @@ async def test_a_body_that_is_refused_unread_is_not_waited_for_either(monkeypatc
 
 async def test_who_hangs_up_leaves_no_traceback(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     key = await stack.lease()
-    paths = ["/agl/v1/leases", "/agl/v1/store/query", f"/rollout/{key.rollout}/attempt/0/v1/traces"]
+    paths = ["/agl/v1/leases", f"/rollout/{key.rollout}/attempt/0/v1/traces"]
     paths += [f"/rollout/{key.rollout}/attempt/0/v1/{each}" for each in ("chat/completions", "responses", "messages")]
     server, tasks = stack.server, asyncio.all_tasks()
     async with asyncio.timeout(PATIENCE):
         for path in paths:
-            holder = server.keys.operator if "store" in path else server.worker_key if "agl" in path else None
+            holder = server.worker_key if "agl" in path else None
             async with connected(stack) as (_, writer):
                 head = TRICKLE % (path.encode(), (holder or server.keys.of_attempt(key)).encode())
                 writer.write(head)

@@ -91,5 +91,5 @@ async def deployed(
         upstream = Upstream(urls=(model.url,), models={"default": "served"}, api_key="upstream-key")
         section = OnlineSection(**{**SETTINGS, **settings})
         online = Online(section, upstream, "run", folder, redactors)
-        async with running_stack(store=store, keys=keys, run="run", online=online) as stack:
+        async with running_stack(store=store, keys=keys, online=online) as stack:
             yield Deployed(stack, store, model, http)

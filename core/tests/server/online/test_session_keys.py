@@ -47,7 +47,6 @@ async def test_no_key_opens_anothers_door(use: Deployed) -> None:
         "ending": ("/agl/v1/sessions/end", {"session": "talk"}, {"application"}),
         "feedback": ("/agl/v1/feedback", {"call": reply.id, "thumbs": "up"}, {"feedback"}),
         "deletion": ("/agl/v1/sessions/delete", {"sessions": ["use-x"]}, {"operator"}),
-        "reading": ("/agl/v1/store/query", {"kind": "rollouts"}, {"operator"}),
         "a lease": ("/agl/v1/leases", {"worker": "w", "capacity": 1}, {"worker"}),
     }
     for door, (path, body, whose) in doors.items():

@@ -151,7 +151,7 @@ async def test_sessions_are_no_affair_of_trainers_and_workers(use: Deployed) -> 
     await use.stack.client(attempt).chat.completions.create(
         model="default", messages=[{"role": "user", "content": "x"}]
     )
-    await use.server.queue.abandon()
+    await use.server.queue.abandon("run")
     [session] = await use.sessions()
     assert session.state is RolloutState.RUNNING
     await use.ask("again", "talk")

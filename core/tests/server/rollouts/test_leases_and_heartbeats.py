@@ -6,19 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from agl_core.client.http import LightningClient
-from agl_core.errors import ServerError
 from agl_core.server import Keys, RolloutQueue
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks, Stack
-from agl_core.types import AttemptKey, Call, Ending, RolloutState, ToolStatus
+from agl_core.types import AttemptKey, Ending, RolloutState, ToolStatus
 from agl_core.wire.workers import (
     LEASE,
     CloseRequest,
@@ -280,90 +276,3 @@ async def test_a_late_result_that_nobody_superseded_changes_nothing(clock: Clock
         written = list(store.written)
         assert not (await queue.close_attempt(key, FINISHED)).counted
         assert store.written == written
-
-
-async def test_a_late_result_is_recorded_after_a_restart_too(
-    queue: RolloutQueue, clock: Clock, store: MemoryStore
-) -> None:
-    await queue.enqueue([make.rollout("a")])
-    (late,) = await lent(queue)
-    beat(queue, late)
-    await clock.advance(20)
-    async with watched(store) as restarted:
-        await restarted.restore("run")
-        assert not (await restarted.close_attempt(late, FINISHED)).counted
-    (attempt,) = await store.attempts("a")
-    assert (attempt.ending, attempt.result) == (Ending.LOST, "4")
-
-
-def recorded(key: AttemptKey, sequence: int, *, late: bool = False) -> Call:
-    return Call(f"c{sequence}", *key, sequence, "default", 0, {}, (), 0.0, 0.0, late=late)
-
-
-async def test_a_run_is_taken_up_from_the_store(clock: Clock, tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite"
-    async with SqliteStore(path) as store, watched(store) as queue:
-        await queue.enqueue([make.rollout(id) for id in ("done", "again", "kept", "gone", "first", "second")])
-        await queue.enqueue([make.rollout("other", run="another run")])
-        done, again, kept, _ = await lent(queue, capacity=4)
-        await store.put(recorded(kept, 0), recorded(kept, 1, late=True))
-        await queue.close_attempt(done, CloseRequest(ending=Ending.CANCELLED))
-        await queue.close_attempt(again, CloseRequest(ending=Ending.CRASHED))
-    async with SqliteStore(path) as store, watched(store) as queue:
-        await queue.restore("run")
-        assert (queue.queued, queue.running) == (3, 2)
-        assert beat(queue, kept) == []
-        active = queue.attempt(kept)
-        assert active is not None
-        assert (active.started_calls, active.completed_calls) == (2, 1)
-        beat(queue, kept)
-        expected = [AttemptKey("again", 1), AttemptKey("first", 0), AttemptKey("second", 0)]
-        assert await lent(queue, "v", capacity=9) == expected
-        await clock.advance(15)
-        beat(queue, kept)
-        await clock.advance(10)
-        found, deadline = {"gone": RolloutState.RUNNING}, time.monotonic() + 60
-        while found["gone"] is RolloutState.RUNNING and time.monotonic() < deadline:  # the writer is a thread
-            found = {each.id: each.state for each in await store.rollouts(run="run")}
-        assert found["gone"] is RolloutState.QUEUED, "its worker sent no heartbeat"
-        assert found["kept"] is RolloutState.RUNNING
-        assert (await queue.close_attempt(kept, FINISHED)).counted
-        assert (await queue.done(["kept"]))[0].ending is Ending.FINISHED, "a call from before the restart counts"
-        assert await lent(queue, "v") == [AttemptKey("gone", 1)]
-        with pytest.raises(ServerError, match="already in the queue"):
-            await queue.enqueue([make.rollout("first", step=9)])
-
-
-async def test_a_restored_attempt_keeps_its_own_timeout(clock: Clock, store: MemoryStore) -> None:
-    async with watched(store) as queue:
-        await queue.enqueue([make.rollout("a")])
-        (key,) = await lent(queue)
-    (attempt,) = await store.attempts("a")
-    await store.put(replace(attempt, started=attempt.started - 90))
-    async with watched(store) as queue:
-        await queue.restore("run")
-        for _ in range(2):
-            beat(queue, key)
-            await clock.advance(15)
-            assert await state(store) is RolloutState.RUNNING
-        beat(queue, key)
-        await clock.advance(10)
-        assert await state(store) is RolloutState.QUEUED
-
-
-async def test_a_wall_clock_set_back_does_not_lengthen_a_restored_attempt(
-    clock: Clock, store: MemoryStore, set_wall_clock: Callable[[float], None]
-) -> None:
-    async with watched(store) as queue:
-        await queue.enqueue([make.rollout("a")])
-        (key,) = await lent(queue)
-    set_wall_clock(-YEAR)
-    async with watched(store) as queue:
-        await queue.restore("run")
-        for _ in range(8):
-            assert beat(queue, key) == []
-            await clock.advance(15)
-            assert await state(store) is RolloutState.RUNNING
-        beat(queue, key)
-        await clock.advance(15)
-        assert await state(store) is RolloutState.QUEUED

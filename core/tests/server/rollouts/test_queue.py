@@ -70,12 +70,10 @@ async def test_a_cancelled_lease_takes_nothing(queue: RolloutQueue) -> None:
     assert (await lease(queue)).leases[0].rollout == "a"
 
 
-async def test_a_closed_queue_tells_workers_and_takes_nothing_in(queue: RolloutQueue) -> None:
+async def test_a_closed_queue_tells_workers(queue: RolloutQueue) -> None:
     await queue.enqueue([make.rollout("a")])
     queue.close()
     assert await lease(queue, wait=30) == LeaseReply(leases=[], closed=True)
-    with pytest.raises(ServerError, match="closed"):
-        await queue.enqueue([make.rollout("b")])
 
 
 async def test_closing_wakes_a_waiting_lease(queue: RolloutQueue) -> None:
@@ -83,37 +81,6 @@ async def test_closing_wakes_a_waiting_lease(queue: RolloutQueue) -> None:
     await asyncio.sleep(0)
     queue.close()
     assert (await waiting).closed
-
-
-async def test_adding_a_rollout_again_changes_nothing(queue: RolloutQueue, store: MemoryStore) -> None:
-    """Waiting, running or done: whoever did not hear that it was taken in may say it again."""
-    await queue.enqueue([make.rollout("a"), make.rollout("a")])
-    await queue.enqueue([make.rollout("b"), make.rollout("a")])
-    assert queue.queued == 2
-    key = await leased(queue, calls=1)
-    await queue.enqueue([make.rollout("a")])
-    assert (queue.queued, queue.running) == (1, 1)
-    await queue.close_attempt(key, FINISHED)
-    await queue.enqueue([make.rollout("a")])
-    assert (queue.queued, queue.running) == (1, 0)
-    assert (await store.rollout("a")).state is RolloutState.DONE
-
-
-async def test_adding_it_again_while_it_is_being_added_waits_for_that(queue: RolloutQueue, store: MemoryStore) -> None:
-    store.writable.clear()
-    adding = [asyncio.ensure_future(queue.enqueue([make.rollout("a")])) for _ in range(2)]
-    await store.write_waits.wait()
-    assert not any(each.done() for each in adding)
-    store.writable.set()
-    await asyncio.gather(*adding)
-    assert len(store.written) == queue.queued == 1
-
-
-async def test_another_rollout_of_the_same_id_is_refused(queue: RolloutQueue) -> None:
-    await queue.enqueue([make.rollout("a")])
-    with pytest.raises(ServerError, match="a is already in the queue"):
-        await queue.enqueue([make.rollout("b"), make.rollout("a", step=1)])
-    assert queue.queued == 1
 
 
 async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, store: MemoryStore) -> None:
@@ -180,7 +147,7 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
     await queue.close_attempt(a, FINISHED)
     for _ in range(2):
         assert [each.id for each in await queue.done(list("dabca"))] == ["c", "b", "a"]
-    assert await queue.done(["d"], wait=0.01) == await queue.done([]) == []
+    assert await queue.done([]) == []
 
 
 async def test_who_gives_up_takes_nothing_from_the_others(queue: RolloutQueue) -> None:
@@ -192,15 +159,15 @@ async def test_who_gives_up_takes_nothing_from_the_others(queue: RolloutQueue) -
     assert [each.id for each in await asking[1]] == ["a"]
 
 
-async def test_what_memory_has_forgotten_is_answered_from_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make.rollout("a")])
-    await queue.close_attempt(await leased(queue, calls=1), FINISHED)
-    restarted = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
-    await restarted.enqueue([make.rollout("b")])
-    assert await restarted.done(["b", "a"]) == await queue.done(["a"])
-    for unknown in (["b", "nobody"], ["b", ""]):
-        with pytest.raises(ServerError, match="no rollout"):
-            await restarted.done(unknown)
+async def test_what_memory_has_forgotten_is_answered_from_the_store(
+    queue: RolloutQueue, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_core.server.rollouts.queue._REMEMBERED", 1)
+    queue = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
+    await queue.enqueue([make.rollout("a"), make.rollout("b"), make.rollout("c")])
+    for _ in range(2):
+        await queue.close_attempt(await leased(queue, calls=1), FINISHED)
+    assert await queue.done(["c", "a"]) == [await store.rollout("a")]
 
 
 async def test_the_end_of_the_server_sends_away_who_waits(queue: RolloutQueue) -> None:
@@ -227,27 +194,30 @@ async def test_nothing_is_lent_until_it_is_allowed_again(queue: RolloutQueue) ->
     assert [each.rollout for each in (await waiting).leases] == ["a"]
 
 
-async def test_what_a_trainer_left_is_lost_and_not_tried_again(queue: RolloutQueue, store: MemoryStore) -> None:
+@pytest.mark.parametrize("by", ["the same server", "the next server"])
+async def test_what_a_trainer_left_is_lost_and_not_tried_again(
+    queue: RolloutQueue, store: MemoryStore, by: str
+) -> None:
     await queue.enqueue([make.rollout(id) for id in "abc"])
+    await queue.enqueue([make.rollout("other", run="another run")])
     done, running = await leased(queue, calls=1), await leased(queue, calls=1)
     await queue.close_attempt(done, FINISHED)
-    await queue.abandon()
-    assert {each.id: each.ending for each in await store.rollouts()} == {
+    if by == "the next server":
+        queue = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
+        await queue.abandon("run")
+        assert (await store.rollout("other")).ending is None
+    await queue.abandon("run")
+    await queue.cancel(["other"])
+    assert {each.id: each.ending for each in await store.rollouts(run="run")} == {
         "a": Ending.FINISHED,
         "b": Ending.LOST,
         "c": Ending.LOST,
     }
     assert (queue.queued, queue.running) == (0, 0)
     assert not (await queue.close_attempt(running, FINISHED)).counted
-
-
-async def test_new_limits_hold_for_what_starts_from_then_on(queue: RolloutQueue) -> None:
-    await queue.enqueue([make.rollout("a"), make.rollout("b")])
-    assert (await lease(queue)).leases[0].timeout == 30
-    queue.limit(timeout=7, attempts=1)
-    reply = await lease(queue)
-    assert reply.leases[0].timeout == 7
-    assert (await queue.close_attempt(AttemptKey("b", 0), CRASHED)).counted, "there is one try now"
+    [attempt] = await store.attempts("b")
+    assert attempt.ending is Ending.LOST
+    assert str(attempt.error).endswith("reported later that it was finished; that does not count.")
 
 
 async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hooks: Hooks) -> None:
