@@ -16,9 +16,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from agl_core import kinds
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import PluginChoice, Section
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 
 OUT = Path(__file__).with_name("configuration.md")
 HEAD = """# The configuration file
@@ -97,7 +98,7 @@ def render() -> str:
             lines += rows
     lines.append(PLUGINS_HEAD)
     plugins = Plugins.load()
-    for kind in Kind:
+    for kind in kinds.KINDS:
         for component in sorted(plugins.components(kind).values(), key=lambda each: each.name):
             if component.origin.startswith("agl-"):
                 package = component.origin.split()[0]

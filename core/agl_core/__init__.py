@@ -1,5 +1,6 @@
 """agl: train LLM agents that already exist, by reinforcement learning."""
 
+from agl_core import kinds
 from agl_core.capture import agent, attach, load_episodes, reward, save_episodes, state, tool
 from agl_core.decorators import (
     adapter,
@@ -14,7 +15,7 @@ from agl_core.decorators import (
     tracker,
 )
 from agl_core.hooks import hookimpl
-from agl_core.registering import Capability
+from agl_core.kinds import Capability
 from agl_core.returns import discounted_returns, episode_return
 from agl_core.types import CreditKind, Episode, Reward, Task, Transition
 
@@ -38,6 +39,7 @@ __all__ = [
     "episode_return",
     "group_reward_rule",
     "hookimpl",
+    "kinds",
     "load_episodes",
     "redactor",
     "release_check",

@@ -9,7 +9,7 @@
 
 Name the file in the configuration (`plugins = ["my_rewards.py"]`) and the rule beside it (`[rewards.brevity]`).
 Keyword-only parameters are its settings: `[rewards.brevity]` takes `limit`, checked against its type. What needs the
-run's folder or seed, or state of its own, is registered with a hook instead (`agl_core.hooks`).
+run's folder or seed, or state of its own, is registered by a hook instead (`agl_core.hooks.register_components`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from agl_core import kinds
 from agl_core.errors import PluginError
-from agl_core.hooks import hookimpl
+from agl_core.kinds import AnyKind, Capability, Register
 from agl_core.plugins import DECORATED
 from agl_core.protocols import Adapter, Algorithm, GroupRewardRule, RewardValue
-from agl_core.registering import Capability
 from agl_core.types import CreditKind, Identity, Task
 
-Thing = TypeVar("Thing", bound=Callable[..., Any])
-Rewarding = TypeVar("Rewarding", bound=Callable[..., RewardValue | Awaitable[RewardValue]])
-Comparing = TypeVar("Comparing", bound=Callable[..., Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]])
-Crediting = TypeVar("Crediting", bound=Callable[..., list[list[float]]])
-Checking = TypeVar("Checking", bound=Callable[..., str | Awaitable[str | None] | None])
-Redacting = TypeVar("Redacting", bound=Callable[..., str])
-Making = TypeVar("Making", bound=Callable[..., Algorithm])
-Attaching: TypeAlias = Callable[[], Callable[[], Identity | None] | None]
-Listing = TypeVar("Listing", bound=Callable[..., Iterable[Task]])
-Drawing = TypeVar("Drawing", bound=Callable[..., Task])
-Logging = TypeVar("Logging", bound=Callable[..., None])
+RewardFunction = TypeVar("RewardFunction", bound=Callable[..., RewardValue | Awaitable[RewardValue]])
+GroupRewardFunction = TypeVar(
+    "GroupRewardFunction", bound=Callable[..., Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]]
+)
+CreditFunction = TypeVar("CreditFunction", bound=Callable[..., list[list[float]]])
+CheckFunction = TypeVar("CheckFunction", bound=Callable[..., str | Awaitable[str | None] | None])
+RedactFunction = TypeVar("RedactFunction", bound=Callable[..., str])
+AlgorithmClass = TypeVar("AlgorithmClass", bound=Callable[..., Algorithm])
+AttachFunction: TypeAlias = Callable[[], Callable[[], Identity | None] | None]
+TaskListFunction = TypeVar("TaskListFunction", bound=Callable[..., Iterable[Task]])
+TaskFunction = TypeVar("TaskFunction", bound=Callable[..., Task])
+LogFunction = TypeVar("LogFunction", bound=Callable[..., None])
 
 
 def options_of(thing: Callable[..., Any]) -> type[BaseModel]:
@@ -56,53 +57,48 @@ def options_of(thing: Callable[..., Any]) -> type[BaseModel]:
     return create_model(f"{thing.__name__}_options", __config__=ConfigDict(extra="forbid"), **fields)
 
 
-class _Bringing:
-    """A plugin that implements one hook."""
-
-    def __init__(self, hook: str, implementation: Callable[..., None]) -> None:
-        setattr(self, hook, hookimpl(implementation))
-
-
-def _brought(thing: Thing, hook: str, made: Callable[..., Any], name: str | None, **declared: Any) -> Thing:
-    """The function or class itself; `made` makes the component of it, with the settings as keywords."""
-
-    def build(options: BaseModel, *context: Any) -> Any:
-        return made(*context, **{setting: getattr(options, setting) for setting in type(options).model_fields})
-
-    def implementation(register: Any) -> None:
-        if "options" not in declared:
-            declared.update(build=build, options=options_of(thing))
-        register(name or thing.__name__, doc=inspect.getdoc(thing), **declared)
-
-    setattr(thing, DECORATED, _Bringing(hook, implementation))
-    return thing
-
-
 def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the rule of a run: the function with its settings filled in."""
     return lambda **settings: functools.partial(function, **settings)
 
 
-def _bringing(
-    function: Any, name: str | None, hook: str, made: Callable[[Any], Callable[..., Any]], **declared: Any
+def _decorator(
+    function: Any,
+    kind: AnyKind,
+    name: str | None = None,
+    make: Callable[[Any], Callable[..., Any]] = _filled,
+    options: type[BaseModel] | None = None,
+    **declared: Any,
 ) -> Any:
-    """What a decorator returns: the decorated function, or without one, as in `@decorator(name=…)`, the decorator."""
+    """What a decorator returns: the decorated function, or without one, as in `@decorator(name=…)`, the decorator.
+
+    `make(function)` makes the component, called with the context of its kind and the settings as keywords. With
+    `options`, the decorated thing is the builder.
+    """
 
     def decorate(thing: Any) -> Any:
-        return _brought(thing, hook, made(thing), name, **declared)
+        product = make(thing)
+
+        def build(options: BaseModel, *context: Any) -> Any:
+            return product(*context, **{setting: getattr(options, setting) for setting in type(options).model_fields})
+
+        def bring(register: Register) -> None:
+            named, doc = name or thing.__name__, inspect.getdoc(thing)
+            if options is not None:
+                register(kind, named, thing, options=options, doc=doc, **declared)
+            else:  # Only now: annotations of settings may name what the module defines below the function.
+                register(kind, named, build, options=options_of(thing), doc=doc, **declared)
+
+        setattr(thing, DECORATED, bring)
+        return thing
 
     return decorate if function is None else decorate(function)
 
 
-def _beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with paths that are relative to the configuration's folder."""
-    return {name: folder / value.expanduser() if isinstance(value, Path) else value for name, value in settings.items()}
-
-
 @overload
-def reward_rule(function: Rewarding) -> Rewarding: ...
+def reward_rule(function: RewardFunction) -> RewardFunction: ...
 @overload
-def reward_rule(*, name: str | None = None, isolated: bool = False) -> Callable[[Rewarding], Rewarding]: ...
+def reward_rule(*, name: str | None = None, isolated: bool = False) -> Callable[[RewardFunction], RewardFunction]: ...
 def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool = False) -> Any:
     """Make `function(episode, *, settings…)` a reward rule; it may be async.
 
@@ -113,7 +109,7 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
     `isolated`: a run calls it in a process without keys, files of the run or network, with limits of time and memory
     (docs/security.md). It must be a function of a module, and not async.
     """
-    return _bringing(function, name, "register_rewards", _isolated if isolated else _filled)
+    return _decorator(function, kinds.REWARD, name, _isolated if isolated else _filled)
 
 
 def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,18 +119,18 @@ def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
             "of its module, not one inside another function, and not async."
         )
 
-    def made(**settings: Any) -> Any:
+    def isolated(**settings: Any) -> Any:
         from agl_core.sandbox import IsolatedFunction  # Agents' processes need no rules.
 
         return IsolatedFunction(function, settings)
 
-    return made
+    return isolated
 
 
 @overload
-def group_reward_rule(function: Comparing) -> Comparing: ...
+def group_reward_rule(function: GroupRewardFunction) -> GroupRewardFunction: ...
 @overload
-def group_reward_rule(*, name: str) -> Callable[[Comparing], Comparing]: ...
+def group_reward_rule(*, name: str) -> Callable[[GroupRewardFunction], GroupRewardFunction]: ...
 def group_reward_rule(function: Any = None, *, name: str | None = None) -> Any:
     """Make `function(episodes, *, settings…)` a reward rule that sees all episodes of a group; it may be async.
 
@@ -142,10 +138,10 @@ def group_reward_rule(function: Any = None, *, name: str | None = None) -> Any:
     the other rules had rewards for, not those that were dropped or have a fixed reward for their ending.
     """
 
-    def made(function: Comparing) -> Callable[..., GroupRewardRule]:
+    def make(function: GroupRewardFunction) -> Callable[..., GroupRewardRule]:
         return lambda **settings: GroupRewardRule(functools.partial(function, **settings))
 
-    return _bringing(function, name, "register_rewards", made, needs={Capability.GROUPS})
+    return _decorator(function, kinds.REWARD, name, make, needs={Capability.GROUPS})
 
 
 def credit_rule(
@@ -154,7 +150,7 @@ def credit_rule(
     name: str | None = None,
     needs: Iterable[Capability] = (),
     provides: Iterable[Capability] = (),
-) -> Callable[[Crediting], Crediting]:
+) -> Callable[[CreditFunction], CreditFunction]:
     """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
 
     It gets one group of episodes and yields one value per transition. `kind` says what the values are:
@@ -162,8 +158,9 @@ def credit_rule(
     needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
     `Capability.TOOL_RESULTS`.
     """
-    declared = {"kind": kind, "needs": tuple(needs), "provides": tuple(provides)}
-    decorate: Callable[[Crediting], Crediting] = _bringing(None, name, "register_credit_rules", _filled, **declared)
+    decorate: Callable[[CreditFunction], CreditFunction] = _decorator(
+        None, kinds.CREDIT, name, yields=kind, needs=tuple(needs), provides=tuple(provides)
+    )
     return decorate
 
 
@@ -173,23 +170,21 @@ def algorithm(
     options: type[BaseModel] | None = None,
     takes: CreditKind | Callable[[Any], CreditKind] | None = CreditKind.RETURN,
     needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (Capability.TOKEN_IDS,),
-) -> Callable[[Making], Making]:
+) -> Callable[[AlgorithmClass], AlgorithmClass]:
     """Make a class an algorithm; its keyword-only parameters are the settings.
 
     With `options`, a model of the settings, it is called with one instance of that model instead. `takes` says which
     credited values it takes, and `needs` what it needs of the rest of the run; both may be computed from the settings.
     """
-
-    def decorate(thing: Making) -> Making:
-        model = {} if options is None else {"options": options, "build": thing}
-        return _brought(thing, "register_algorithms", thing, name, takes=takes, needs=needs, **model)
-
+    decorate: Callable[[AlgorithmClass], AlgorithmClass] = _decorator(
+        None, kinds.ALGORITHM, name, lambda algorithm: algorithm, options=options, takes=takes, needs=needs
+    )
     return decorate
 
 
 def adapter(
     framework: str, *, name: str | None = None, status_rules: Sequence[Any] = ()
-) -> Callable[[Attaching], Adapter]:
+) -> Callable[[AttachFunction], Adapter]:
     """Make `function()` an adapter, which `agl_core.attach` takes too: it installs the framework's hooks.
 
     It is called when the module `framework` is imported. Where the framework has no hook around a call, it may return a
@@ -197,39 +192,43 @@ def adapter(
     words in which the framework tells a model that a tool failed.
     """
 
-    def decorate(function: Attaching) -> Adapter:
-        made = _AttachedBy(framework, function)
+    def decorate(function: AttachFunction) -> Adapter:
+        attached = _FunctionAdapter(framework, function)
 
-        def implementation(register: Any) -> None:
+        def bring(register: Register) -> None:
             doc = inspect.getdoc(function)
-            register(name or function.__name__, lambda options: made, doc=doc, status_rules=status_rules)
+            register(
+                kinds.ADAPTER, name or function.__name__, lambda options: attached, doc=doc, status_rules=status_rules
+            )
 
-        setattr(made, DECORATED, _Bringing("register_adapters", implementation))
-        return made
+        setattr(attached, DECORATED, bring)
+        return attached
 
     return decorate
 
 
 @overload
-def task_source(function: Listing) -> Listing: ...
+def task_source(function: TaskListFunction) -> TaskListFunction: ...
 @overload
-def task_source(*, name: str) -> Callable[[Listing], Listing]: ...
+def task_source(*, name: str) -> Callable[[TaskListFunction], TaskListFunction]: ...
 def task_source(function: Any = None, *, name: str | None = None) -> Any:
     """Make `function(*, settings…) -> Iterable[Task]` a task source; it is called once and lists all tasks.
 
     Settings of type `Path` are relative to the configuration file.
     """
 
-    def made(function: Listing) -> Callable[..., _ListedTasks]:
+    def make(function: TaskListFunction) -> Callable[..., _ListedTasks]:
         def listed(folder: Path, seed: int, **settings: Any) -> _ListedTasks:
-            return _ListedTasks.checked(function.__name__, function(**_beside(folder, settings)))
+            return _ListedTasks.checked(function.__name__, function(**settings))
 
         return listed
 
-    return _bringing(function, name, "register_task_sources", made)
+    return _decorator(function, kinds.TASK_SOURCE, name, make)
 
 
-def endless_task_source(*, name: str | None = None, held_out: int | None = None) -> Callable[[Drawing], Drawing]:
+def endless_task_source(
+    *, name: str | None = None, held_out: int | None = None
+) -> Callable[[TaskFunction], TaskFunction]:
     """Make `function(index, seed, *, settings…) -> Task` a task source; it is called for each task that is needed.
 
     It must make the same task of the same index and seed, always. `seed` is the run's, so that each run trains on tasks
@@ -238,7 +237,7 @@ def endless_task_source(*, name: str | None = None, held_out: int | None = None)
     relative to the configuration file.
     """
 
-    def made(function: Drawing) -> Callable[..., _DrawnTasks]:
+    def make(function: TaskFunction) -> Callable[..., _DrawnTasks]:
         if held_out is not None and "split" not in options_of(function).model_fields:
             raise PluginError(
                 f"The task source '{function.__name__}' has held-out tasks, but no setting that says which are wanted. "
@@ -248,57 +247,57 @@ def endless_task_source(*, name: str | None = None, held_out: int | None = None)
         def drawn(folder: Path, seed: int, **settings: Any) -> _DrawnTasks:
             trained = held_out is None or settings["split"] == "train"
             size = None if trained else held_out
-            return _DrawnTasks(function, seed if trained else 0, size, _beside(folder, settings))
+            return _DrawnTasks(function, seed if trained else 0, size, settings)
 
         return drawn
 
-    decorate: Callable[[Drawing], Drawing] = _bringing(None, name, "register_task_sources", made)
+    decorate: Callable[[TaskFunction], TaskFunction] = _decorator(None, kinds.TASK_SOURCE, name, make)
     return decorate
 
 
 @overload
-def tracker(function: Logging) -> Logging: ...
+def tracker(function: LogFunction) -> LogFunction: ...
 @overload
-def tracker(*, name: str) -> Callable[[Logging], Logging]: ...
+def tracker(*, name: str) -> Callable[[LogFunction], LogFunction]: ...
 def tracker(function: Any = None, *, name: str | None = None) -> Any:
     """Make `function(step, metrics, *, settings…)` a tracker; it is called with the metrics of each step."""
 
-    def made(function: Logging) -> Callable[..., _CalledTracker]:
+    def make(function: LogFunction) -> Callable[..., _CalledTracker]:
         return lambda run_dir, **settings: _CalledTracker(functools.partial(function, **settings))
 
-    return _bringing(function, name, "register_trackers", made)
+    return _decorator(function, kinds.TRACKER, name, make)
 
 
 @overload
-def release_check(function: Checking) -> Checking: ...
+def release_check(function: CheckFunction) -> CheckFunction: ...
 @overload
-def release_check(*, name: str) -> Callable[[Checking], Checking]: ...
+def release_check(*, name: str) -> Callable[[CheckFunction], CheckFunction]: ...
 def release_check(function: Any = None, *, name: str | None = None) -> Any:
     """Make `function(release, *, settings…) -> str | None` a check before a version is served; it may be async.
 
     It says what speaks against the version (`agl_core.protocols.Release`), or None. What it raises does too.
     """
-    return _bringing(function, name, "register_release_checks", _filled)
+    return _decorator(function, kinds.RELEASE_CHECK, name)
 
 
 @overload
-def redactor(function: Redacting) -> Redacting: ...
+def redactor(function: RedactFunction) -> RedactFunction: ...
 @overload
-def redactor(*, name: str) -> Callable[[Redacting], Redacting]: ...
+def redactor(*, name: str) -> Callable[[RedactFunction], RedactFunction]: ...
 def redactor(function: Any = None, *, name: str | None = None) -> Any:
     """Make `function(text, *, settings…) -> str` a redactor: it returns the text of a session as it may be stored.
 
     A call on whose texts it raises is answered, and not recorded.
     """
-    return _bringing(function, name, "register_redactors", _filled)
+    return _decorator(function, kinds.REDACTOR, name)
 
 
 @dataclass
-class _AttachedBy:
+class _FunctionAdapter:
     """An adapter of one function."""
 
     framework: str
-    attach: Callable[[], Callable[[], Identity | None] | None]
+    attach: AttachFunction
 
 
 @dataclass(frozen=True)
@@ -306,13 +305,13 @@ class _ListedTasks:
     tasks: tuple[Task, ...]
 
     @classmethod
-    def checked(cls, name: str, found: Iterable[Task]) -> _ListedTasks:
-        tasks = tuple(found)
-        strange = [each for each in tasks if not isinstance(each, Task)]
-        if strange or not tasks:
-            what = f"a {type(strange[0]).__name__}" if strange else "nothing"
+    def checked(cls, name: str, listed: Iterable[Task]) -> _ListedTasks:
+        tasks = tuple(listed)
+        wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
+        if wrong or not tasks:
+            what = f"a {wrong[0]}" if wrong else "nothing"
             raise PluginError(f"The task source '{name}' listed {what}. It must list one agl_core.Task or more.")
-        if len({each.id for each in tasks}) < len(tasks):
+        if len({task.id for task in tasks}) < len(tasks):
             raise PluginError(f"The task source '{name}' listed two tasks with one id. Give each an id of its own.")
         return cls(tasks)
 

@@ -1,13 +1,7 @@
-"""Everything a plugin can be or do. One hook each; implement those you need, with `@agl_core.hookimpl`.
+"""Everything a plugin can be or do. Implement the hooks that you need, with `@agl_core.hookimpl`.
 
-A `register_…` hook is called with `register`; call it for each component that you bring:
-
-    @agl_core.hookimpl
-    def register_rewards(register: RegisterReward) -> None:
-        register("brevity", lambda options: brevity)
-
-`agl_core.registering` has the signature of each; docs/plugins.md has an example of each. The hooks from
-`rollout_started` on follow a run (`agl_core.run_hooks`): what one of them raises is logged, and the run goes on.
+Those from `rollout_started` on follow a run (`agl_core.run_hooks`): what one of them raises is logged, and the run goes
+on. docs/plugins.md has an example of each hook, and of each kind of component.
 """
 
 from __future__ import annotations
@@ -24,20 +18,8 @@ from agl_core.types import Attempt, Episode, Rollout
 if TYPE_CHECKING:
     import typer
 
+    from agl_core.kinds import Register
     from agl_core.protocols import RunPages
-    from agl_core.registering import (
-        RegisterAdapter,
-        RegisterAlgorithm,
-        RegisterBuffer,
-        RegisterCreditRule,
-        RegisterEngine,
-        RegisterRedactor,
-        RegisterReleaseCheck,
-        RegisterReward,
-        RegisterStore,
-        RegisterTaskSource,
-        RegisterTracker,
-    )
 
 API_VERSION = 1
 """Grows when a hook changes in a way that breaks a plugin written for an earlier number."""
@@ -47,58 +29,8 @@ hookimpl = pluggy.HookimplMarker("agl")
 
 
 @hookspec
-def register_adapters(register: RegisterAdapter) -> None:
-    """Bring an adapter for an agent framework: `build(options) -> Adapter`."""
-
-
-@hookspec
-def register_algorithms(register: RegisterAlgorithm) -> None:
-    """Bring an algorithm: `build(options) -> Algorithm`; `takes` says which credited values it takes."""
-
-
-@hookspec
-def register_engines(register: RegisterEngine) -> None:
-    """Bring an engine: `build(options, context) -> Engine`."""
-
-
-@hookspec
-def register_rewards(register: RegisterReward) -> None:
-    """Bring a reward rule: `build(options) -> RewardRule`, or `GroupRewardRule` to see a whole group at once."""
-
-
-@hookspec
-def register_credit_rules(register: RegisterCreditRule) -> None:
-    """Bring a credit rule: `build(options) -> CreditRule`; `kind` says what its values are."""
-
-
-@hookspec
-def register_buffers(register: RegisterBuffer) -> None:
-    """Bring an experience buffer: `build(options) -> Buffer`."""
-
-
-@hookspec
-def register_stores(register: RegisterStore) -> None:
-    """Bring a store: `build(options, folder, read_only) -> Store`; `folder` is the run's."""
-
-
-@hookspec
-def register_task_sources(register: RegisterTaskSource) -> None:
-    """Bring a task source: `build(options, folder, seed) -> TaskSource`; paths are relative to `folder`."""
-
-
-@hookspec
-def register_trackers(register: RegisterTracker) -> None:
-    """Bring a tracker: `build(options, run_dir) -> Tracker`."""
-
-
-@hookspec
-def register_release_checks(register: RegisterReleaseCheck) -> None:
-    """Bring a check that a version must pass before it is served: `build(options) -> ReleaseCheck`."""
-
-
-@hookspec
-def register_redactors(register: RegisterRedactor) -> None:
-    """Bring what takes texts of real use apart before they are stored: `build(options) -> Redactor`."""
+def register_components(register: Register) -> None:
+    """Bring components of any kind: call `register(kind, name, build, …)` for each (`agl_core.kinds`)."""
 
 
 @hookspec

@@ -6,10 +6,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,30 +18,14 @@ from pydantic import BaseModel
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
+from agl_core.kinds import AnyKind, Capability, NoOptions, Register
 from agl_core.protocols import RunPages
-from agl_core.registering import Capability, NoOptions
 from agl_core.run_hooks import RunHooks
 from agl_core.types import CreditKind
 
 ENTRY_POINT_GROUP = "agl"
 DECORATED = "__agl_plugin__"
-"""The attribute of a function or class that has the plugin which a decorator made of it."""
-
-
-class Kind(StrEnum):
-    """What a plugin can bring; the values are the words of the configuration."""
-
-    ADAPTER = "adapter"
-    ALGORITHM = "algorithm"
-    ENGINE = "engine"
-    REWARD = "reward"
-    CREDIT = "credit"
-    BUFFER = "buffer"
-    STORE = "store"
-    TASK_SOURCE = "task source"
-    TRACKER = "tracker"
-    RELEASE_CHECK = "release check"
-    REDACTOR = "redactor"
+"""The attribute of a decorated function or class that registers the component made of it."""
 
 
 def lazily(package: str, **places: str) -> Callable[[str], Any]:
@@ -78,10 +61,10 @@ class BrokenPlugin:
 class Component:
     """One thing that a plugin brought."""
 
-    kind: Kind
+    kind: AnyKind
     name: str
     build: Callable[..., Any]
-    """Makes it from its settings, and from what `agl_core.registering` names beside them for its kind."""
+    """Makes it from its settings, and from what `agl_core.kinds` names beside them for its kind."""
     origin: str
     """The distribution and version, or the file, that it came from."""
     doc: str = ""
@@ -97,21 +80,6 @@ class Component:
     """Of an adapter: the words in which its framework tells a model that a tool failed."""
 
 
-_REGISTER_HOOKS = {
-    Kind.ADAPTER: "register_adapters",
-    Kind.ALGORITHM: "register_algorithms",
-    Kind.ENGINE: "register_engines",
-    Kind.REWARD: "register_rewards",
-    Kind.CREDIT: "register_credit_rules",
-    Kind.BUFFER: "register_buffers",
-    Kind.STORE: "register_stores",
-    Kind.TASK_SOURCE: "register_task_sources",
-    Kind.TRACKER: "register_trackers",
-    Kind.RELEASE_CHECK: "register_release_checks",
-    Kind.REDACTOR: "register_redactors",
-}
-
-
 class Plugins:
     """All plugins of a process, and the components they brought."""
 
@@ -121,9 +89,13 @@ class Plugins:
         self._origins: dict[Any, str] = {}
         self.hook = RunHooks(self._manager, self._origins.__getitem__)
         """Calls the hooks that follow a run."""
+        self._decorated: dict[Callable[[Register], None], Any] = {}
+        """What decorators made in the plugins, with the first plugin that has it."""
         self._installed: dict[Any, str] = {}
         """The names of the plugins that were found by entry point."""
         self._broken: dict[tuple[str, str], BrokenPlugin] = {}
+        self._components: list[Component] | None = None
+        """What the plugins brought, once they were asked."""
 
     @classmethod
     def load(cls, files: Sequence[Path] = ()) -> Plugins:
@@ -141,7 +113,7 @@ class Plugins:
             except Exception as error:
                 plugins._broke(entry.name, origin, error)
             else:
-                plugins._installed.update(dict.fromkeys((plugin, *made_by_decorators(plugin)), entry.name))
+                plugins._installed[plugin] = entry.name
         for file in files:
             plugins.register(import_file(file), str(file))
         return plugins
@@ -168,46 +140,23 @@ class Plugins:
             self._manager.unregister(plugin)
             raise PluginError(f"The plugin from {origin} implements an unknown hook: {error}") from error
         self._origins[plugin] = origin
-        for rule in made_by_decorators(plugin):
-            if self._manager.is_registered(rule):
-                continue
-            self._manager.register(rule)
-            self._origins[rule] = origin
+        for thing in vars(plugin).values() if isinstance(plugin, ModuleType) else ():
+            if bring := getattr(thing, "__dict__", {}).get(DECORATED):
+                self._decorated.setdefault(bring, plugin)
+        self._components = None
 
-    def unregister(self, plugin: object) -> None:
-        for each in (plugin, *made_by_decorators(plugin)):
-            if self._manager.is_registered(each):
-                self._manager.unregister(each)
-
-    def components(self, kind: Kind) -> dict[str, Component]:
+    def components(self, kind: AnyKind) -> dict[str, Component]:
         """What all plugins brought of one kind, by name."""
-        found: dict[str, Component] = {}
-        for implementation in getattr(self._manager.hook, _REGISTER_HOOKS[kind]).get_hookimpls():
-            origin = self._origins[implementation.plugin]
-
-            def register(name: str, build: Callable[..., Any], origin: str = origin, **declared: Any) -> None:
-                if name in found:
+        components: dict[str, Component] = {}
+        for component in self._all_components():
+            if component.kind is kind:
+                first = components.setdefault(component.name, component)
+                if first is not component:
                     raise PluginError(
-                        f"Two plugins bring the {kind} '{name}': {found[name].origin} and {origin}. "
+                        f"Two plugins bring the {kind} '{component.name}': {first.origin} and {component.origin}. "
                         f"Rename one or uninstall it."
                     )
-                found[name] = _component(kind, name, build, origin, **declared)
-
-            try:
-                implementation.function(register)
-            except PluginError:
-                raise
-            except Exception as error:
-                self._failed(implementation.plugin, error)
-        return found
-
-    def add_commands(self, cli: Any) -> None:
-        """Let every plugin add its commands to the command line."""
-        for implementation in self._manager.hook.register_commands.get_hookimpls():
-            try:
-                implementation.function(cli)
-            except Exception as error:
-                self._failed(implementation.plugin, error)
+        return components
 
     def show_run(
         self, run: Path, host: str, port: int, operator_key: str | None
@@ -218,27 +167,57 @@ class Plugins:
         )
         return pages
 
-    def component(self, kind: Kind, name: str, where: str) -> Component:
+    def component(self, kind: AnyKind, name: str, where: str) -> Component:
         """One component; `where` is the place in the configuration that asks for it."""
         known = self.components(kind)
         if name not in known:
             raise PluginError(f"{where}: {self.unknown(kind, name)}")
         return known[name]
 
-    def unknown(self, kind: Kind, name: str) -> str:
+    def unknown(self, kind: AnyKind, name: str) -> str:
         """What to say of a component that no plugin brings: the nearest names, and the plugins that may have it."""
-        said = f"there is no {kind} '{name}'. {nearest(name, self.components(kind))}"
+        message = f"there is no {kind} '{name}'. {nearest(name, self.components(kind))}"
         if self.broken:
-            return " ".join((said, *(f"It may be in a plugin that is broken. {each}" for each in self.broken)))
-        return f"{said} It may be in a package that is not installed here, or in a file that `plugins` does not name."
+            return " ".join((message, *(f"It may be in a plugin that is broken. {plugin}" for plugin in self.broken)))
+        return (
+            f"{message} It may be in a package that is not installed here, or in a file that `plugins` does not name."
+        )
 
-    def _failed(self, plugin: Any, error: Exception) -> None:
-        """A plugin failed when asked what it brings; PluginError if it is a file of the user's."""
-        if plugin not in self._installed:
-            raise PluginError(
-                f"The plugin {self._origins[plugin]} failed when asked what it brings: {_described(error)}"
-            ) from error
-        self._broke(self._installed[plugin], self._origins[plugin], error)
+    def add_commands(self, cli: Any) -> None:
+        """Let every plugin add its commands to the command line."""
+        for implementation in self._manager.hook.register_commands.get_hookimpls():
+            with self._blaming(implementation.plugin):
+                implementation.function(cli)
+
+    def _all_components(self) -> list[Component]:
+        if self._components is None:
+            implementations = self._manager.hook.register_components.get_hookimpls()
+            sources: list[tuple[Any, Any]] = [(each.function, each.plugin) for each in implementations]
+            sources += self._decorated.items()
+            self._components = [component for source in sources for component in self._brought(*source)]
+        return self._components
+
+    def _brought(self, bring: Callable[[Register], None], plugin: Any) -> list[Component]:
+        components = []
+
+        def register(kind: AnyKind, name: str, build: Callable[..., Any], **declared: Any) -> None:
+            components.append(_component(kind, name, build, self._origins[plugin], **declared))
+
+        with self._blaming(plugin):
+            bring(register)
+        return components
+
+    @contextmanager
+    def _blaming(self, plugin: Any) -> Iterator[None]:
+        """A plugin that fails when asked what it brings is broken; PluginError if it is a file of the user's."""
+        try:
+            yield
+        except Exception as error:
+            if plugin not in self._installed:
+                raise PluginError(
+                    f"The plugin {self._origins[plugin]} failed when asked what it brings: {_described(error)}"
+                ) from error
+            self._broke(self._installed[plugin], self._origins[plugin], error)
 
     def _broke(self, name: str, origin: str, error: Exception) -> None:
         self._broken.setdefault((origin, name), BrokenPlugin(name, origin, _described(error)))
@@ -282,36 +261,27 @@ def _described(error: Exception) -> str:
     return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
-def made_by_decorators(plugin: object) -> list[object]:
-    """The plugins that decorators (`@agl_core.reward_rule`, …) made in a module."""
-    if not isinstance(plugin, ModuleType):
-        return []
-    made = (getattr(value, "__dict__", {}).get(DECORATED) for value in vars(plugin).values())
-    return [each for each in made if each is not None]
-
-
 def _component(
-    kind: Kind,
+    kind: AnyKind,
     name: str,
     build: Callable[..., Any],
     origin: str,
-    /,
     *,
     options: type[BaseModel] = NoOptions,
     needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
+    provides: Iterable[Capability] = (),
+    takes: CreditKind | Callable[[Any], CreditKind | None] | None = None,
+    yields: CreditKind | Collection[CreditKind] = (),
+    status_rules: Iterable[Any] = (),
     doc: str | None = None,
-    **declared: Any,
 ) -> Component:
     """A component, from what `register` was called with. TypeError for what its kind cannot declare."""
-    of_kind = {Kind.ALGORITHM: {"takes"}, Kind.CREDIT: {"kind", "provides"}, Kind.ADAPTER: {"provides", "status_rules"}}
-    possible = of_kind.get(kind, {"provides"})
-    if declared.keys() - possible:
-        raise TypeError(f"{kind} '{name}' cannot declare {', '.join(sorted(declared.keys() - possible))}")
-    yields = declared.pop("kind", ())
-    if kind is Kind.CREDIT and not yields:
-        raise TypeError(f"credit rule '{name}' must say what its values are: kind=agl_core.CreditKind.RETURN or REWARD")
-    takes = declared.get("takes")
-    fixed = frozenset() if callable(needs) else frozenset(needs)
+    declared = {"provides": provides, "takes": takes, "yields": yields, "status_rules": status_rules}
+    if wrong := [key for key, value in declared.items() if value and key not in kind.declares]:
+        raise TypeError(f"{kind} '{name}' cannot declare {', '.join(wrong)}")
+    if "yields" in kind.declares and not yields:
+        raise TypeError(f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD")
+    fixed_needs = frozenset() if callable(needs) else frozenset(needs)
     return Component(
         kind=kind,
         name=name,
@@ -319,9 +289,9 @@ def _component(
         origin=origin,
         doc=(doc or build.__doc__ or "").strip().split("\n", 1)[0],
         options=options,
-        needs=lambda chosen: frozenset(needs(chosen)) if callable(needs) else fixed,
-        provides=frozenset(declared.get("provides", ())),
+        needs=lambda chosen: frozenset(needs(chosen)) if callable(needs) else fixed_needs,
+        provides=frozenset(provides),
         yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
         takes=takes if callable(takes) else lambda chosen: takes,
-        status_rules=tuple(declared.get("status_rules", ())),
+        status_rules=tuple(status_rules),
     )

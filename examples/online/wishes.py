@@ -17,7 +17,8 @@ from flights import AIRLINES, CITIES, DAYS, Wish
 from pydantic import BaseModel, ConfigDict, Field
 
 import agl_core
-from agl_core.registering import RegisterTaskSource
+from agl_core import kinds
+from agl_core.kinds import Register
 from agl_core.types import Task
 
 
@@ -60,5 +61,5 @@ def build(options: WishOptions, folder: Path, seed: int) -> Wishes:
 
 
 @agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    register("wishes", build, options=WishOptions)
+def register_components(register: Register) -> None:
+    register(kinds.TASK_SOURCE, "wishes", build, options=WishOptions)

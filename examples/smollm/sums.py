@@ -14,7 +14,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 import agl_core
-from agl_core.registering import RegisterTaskSource
+from agl_core import kinds
+from agl_core.kinds import Register
 from agl_core.types import Task
 
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
@@ -110,5 +111,5 @@ def build(options: SumOptions, folder: Path, seed: int) -> SumTasks:
 
 
 @agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    register("sums", build, options=SumOptions)
+def register_components(register: Register) -> None:
+    register(kinds.TASK_SOURCE, "sums", build, options=SumOptions)

@@ -1,7 +1,7 @@
 """What this package registers."""
 
-from agl_core import Capability, hookimpl
-from agl_core.registering import RegisterReward, RegisterTaskSource
+from agl_core import Capability, hookimpl, kinds
+from agl_core.kinds import Register
 from agl_rewards.air import ToolResultsOptions, air, functions_needed, tool_results
 from agl_rewards.evaluators import exact_match, numeric_match, regex_format
 from agl_rewards.f1 import token_f1
@@ -17,8 +17,7 @@ __all__ = [
     "exact_match",
     "numeric_match",
     "regex_format",
-    "register_rewards",
-    "register_task_sources",
+    "register_components",
     "sql_match",
     "token_f1",
     "tool_failed",
@@ -26,10 +25,11 @@ __all__ = [
 
 
 @hookimpl
-def register_rewards(register: RegisterReward) -> None:
-    """The rules that are made once for a run, from their settings."""
-    register("judge", Judge, options=JudgeOptions)
+def register_components(register: Register) -> None:
+    """The rules that are made once for a run, from their settings, and tasks that come with a verifier of their own."""
+    register(kinds.REWARD, "judge", Judge, options=JudgeOptions)
     register(
+        kinds.REWARD,
         "tool_results",
         tool_results,
         options=ToolResultsOptions,
@@ -37,16 +37,13 @@ def register_rewards(register: RegisterReward) -> None:
         provides={Capability.TOOL_RESULTS},
     )
     register(
+        kinds.REWARD,
         "reasoning_gym",
         lambda options: Verified(),
         doc="The score that the dataset's own verifier gives the agent's result; for tasks of reasoning_gym.",
     )
-
-
-@hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    """Tasks that come with a verifier of their own."""
     register(
+        kinds.TASK_SOURCE,
         "reasoning_gym",
         ReasoningGymTasks,
         options=ReasoningGymOptions,

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from agl_core.plugins import Kind, Plugins
+from agl_core import kinds
+from agl_core.kinds import AnyKind
+from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Episode,
@@ -28,7 +30,7 @@ class Episodes:
     def __init__(self) -> None:
         self._plugins = Plugins.load()
 
-    def rule(self, kind: Kind, name: str, **settings: Any) -> Any:
+    def rule(self, kind: AnyKind, name: str, **settings: Any) -> Any:
         """A registered rule, built from its settings."""
         component = self._plugins.component(kind, name, "[test]")
         return component.build(component.options.model_validate(settings))
@@ -83,7 +85,7 @@ class Endpoint(ThreadingHTTPServer):
     def judge(self, episodes: Episodes, **settings: Any) -> Any:
         """The reward rule that asks this endpoint."""
         given = {"base_url": self.url, "model": "m", "rubric": "Be {polite}.", **settings}
-        return episodes.rule(Kind.REWARD, "judge", **given)
+        return episodes.rule(kinds.REWARD, "judge", **given)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agl_core import kinds
 from agl_core.builtin.credit import identical
 from agl_core.config import check, load
 from agl_core.config.load import load_for_server
 from agl_core.errors import CapabilityError, ConfigError
+from agl_core.kinds import Capability
 from agl_core.learning import ScoringRule, score
-from agl_core.plugins import Kind, Plugins
-from agl_core.registering import Capability
+from agl_core.plugins import Plugins
 from agl_core.types import CreditKind, Ending, Episode, Reward, ToolResult
 from agl_rewards.air import air
 
@@ -54,7 +55,7 @@ def test_docstring_examples_run() -> None:
 class TestToolResults:
     def test_success_earns_what_failure_costs(self, make: Any) -> None:
         episode = make.episode([make.tool_result(each) for each in ("ok", "error", "timeout", "empty")])
-        assert names_and_values(make.rule(Kind.REWARD, "tool_results"), episode) == {
+        assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {
             "search.0.ok": 0.2,
             "search.1.error": -0.2,
             "search.2.timeout": -0.2,
@@ -62,13 +63,13 @@ class TestToolResults:
         }
 
     def test_weights_go_by_tool_name(self, make: Any) -> None:
-        rule = make.rule(Kind.REWARD, "tool_results", weights={"memory": 0.30, "search": 0.20}, default_weight=0.05)
+        rule = make.rule(kinds.REWARD, "tool_results", weights={"memory": 0.30, "search": 0.20}, default_weight=0.05)
         episode = make.episode([make.tool_result(tool=tool) for tool in ("memory", "search", "clock")])
         assert names_and_values(rule, episode) == {"memory.0.ok": 0.30, "search.1.ok": 0.20, "clock.2.ok": 0.05}
 
     def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
         episode = make.episode(make.transition(0, parse_error="no closing brace"))
-        assert names_and_values(make.rule(Kind.REWARD, "tool_results"), episode) == {"unparsed": -0.2}
+        assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {"unparsed": -0.2}
 
     def test_a_rule_of_the_users_replaces_the_judgement_of_its_tool(self, make: Any, user_module: ModuleType) -> None:
         def http_ok(tool_result: ToolResult) -> bool:
@@ -76,7 +77,7 @@ class TestToolResults:
 
         user_module.http_ok = http_ok  # type: ignore[attr-defined]
         rule = make.rule(
-            Kind.REWARD, "tool_results", weights={"fetch": 0.5}, rules={"fetch": "my_tool_result_rules:http_ok"}
+            kinds.REWARD, "tool_results", weights={"fetch": 0.5}, rules={"fetch": "my_tool_result_rules:http_ok"}
         )
         answers = [make.tool_result(tool="fetch", result={"status": code}) for code in (200, 404)]
         assert names_and_values(rule, make.episode([*answers, make.tool_result("error")])) == {
@@ -87,7 +88,7 @@ class TestToolResults:
 
     def test_a_users_rule_may_give_a_share_or_nothing(self, make: Any, user_module: ModuleType) -> None:
         user_module.rule = lambda tool_result: tool_result.result  # type: ignore[attr-defined]
-        rule = make.rule(Kind.REWARD, "tool_results", rules={"search": "my_tool_result_rules:rule"})
+        rule = make.rule(kinds.REWARD, "tool_results", rules={"search": "my_tool_result_rules:rule"})
         episode = make.episode(
             [make.tool_result(result=0.5), make.tool_result(result=None), make.tool_result(result=0)]
         )
@@ -120,7 +121,7 @@ class TestToolResults:
     ) -> None:
         met: list[ToolResult] = []
         user_module.rule = met.append  # type: ignore[attr-defined]
-        rule = make.rule(Kind.REWARD, "tool_results", rules={"search": "my_tool_result_rules:rule"})
+        rule = make.rule(kinds.REWARD, "tool_results", rules={"search": "my_tool_result_rules:rule"})
         told = make.tool_result(result=result, tool_call_id="t1")
         assert rule(make.episode([told])) == []
         assert met == [replace(told, result=seen)]
@@ -129,7 +130,7 @@ class TestToolResults:
     @pytest.mark.parametrize("entry", ["no_such_module:f", "math:no_such_name", "math:pi"])
     def test_a_function_that_is_none_is_an_error(self, make: Any, entry: str) -> None:
         with pytest.raises(ConfigError, match=rf"'tool_results': rules\.fetch = '{entry}'"):
-            make.rule(Kind.REWARD, "tool_results", rules={"fetch": entry})
+            make.rule(kinds.REWARD, "tool_results", rules={"fetch": entry})
 
     @pytest.mark.parametrize(
         "settings",
@@ -142,7 +143,7 @@ class TestToolResults:
     )
     def test_bad_settings_are_refused(self, make: Any, settings: dict[str, Any]) -> None:
         with pytest.raises(ValidationError):
-            make.rule(Kind.REWARD, "tool_results", **settings)
+            make.rule(kinds.REWARD, "tool_results", **settings)
 
     async def test_rewards_belong_to_the_call_and_choice_that_asked(self, make: Any) -> None:
         episode = make.episode(
@@ -151,7 +152,7 @@ class TestToolResults:
             make.transition(2, make.tool_result(), make.tool_result()),
             make.transition(2, choice=1),
         )
-        rules = [ScoringRule("tools", make.rule(Kind.REWARD, "tool_results"), 0.5)]
+        rules = [ScoringRule("tools", make.rule(kinds.REWARD, "tool_results"), 0.5)]
         scored, errors = await score(episode, rules, dict.fromkeys(Ending, "score"))
         assert errors == []
         assert [t.reward for t in scored.transitions] == pytest.approx([-0.1, 0.0, 0.2, 0.0])
@@ -215,24 +216,21 @@ class TestAir:
         assert values[0] == values[1]
 
     def test_it_yields_returns_and_its_share_is_bounded(self, make: Any) -> None:
-        component = Plugins.load().component(Kind.CREDIT, "air", "[credit]")
+        component = Plugins.load().component(kinds.CREDIT, "air", "[credit]")
         assert (component.yields, component.provides) == ({CreditKind.RETURN}, {Capability.TOOL_RESULTS})
-        assert make.rule(Kind.CREDIT, "air", alpha=1.0)([make.episode([make.tool_result()], terminal=5.0)]) == [[1.0]]
+        assert make.rule(kinds.CREDIT, "air", alpha=1.0)([make.episode([make.tool_result()], terminal=5.0)]) == [[1.0]]
         for wrong in (-0.1, 1.1):
             with pytest.raises(ValidationError):
-                make.rule(Kind.CREDIT, "air", alpha=wrong)
+                make.rule(kinds.CREDIT, "air", alpha=wrong)
 
 
 PARTS = """
 import agl_core
 
 @agl_core.hookimpl
-def register_engines(register):
-    register("none", lambda options, context: None)
-
-@agl_core.hookimpl
-def register_algorithms(register):
-    register("none", lambda options: None, takes=agl_core.CreditKind.RETURN)
+def register_components(register):
+    register(agl_core.kinds.ENGINE, "none", lambda options, context: None)
+    register(agl_core.kinds.ALGORITHM, "none", lambda options: None, takes=agl_core.CreditKind.RETURN)
 """
 
 CONFIG = """

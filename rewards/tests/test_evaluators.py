@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import agl_rewards.evaluators
+from agl_core import kinds
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.types import Ending, Episode, Mode, Task
 from agl_rewards import exact_match, last_number, numeric_match, regex_format
 
@@ -143,11 +144,11 @@ class TestInARun:
     """The rules as a run finds them: by name, installed, with settings checked before anything starts."""
 
     def build(self, plugins: Plugins, name: str, **settings: Any) -> Any:
-        component = plugins.component(Kind.REWARD, name, "[rewards]")
+        component = plugins.component(kinds.REWARD, name, "[rewards]")
         return component.build(component.options.model_validate(settings))
 
     def test_are_registered_with_a_line_of_description(self, plugins: Plugins) -> None:
-        found = plugins.components(Kind.REWARD)
+        found = plugins.components(kinds.REWARD)
         for name in ("exact_match", "numeric_match", "regex_format"):
             assert found[name].doc.startswith("1 if")
             assert found[name].origin.startswith("agl-rewards")

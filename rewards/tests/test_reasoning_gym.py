@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import reasoning_gym
 
+from agl_core import kinds
 from agl_core.errors import ConfigError, PluginError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import Task
 from agl_rewards import reasoning
@@ -20,7 +21,7 @@ from agl_rewards.reasoning import ReasoningGymTasks, Verified
 
 
 def tasks(seed: int = 0, **options: Any) -> ReasoningGymTasks:
-    component = Plugins.load().component(Kind.TASK_SOURCE, "reasoning_gym", "[tasks.train] source")
+    component = Plugins.load().component(kinds.TASK_SOURCE, "reasoning_gym", "[tasks.train] source")
     built: ReasoningGymTasks = component.build(component.options(**options), Path(), seed)
     return built
 

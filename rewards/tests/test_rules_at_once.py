@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from agl_core import kinds
 from agl_core.learning import ScoringRule, score
-from agl_core.plugins import Kind
 from agl_core.types import DropReason, Ending
 from agl_rewards import Judge, JudgeError
 
@@ -126,7 +126,7 @@ async def test_queries_run_side_by_side_without_mixing_their_rows(make: Any, tmp
     for number in range(4):
         with closing(sqlite3.connect(tmp_path / f"{number}.sqlite")) as connection:
             connection.executescript(f"CREATE TABLE t (n INTEGER); INSERT INTO t VALUES ({number});")
-    rule = make.rule(Kind.REWARD, "sql_match", field="sql", database=tmp_path / "{database}.sqlite")
+    rule = make.rule(kinds.REWARD, "sql_match", field="sql", database=tmp_path / "{database}.sqlite")
 
     async def value(number: int, found: int) -> float:
         metadata = {"sql": "SELECT n FROM t", "database": str(number)}

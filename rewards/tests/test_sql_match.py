@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from agl_core import kinds
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind
 from agl_rewards import run_query, sql_match
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
@@ -52,7 +52,7 @@ def judged(make: Any, database: Path) -> Callable[..., Any]:
 
     async def value(found: Any, expected: str, **settings: Any) -> float:
         episode = make.episode(result=found, metadata={"sql": expected, "database": str(database)})
-        return float(await make.rule(Kind.REWARD, "sql_match", field="sql", **settings)(episode))
+        return float(await make.rule(kinds.REWARD, "sql_match", field="sql", **settings)(episode))
 
     return value
 
@@ -215,7 +215,7 @@ async def test_a_file_named_in_the_metadata_starts_at_the_folder_of_the_template
     (database.parent / "below").mkdir()
     folder = tmp_path_factory.mktemp("elsewhere") if named == "ABSOLUTE" else database.parent
     metadata = {"result": "SELECT 1", "database": named.replace("ABSOLUTE", str(database))}
-    rule = make.rule(Kind.REWARD, "sql_match", database=folder / "{database}")
+    rule = make.rule(kinds.REWARD, "sql_match", database=folder / "{database}")
     assert await rule(make.episode(result="SELECT 1", metadata=metadata)) == 1.0
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from agl_core import kinds
 from agl_core.builtin.credit import identical
 from agl_core.capture import message_status
 from agl_core.learning import ScoringRule, build_episode, score
-from agl_core.plugins import Kind
 from agl_core.types import (
     Attempt,
     Call,
@@ -43,7 +43,7 @@ def scoring(make: Any, having: str) -> list[ScoringRule]:
     rules = []
     for name, table in tables.items():
         weight, rule = table.pop("weight", 1.0), table.pop("rule", name)
-        rules.append(ScoringRule(name, make.rule(Kind.REWARD, rule, **table), weight))
+        rules.append(ScoringRule(name, make.rule(kinds.REWARD, rule, **table), weight))
     return rules
 
 
@@ -82,7 +82,7 @@ def test_every_reward_table_of_the_readme_is_valid(make: Any, my_rules: ModuleTy
     assert len(tables) >= 6
     for name, table in tables:
         settings = {key: value for key, value in table.items() if key not in ("rule", "weight")}
-        make.rule(Kind.REWARD, table.get("rule", name), **settings)
+        make.rule(kinds.REWARD, table.get("rule", name), **settings)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_the_users_own_judgement_of_a_tool(
     make: Any, my_rules: ModuleType, told: Callable[[Any, Any], Episode], returned: Any, value: float
 ) -> None:
     [tables] = [c["rewards"] for c in configurations() if "rules" in c.get("rewards", {}).get("tool_results", {})]
-    rules = [ScoringRule("tool_results", make.rule(Kind.REWARD, "tool_results", **tables["tool_results"]))]
+    rules = [ScoringRule("tool_results", make.rule(kinds.REWARD, "tool_results", **tables["tool_results"]))]
     scored, errors = await score(told(make, returned), rules, dict.fromkeys(Ending, "score"))
     assert errors == []
     assert [reward.value for reward in scored.transitions[0].rewards] == [value]

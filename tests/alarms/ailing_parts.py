@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import BaseModel
 
 import agl_core
-from agl_core import Capability
+from agl_core import Capability, kinds
+from agl_core.kinds import Register
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
-from agl_core.registering import RegisterEngine
 from agl_core.testing.scripts import Raw, Received
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AlarmName, Batch, Episode
@@ -142,8 +142,10 @@ def _completion(message: Mapping[str, Any], reason: str, extras: Mapping[str, An
 
 
 @agl_core.hookimpl
-def register_engines(register: RegisterEngine) -> None:
-    register("ailing", AilingEngine, options=Options, provides={Capability.TOKEN_IDS, Capability.REFERENCE})
+def register_components(register: Register) -> None:
+    register(
+        kinds.ENGINE, "ailing", AilingEngine, options=Options, provides={Capability.TOKEN_IDS, Capability.REFERENCE}
+    )
 
 
 @agl_core.reward_rule

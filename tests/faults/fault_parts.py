@@ -18,8 +18,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 import agl_core
+from agl_core import kinds
+from agl_core.kinds import Register
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
-from agl_core.registering import NoOptions, RegisterAlgorithm, RegisterEngine, RegisterReward, RegisterTaskSource
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Logprobs, Task, Tokens
@@ -116,7 +117,7 @@ def _failing(chance: random.Random, share: float) -> list[Any]:
     """Replies of a server that fails this share of its requests; hanging is the rarest of its ways."""
 
     def failure() -> Any:
-        kinds = [
+        endings = [
             Fail(429),
             Fail(500),
             Fail(503, "<html>Service Unavailable</html>"),
@@ -125,7 +126,7 @@ def _failing(chance: random.Random, share: float) -> list[Any]:
             Raw(bytes(chance.randbytes(200))),
             Drop(),
         ]
-        return Hold() if chance.random() < 0.05 else chance.choice(kinds)
+        return Hold() if chance.random() < 0.05 else chance.choice(endings)
 
     return [failure() if chance.random() < share else Say(f"reply {number}") for number in range(_SCRIPTED)]
 
@@ -143,33 +144,13 @@ class _Counting:
         return Task(str(index), index)
 
 
-@agl_core.hookimpl
-def register_engines(register: RegisterEngine) -> None:
-    register("ledger", LedgerEngine, options=LedgerOptions)
+@agl_core.reward_rule
+def parity(episode: Episode) -> float:
+    return float(zlib.crc32(episode.rollout.encode()) % 2)
 
 
 @agl_core.hookimpl
-def register_algorithms(register: RegisterAlgorithm) -> None:
-    def build(options: NoOptions) -> _NoAlgorithm:
-        return _NoAlgorithm()
-
-    register("none", build)
-
-
-@agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    def build(options: NoOptions, folder: Path, seed: int) -> _Counting:
-        return _Counting()
-
-    register("counting", build)
-
-
-@agl_core.hookimpl
-def register_rewards(register: RegisterReward) -> None:
-    def parity(episode: Episode) -> float:
-        return float(zlib.crc32(episode.rollout.encode()) % 2)
-
-    def build(options: NoOptions) -> Any:
-        return parity
-
-    register("parity", build)
+def register_components(register: Register) -> None:
+    register(kinds.ENGINE, "ledger", LedgerEngine, options=LedgerOptions)
+    register(kinds.ALGORITHM, "none", lambda options: _NoAlgorithm())
+    register(kinds.TASK_SOURCE, "counting", lambda options, folder, seed: _Counting())

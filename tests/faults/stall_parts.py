@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 import agl_core
+from agl_core import kinds
+from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import EngineContext, Progress, UpdateResult, Upstream
-from agl_core.registering import NoOptions, RegisterEngine
 from agl_core.types import Batch
 
 SERVER = Path(__file__).with_name("stall_upstream.py")
@@ -57,5 +58,5 @@ class ApartEngine:
 
 
 @agl_core.hookimpl
-def register_engines(register: RegisterEngine) -> None:
-    register("apart", ApartEngine)
+def register_components(register: Register) -> None:
+    register(kinds.ENGINE, "apart", ApartEngine)

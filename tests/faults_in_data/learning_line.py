@@ -15,11 +15,12 @@ import torch
 
 from agl_algorithms.gae import discounted_sums
 from agl_algorithms.prepared import samples_of
+from agl_core import kinds
 from agl_core.config.policies import OptimizerSection
 from agl_core.learning import PolicyCredit, ScoringRule, StepBatches, make_batches, score
 from agl_core.learning.rewards import reported
 from agl_core.learning.trainable import filter_trainable
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.protocols import PolicySpec
 from agl_core.store.sqlite import SqliteOptions, SqliteStore, build
 from agl_core.training.rollouts.episodes import recorded_episodes
@@ -93,7 +94,7 @@ def by_group(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[l
 
 
 def credited(way: Way, groups: Sequence[Sequence[Episode]], min_group_size: int = 2) -> StepBatches:
-    component = PLUGINS.component(Kind.CREDIT, way.credit, "a test")
+    component = PLUGINS.component(kinds.CREDIT, way.credit, "a test")
     credit = PolicyCredit(way.credit, component.build(component.options()), way.kind)
     return make_batches(groups, {"default": credit, "other": credit}, min_group_size=min_group_size)
 
@@ -171,7 +172,7 @@ class Line:
                 tokens_per_micro_batch=1024,
                 initial=lambda: load_model(spec, torch.device("cpu"), 0),
             )
-            component = PLUGINS.component(Kind.ALGORITHM, way.algorithm, "a test")
+            component = PLUGINS.component(kinds.ALGORITHM, way.algorithm, "a test")
             options = component.options.model_validate(dict(way.settings))
             self._trainers[way] = trainer, component.build(options), loaded
         return self._trainers[way]

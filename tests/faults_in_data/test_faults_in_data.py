@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agl_core import kinds
 from agl_core.errors import StoreError
 from agl_core.learning import ScoringRule, score
-from agl_core.plugins import Kind
 from agl_core.training.metrics import episode_metrics
 from agl_core.types import (
     Call,
@@ -52,8 +52,8 @@ def test_every_field_has_its_faults(kind: type) -> None:
 
 
 def test_every_credit_rule_and_algorithm_is_on_the_line() -> None:
-    assert {way.credit for way in WAYS} == PLUGINS.components(Kind.CREDIT).keys()
-    assert {way.algorithm for way in WAYS} == PLUGINS.components(Kind.ALGORITHM).keys()
+    assert {way.credit for way in WAYS} == PLUGINS.components(kinds.CREDIT).keys()
+    assert {way.algorithm for way in WAYS} == PLUGINS.components(kinds.ALGORITHM).keys()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

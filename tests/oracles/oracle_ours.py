@@ -10,7 +10,8 @@ from torch import Tensor
 
 from agl_algorithms import plugin
 from agl_algorithms.interface import CriticAlgorithm, Logprobs, Samples
-from agl_core.plugins import Kind, Plugins
+from agl_core import kinds
+from agl_core.plugins import Plugins
 
 from .oracle_batches import Batch
 
@@ -22,7 +23,7 @@ def build(name: str, options: Options) -> CriticAlgorithm:
     """The registered algorithm of that name; only one with a critic has the critic's methods."""
     plugins = Plugins()
     plugins.register(plugin, "agl-algorithms")
-    component = plugins.components(Kind.ALGORITHM)[name]
+    component = plugins.components(kinds.ALGORITHM)[name]
     return component.build(component.options(**options))
 
 

@@ -15,7 +15,9 @@ from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from agl_core.plugins import Kind, Plugins
+from agl_core import kinds
+from agl_core.kinds import AnyKind
+from agl_core.plugins import Plugins
 from agl_core.protocols import Release
 from agl_core.types import (
     Attempt,
@@ -34,17 +36,17 @@ from agl_core.types import (
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 
 MADE = {
-    Kind.REWARD: {"brevity", "well_formed", "calculated", "shortest"},
-    Kind.CREDIT: {"relative"},
-    Kind.ALGORITHM: {"rloo"},
-    Kind.TASK_SOURCE: {"sums"},
-    Kind.TRACKER: {"reward_curve"},
-    Kind.BUFFER: {"unequal"},
-    Kind.STORE: {"fast_disk"},
-    Kind.ENGINE: {"endpoint"},
-    Kind.ADAPTER: {"tiny"},
-    Kind.RELEASE_CHECK: {"small_enough"},
-    Kind.REDACTOR: {"colleagues"},
+    kinds.REWARD: {"brevity", "well_formed", "calculated", "shortest"},
+    kinds.CREDIT: {"relative"},
+    kinds.ALGORITHM: {"rloo"},
+    kinds.TASK_SOURCE: {"sums"},
+    kinds.TRACKER: {"reward_curve"},
+    kinds.BUFFER: {"unequal"},
+    kinds.STORE: {"fast_disk"},
+    kinds.ENGINE: {"endpoint"},
+    kinds.ADAPTER: {"tiny"},
+    kinds.RELEASE_CHECK: {"small_enough"},
+    kinds.REDACTOR: {"colleagues"},
 }
 """What the page's files bring."""
 
@@ -73,7 +75,7 @@ def configurations() -> list[str]:
 def exercise(plugins: Plugins) -> None:
     """Try each of the page's components; AssertionError for one that does not do what the page says."""
 
-    def made(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
+    def made(kind: AnyKind, name: str, *context: Any, **settings: Any) -> Any:
         component = plugins.component(kind, name, "the page")
         assert component.doc, f"{kind} {name} has no description"
         return component.build(component.options(**settings), *context)
@@ -81,39 +83,41 @@ def exercise(plugins: Plugins) -> None:
     for kind, names in MADE.items():
         assert names <= plugins.components(kind).keys(), kind
     short, long = _episode(0, "4", terminal=1.0), _episode(1, "It is four.")
-    assert made(Kind.REWARD, "brevity", limit=5)(short) == 1.0
-    assert made(Kind.REWARD, "brevity", limit=5)(long) == 0.0
-    assert made(Kind.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
+    assert made(kinds.REWARD, "brevity", limit=5)(short) == 1.0
+    assert made(kinds.REWARD, "brevity", limit=5)(long) == 0.0
+    assert made(kinds.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
     calculated = replace(short, result="2 + 2", task=replace(short.task, metadata={"value": 4}))
-    assert asyncio.run(made(Kind.REWARD, "calculated")(calculated)) == 1.0
-    assert made(Kind.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
-    assert made(Kind.REWARD, "shortest").reward([short]) == [None]
-    assert made(Kind.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
-    _try_algorithm(made(Kind.ALGORITHM, "rloo"))
-    sums = made(Kind.TASK_SOURCE, "sums", Path(), 0, count=3)
+    assert asyncio.run(made(kinds.REWARD, "calculated")(calculated)) == 1.0
+    assert made(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
+    assert made(kinds.REWARD, "shortest").reward([short]) == [None]
+    assert made(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
+    _try_algorithm(made(kinds.ALGORITHM, "rloo"))
+    sums = made(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
     assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
-    unequal = made(Kind.BUFFER, "unequal")
+    unequal = made(kinds.BUFFER, "unequal")
     unequal.add([short, replace(short, member=1)])
     assert len(unequal) == 0
     unequal.add([short, long])
     assert len(unequal) == 1
-    asyncio.run(_try_engine(made(Kind.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")}))))
+    asyncio.run(
+        _try_engine(made(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
+    )
     with TemporaryDirectory() as name:
         folder = Path(name)
-        curve = made(Kind.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")
+        curve = made(kinds.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")
         curve.log(1, {"reward/mean": 0.5})
         curve.log(2, {"loss": 0.5})
         assert (folder / "rewards.csv").read_text() == "1,0.5\n"
         (folder / "weights").write_bytes(b"x" * 3_000_000)
         release = Release("default", 2, folder, {}, 1, {})
-        assert made(Kind.RELEASE_CHECK, "small_enough", megabytes=2.0)(release) == "it takes 3.0 MB"
-        assert made(Kind.RELEASE_CHECK, "small_enough")(release) is None
+        assert made(kinds.RELEASE_CHECK, "small_enough", megabytes=2.0)(release) == "it takes 3.0 MB"
+        assert made(kinds.RELEASE_CHECK, "small_enough")(release) is None
         (folder / "names.txt").write_text("Ada\n")
-        redacted = made(Kind.REDACTOR, "colleagues", names=folder / "names.txt")
+        redacted = made(kinds.REDACTOR, "colleagues", names=folder / "names.txt")
         assert redacted("Ada met Bob in Adana") == "[NAME] met Bob in Adana"
-        asyncio.run(_try_store(made(Kind.STORE, "fast_disk", Path("my-run"), folder=folder)))
+        asyncio.run(_try_store(made(kinds.STORE, "fast_disk", Path("my-run"), folder=folder)))
         assert (folder / "my-run.sqlite").exists()
-    _try_adapter(made(Kind.ADAPTER, "tiny"))
+    _try_adapter(made(kinds.ADAPTER, "tiny"))
     _try_run_hooks(plugins, short)
 
 

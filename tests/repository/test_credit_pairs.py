@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from agl_core import kinds
 from agl_core.config import check, load
 from agl_core.errors import CapabilityError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 
 CREDIT = {
     "identical": {"return"},
@@ -36,8 +37,8 @@ PAIRS = [(algorithm, credit) for algorithm in ALGORITHMS for credit in CREDIT]
 
 def test_the_lists_are_whole() -> None:
     plugins = Plugins.load()
-    assert set(plugins.components(Kind.CREDIT)) == set(CREDIT)
-    assert set(plugins.components(Kind.ALGORITHM)) == {name for name, _, _ in ALGORITHMS.values()}
+    assert set(plugins.components(kinds.CREDIT)) == set(CREDIT)
+    assert set(plugins.components(kinds.ALGORITHM)) == {name for name, _, _ in ALGORITHMS.values()}
 
 
 @pytest.mark.parametrize(("algorithm", "credit"), PAIRS, ids=[f"{a} + {c}" for a, c in PAIRS])

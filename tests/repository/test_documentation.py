@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from agl_core import kinds
 from agl_core.capture import StatusRule
 from agl_core.capture.status_rules import REPORTED, WORDS, Seen
-from agl_core.plugins import Component, Kind, Plugins
+from agl_core.plugins import Component, Plugins
 from agl_core.training.alarms import paragraphs, rollouts, stall, steps
 from agl_core.types import AlarmName, Evidence, Symptom
 from agl_verl.options import VerlOptions
@@ -53,7 +54,7 @@ def _rules_of_adapters() -> list[StatusRule]:
         plugins, module = Plugins(), types.ModuleType(file.parent.name)
         exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
         plugins.register(module, str(file))
-        brought |= plugins.components(Kind.ADAPTER)
+        brought |= plugins.components(kinds.ADAPTER)
     return [rule for _, component in sorted(brought.items()) for rule in component.status_rules]
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from agl_core import kinds
 from agl_core.config import check, load
 from agl_core.errors import AglError
 from agl_core.learning import build_episode
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_the_rewards_of_the_page_give_what_they_say(folder: Path) -> None:
     episode = build_episode(make.rollout(task=task), make.attempt(result="It is 4."), calls, [])
 
     def score(name: str, **settings: int) -> object:
-        component = plugins.component(Kind.REWARD, name, "the page")
+        component = plugins.component(kinds.REWARD, name, "the page")
         return component.build(component.options(**settings))(episode)
 
     assert score("right") == 1.0

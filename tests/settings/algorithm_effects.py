@@ -12,7 +12,8 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from agl_algorithms.interface import Algorithm, CriticAlgorithm, Logprobs, Samples
-from agl_core.plugins import Component, Kind, Plugins
+from agl_core import kinds
+from agl_core.plugins import Component, Plugins
 
 from .policy_effects import trained
 from .settings_bench import Bench, Effect, Given
@@ -26,7 +27,7 @@ READ_BY_ENGINES = {*Algorithm.__annotations__, *CriticAlgorithm.__annotations__}
 
 def effects(plugins: Plugins) -> dict[str, Effect]:
     """One for each setting of each algorithm; a setting that can be changed in no way is missing."""
-    algorithms = plugins.components(Kind.ALGORITHM)
+    algorithms = plugins.components(kinds.ALGORITHM)
     another = max(algorithms.keys() - {"grpo"})
     found = {"algorithm.name": Effect(trained, {"algorithm.name": another})}
     for name, component in algorithms.items():

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from agl_core import kinds
 from agl_core.capture import attach
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind
 from agl_core.training.run_folder import new_run_dir
 
 from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
@@ -45,7 +45,7 @@ def train_tasks(bench: Bench, given: Given) -> list[str]:
 
 def engines(bench: Bench, given: Given) -> list[str]:
     """The engines that can be chosen; our own is in a plugin file."""
-    return sorted(bench.load(given).plugins.components(Kind.ENGINE))
+    return sorted(bench.load(given).plugins.components(kinds.ENGINE))
 
 
 async def endings_of_an_unaware_agent(bench: Bench, given: Given) -> set[str]:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 import agl_core
-from agl_core import Capability
+from agl_core import Capability, kinds
 from agl_core.builtin.fifo import Fifo
+from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import DrawContext, DrawnGroup, EngineContext, Progress, Release, UpdateResult, Upstream
-from agl_core.registering import NoOptions, RegisterBuffer, RegisterEngine, RegisterStore, RegisterTaskSource
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Task
@@ -78,16 +78,6 @@ class ScriptedEngine:
         (self._context.run_dir / SEEN).write_text(json.dumps(self._seen))
 
 
-@agl_core.hookimpl
-def register_engines(register: RegisterEngine) -> None:
-    for name in ("scripted", "scripted-too"):
-        register(
-            name,
-            functools.partial(ScriptedEngine, name),
-            provides={Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC},
-        )
-
-
 @agl_core.reward_rule
 def fading(episode: Episode) -> float:
     """The later the step, the less."""
@@ -102,22 +92,6 @@ class Half(Fifo):
         return drawn and drawn[: count // 2]
 
 
-@agl_core.hookimpl
-def register_buffers(register: RegisterBuffer) -> None:
-    def build(options: NoOptions) -> Half:
-        return Half()
-
-    register("half", build)
-
-
-@agl_core.hookimpl
-def register_stores(register: RegisterStore) -> None:
-    def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:
-        return SqliteStore(folder / "another.sqlite", read_only=read_only)
-
-    register("another", build)
-
-
 class Counting:
     """Three tasks, named by numbers."""
 
@@ -128,11 +102,21 @@ class Counting:
 
 
 @agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    def build(options: NoOptions, folder: Path, seed: int) -> Counting:
-        return Counting()
+def register_components(register: Register) -> None:
+    for name in ("scripted", "scripted-too"):
+        register(
+            kinds.ENGINE,
+            name,
+            functools.partial(ScriptedEngine, name),
+            provides={Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC},
+        )
 
-    register("counting", build)
+    def build_store(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:
+        return SqliteStore(folder / "another.sqlite", read_only=read_only)
+
+    register(kinds.STORE, "another", build_store)
+    register(kinds.BUFFER, "half", lambda options: Half())
+    register(kinds.TASK_SOURCE, "counting", lambda options, folder, seed: Counting())
 
 
 @agl_core.release_check

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from agl_core import kinds
 from agl_core.config.models import RunConfig
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 
 TABLE = "NAME"
 """Stands for the name of a table that the user chooses: `policies.NAME.optimizer.beta1`."""
@@ -25,9 +26,9 @@ def every_setting(plugins: Plugins) -> list[str]:
     ['engine.deep.depth']
     """
     found = list(settings_of(RunConfig))
-    for kind in Kind:
+    for kind in kinds.KINDS:
         for name, component in plugins.components(kind).items():
-            found += settings_of(component.options, f"{kind.replace(' ', '_')}.{name}")
+            found += settings_of(component.options, f"{kind.word.replace(' ', '_')}.{name}")
     return found
 
 

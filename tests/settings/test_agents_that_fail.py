@@ -92,8 +92,8 @@ def test_tasks_that_cannot_be_made_are_found_out_before_the_engine_starts(benche
         "    def task(self, index):\n"
         "        return [][index]\n"
         "@agl_core.hookimpl\n"
-        "def register_task_sources(register):\n"
-        "    register('broken', lambda options, folder, seed: Broken())\n"
+        "def register_components(register):\n"
+        "    register(agl_core.kinds.TASK_SOURCE, 'broken', lambda options, folder, seed: Broken())\n"
     )
     error, lines = refused(
         benches[0],

@@ -9,7 +9,7 @@ from unittest import mock
 
 import tomli_w
 
-from agl_core.plugins import Kind
+from agl_core import kinds
 
 from .settings_bench import Bench, Effect, Given
 
@@ -29,7 +29,7 @@ def asked(tracker: str, modules: dict[str, mock.MagicMock]) -> Any:
             each.__spec__ = ModuleSpec("it", None)
         if tracker == "mlflow":  # It looks for its experiment in a new run alone.
             (run_dir / "mlflow-run").unlink()
-        component = bench.load({}).plugins.components(Kind.TRACKER)[tracker]
+        component = bench.load({}).plugins.components(kinds.TRACKER)[tracker]
         with mock.patch.dict(sys.modules, modules):  # type: ignore[arg-type]
             made = component.build(component.options(**settings), run_dir)
             made.log(1, {})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agl_algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
-from agl_core import hookimpl
+from agl_core import hookimpl, kinds
 
 if TYPE_CHECKING:
     from agl_algorithms.interface import Algorithm
-    from agl_core.registering import RegisterAlgorithm
+    from agl_core.kinds import Register
 
 
 def build_grpo(options: GrpoOptions) -> Algorithm:
@@ -34,13 +34,14 @@ def build_ppo(options: PpoOptions) -> Algorithm:
 
 
 @hookimpl
-def register_algorithms(register: RegisterAlgorithm) -> None:
-    register("grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=GrpoOptions.takes)
+def register_components(register: Register) -> None:
+    register(kinds.ALGORITHM, "grpo", build_grpo, options=GrpoOptions, needs=GrpoOptions.needs, takes=GrpoOptions.takes)
     register(
+        kinds.ALGORITHM,
         "reinforce++",
         build_reinforce,
         options=ReinforceOptions,
         needs=ReinforceOptions.needs,
         takes=ReinforceOptions.takes,
     )
-    register("ppo", build_ppo, options=PpoOptions, needs=PpoOptions.needs, takes=PpoOptions.takes)
+    register(kinds.ALGORITHM, "ppo", build_ppo, options=PpoOptions, needs=PpoOptions.needs, takes=PpoOptions.takes)

@@ -12,8 +12,8 @@ from agl_algorithms import plugin
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
-from agl_core import Capability, CreditKind
-from agl_core.plugins import Kind, Plugins
+from agl_core import Capability, CreditKind, kinds
+from agl_core.plugins import Plugins
 
 ALWAYS = {Capability.TOKEN_IDS}
 
@@ -46,7 +46,7 @@ def test_each_is_registered_with_what_it_takes_and_needs(
 ) -> None:
     plugins = Plugins()
     plugins.register(plugin, "test")
-    component = plugins.components(Kind.ALGORITHM)[name]
+    component = plugins.components(kinds.ALGORITHM)[name]
     chosen = component.options(**options)
     algorithm = component.build(chosen)
     assert isinstance(algorithm, made)

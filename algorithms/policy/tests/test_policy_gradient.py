@@ -10,8 +10,8 @@ import torch
 from agl_algorithms import PolicyGradient, PolicyGradientOptions, Samples, group_statistics
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.options import GrpoOptions
-from agl_core import Capability, CreditKind
-from agl_core.plugins import Kind, Plugins
+from agl_core import Capability, CreditKind, kinds
+from agl_core.plugins import Plugins
 
 from . import rloo_plugin
 from .conftest import Row, make_logprobs, make_samples
@@ -95,7 +95,7 @@ def test_the_page_on_plugins_shows_the_plugin_that_is_tested() -> None:
 def test_needs_follow_the_settings() -> None:
     plugins = Plugins()
     plugins.register(rloo_plugin, "here")
-    component = plugins.components(Kind.ALGORITHM)["rloo"]
+    component = plugins.components(kinds.ALGORITHM)["rloo"]
     always = {Capability.TOKEN_IDS, Capability.GROUPS}
     assert component.needs(PolicyGradientOptions()) == always
     assert component.takes(PolicyGradientOptions()) is CreditKind.RETURN

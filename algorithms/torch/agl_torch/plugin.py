@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core import Capability, hookimpl
-from agl_core.registering import NoOptions, RegisterEngine, RegisterTracker
+from agl_core import Capability, hookimpl, kinds
+from agl_core.kinds import NoOptions, Register
 from agl_torch.options import TorchOptions
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ def build_tensorboard(options: NoOptions, run_dir: Path) -> Tracker:
 
 
 @hookimpl
-def register_engines(register: RegisterEngine) -> None:
+def register_components(register: Register) -> None:
     register(
+        kinds.ENGINE,
         "torch",
         build_engine,
         options=TorchOptions,
@@ -41,8 +42,4 @@ def register_engines(register: RegisterEngine) -> None:
             Capability.RECORDED_TEXTS,
         },
     )
-
-
-@hookimpl
-def register_trackers(register: RegisterTracker) -> None:
-    register("tensorboard", build_tensorboard)
+    register(kinds.TRACKER, "tensorboard", build_tensorboard)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agl_core import Capability, CreditKind, hookimpl
-from agl_core.registering import RegisterAlgorithm, RegisterEngine
+from agl_core import Capability, CreditKind, hookimpl, kinds
+from agl_core.kinds import Register
 from agl_verl.config.native import NAMES, build_native, needs, options_of
 from agl_verl.options import VerlOptions
 
@@ -21,12 +21,8 @@ def build_engine(options: VerlOptions, context: EngineContext) -> Engine:
 
 
 @hookimpl
-def register_engines(register: RegisterEngine) -> None:
+def register_components(register: Register) -> None:
     provides = {Capability.TOKEN_IDS, Capability.REFERENCE, Capability.CRITIC, Capability.OWN_ALGORITHMS}
-    register("verl", build_engine, options=VerlOptions, provides=provides)
-
-
-@hookimpl
-def register_algorithms(register: RegisterAlgorithm) -> None:
+    register(kinds.ENGINE, "verl", build_engine, options=VerlOptions, provides=provides)
     for name in NAMES:
-        register(name, build_native, options=options_of(name), needs=needs, takes=CreditKind.RETURN)
+        register(kinds.ALGORITHM, name, build_native, options=options_of(name), needs=needs, takes=CreditKind.RETURN)

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.options import GrpoOptions, PpoOptions
 from agl_algorithms.ppo import Ppo
-from agl_core import Capability, CreditKind
+from agl_core import Capability, CreditKind, kinds
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import plugin
 from agl_verl.cluster.environment import MODULES_VARIABLE, variables
@@ -208,8 +208,8 @@ class Mine:
         self.critic_learning_rate, self.critic_epochs = settings.pace, 1
 
 @agl_core.hookimpl
-def register_algorithms(register):
-    register("mine", Mine, options=Settings, doc="Mine.")
+def register_components(register):
+    register(agl_core.kinds.ALGORITHM, "mine", Mine, options=Settings, doc="Mine.")
 """
 
 
@@ -306,7 +306,7 @@ def test_passes_of_the_critic_are_as_large_as_those_of_the_policy() -> None:
 def test_verls_own_algorithms_are_there_by_name() -> None:
     plugins = Plugins()
     plugins.register(plugin, "agl-verl")
-    known = plugins.components(Kind.ALGORITHM)
+    known = plugins.components(kinds.ALGORITHM)
     assert {"verl:gspo", "verl:gae", "verl:rloo", "verl:vanilla"} <= known.keys()
     assert set(NAMES) == known.keys()
     gspo = options_of("verl:gspo")(clip=3e-4, beta=0.1)

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from agl_core.decorators import credit_rule
-from agl_core.registering import Capability
+from agl_core.kinds import Capability
 from agl_core.returns import discounted_returns, episode_return
 from agl_core.types import CreditKind, Episode, Transition
 

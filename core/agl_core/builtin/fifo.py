@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from agl_core.kinds import NoOptions
 from agl_core.protocols import DrawContext, DrawnGroup
-from agl_core.registering import NoOptions
 from agl_core.types import Episode
 
 

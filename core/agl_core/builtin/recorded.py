@@ -10,11 +10,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agl_core.analysis.rollouts import entries_of, superseded
-from agl_core.analysis.runs import open_store
 from agl_core.config import CONFIG_FILE
 from agl_core.errors import ConfigError
-from agl_core.registering import Capability
+from agl_core.kinds import Capability
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Mode, Rollout, RolloutState, Task
 from agl_core.types.recorded import RecordedRollout
@@ -82,12 +80,19 @@ class Recorded:
 
     async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
         """These rollouts, each by the index of its task and its number there."""
+        # Agents' processes register components too, and need nothing that reads runs.
+        from agl_core.analysis.rollouts import entries_of
+        from agl_core.analysis.runs import open_store
+
         async with open_store(self._run) as store:
             found = [await store.rollout(self._groups[index].rollouts[number]) for index, number in wanted]
             entries = await entries_of(store, found)
             return [await _recorded(store, entry.rollout, entry.reward) for entry in entries]
 
     async def _read(self, split: str | None) -> list[_Group]:
+        from agl_core.analysis.rollouts import superseded
+        from agl_core.analysis.runs import open_store
+
         groups: dict[tuple[Mode, str, str], _Group] = {}
         after = None
         async with open_store(self._run) as store:

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core.builtin.fifo import Fifo
+from agl_core.kinds import Capability
 from agl_core.learning import staleness
 from agl_core.protocols import DrawContext, DrawnGroup
-from agl_core.registering import Capability
 from agl_core.returns import are_equal, episode_return
 from agl_core.types import Episode
 

@@ -15,7 +15,8 @@ from functools import cache, cached_property
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from agl_core.plugins import Kind, Plugins
+from agl_core import kinds
+from agl_core.plugins import Plugins
 from agl_core.types import Json, ToolStatus
 
 _EMPTY = frozenset({"", "null", "None", "[]", "{}", "()", "set()", '""', "''"})
@@ -373,6 +374,6 @@ def status_rules() -> tuple[StatusRule, ...]:
 
     A framework's own words come before those that anybody may use.
     """
-    adapters = sorted(Plugins.load().components(Kind.ADAPTER).items())
+    adapters = sorted(Plugins.load().components(kinds.ADAPTER).items())
     brought = [rule for _, adapter in adapters for rule in adapter.status_rules]
     return (*REPORTED, *brought, *WORDS)

@@ -118,7 +118,8 @@ def _findings(config: Path | None, upstream: str | None, key_env: str | None, mo
 
 
 def _packages() -> Iterator[Finding]:
-    from agl_core.plugins import Kind, Plugins
+    from agl_core import kinds
+    from agl_core.plugins import Plugins
 
     missing = [name for name in SERVER_MODULES if importlib.util.find_spec(name) is None]
     yield Finding(
@@ -132,9 +133,9 @@ def _packages() -> Iterator[Finding]:
 
     def listed() -> Iterator[Finding]:
         plugins = Plugins.load()
-        for kind in (Kind.ENGINE, Kind.ALGORITHM, Kind.ADAPTER):
+        for kind in (kinds.ENGINE, kinds.ALGORITHM, kinds.ADAPTER):
             names = ", ".join(sorted(plugins.components(kind))) or "none"
-            yield Finding(f"{kind.value}s", names)
+            yield Finding(f"{kind}s", names)
         for broken in plugins.broken:
             said = f"'{broken.name}' of {broken.origin} cannot be used ({broken.error})"
             yield Finding("plugins", said, "reinstall or uninstall it; what it brings is missing", is_needed=False)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agl_core import kinds
 from agl_core.cli.shared.options import AsJson
 from agl_core.cli.shared.text import print_json
-from agl_core.plugins import Kind, Plugins
+from agl_core.errors import nearest
+from agl_core.plugins import Plugins
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +21,21 @@ if TYPE_CHECKING:
     from agl_core.plugins import BrokenPlugin, Component
 
 Files = Annotated[list[Path] | None, typer.Argument(help="Your own plugin files, to list what they bring too.")]
-OfKind = Annotated[Kind | None, typer.Option(help="Only components of this kind.")]
+
+
+def _kind(word: str) -> kinds.AnyKind:
+    by_word = {kind.word: kind for kind in kinds.KINDS}
+    if word not in by_word:
+        raise typer.BadParameter(f"There is no kind '{word}'. {nearest(word, by_word)}")
+    return by_word[word]
+
+
+OfKind = Annotated[
+    kinds.AnyKind | None,
+    typer.Option(
+        parser=_kind, metavar="KIND", help=f"Only components of this kind: {', '.join(map(str, kinds.KINDS))}."
+    ),
+]
 
 
 def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = False) -> None:
@@ -30,8 +46,11 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
     from agl_core.cli.shared.screen import Screen
 
     plugins = Plugins.load(files or ())
-    kinds = Kind if kind is None else [kind]
-    described = [describe(component) for each in kinds for _, component in sorted(plugins.components(each).items())]
+    described = [
+        describe(component)
+        for each in ([kind] if kind else kinds.KINDS)
+        for _, component in sorted(plugins.components(each).items())
+    ]
     described += [_described_broken(each) for each in plugins.broken]
     if as_json:
         print_json(described)
@@ -48,7 +67,7 @@ def describe(component: Component) -> dict[str, Any]:
         needs, takes = sorted(component.needs(defaults)), component.takes(defaults)
     schema = component.options.model_json_schema()
     return {
-        "kind": component.kind.value,
+        "kind": component.kind.word,
         "name": component.name,
         "origin": component.origin,
         "doc": component.doc,
@@ -63,8 +82,8 @@ def describe(component: Component) -> dict[str, Any]:
         ],
         "needs": needs,
         "provides": sorted(component.provides),
-        **({"takes": takes} if component.kind is Kind.ALGORITHM else {}),
-        **({"yields": sorted(component.yields)} if component.kind is Kind.CREDIT else {}),
+        **({"takes": takes} if component.kind is kinds.ALGORITHM else {}),
+        **({"yields": sorted(component.yields)} if component.kind is kinds.CREDIT else {}),
     }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
+from agl_core import kinds
 from agl_core.config.load import LoadedConfig, ScoredConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.errors import CapabilityError
-from agl_core.plugins import Component, Kind
-from agl_core.registering import Capability
+from agl_core.kinds import AnyKind, Capability
+from agl_core.plugins import Component
 from agl_core.types import CreditKind, Mode
 
 _WHY_NOT = {
@@ -176,7 +176,7 @@ def _time_axis(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
     """
     algorithm, credit, taken = plan.algorithm, plan.credit, plan.algorithm.takes
     if taken is not None and taken not in credit.component.yields:
-        others = _others(loaded, Kind.CREDIT, f"yields {taken}s", lambda rule: taken in rule.yields)
+        others = _others(loaded, kinds.CREDIT, f"yields {taken}s", lambda rule: taken in rule.yields)
         yield f"{algorithm.label} {_WHY_NOT[taken].format(credit=credit.label)}. {others}, or another algorithm."
 
 
@@ -194,7 +194,7 @@ def _engine(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
     for need, in_words in _OF_THE_ENGINE.items():
         for chosen in _needing(loaded, plan, need):
             if chosen is not engine and need not in engine.component.provides:
-                others = _others(loaded, Kind.ENGINE, f"provides {need}", functools.partial(_provides, need))
+                others = _others(loaded, kinds.ENGINE, f"provides {need}", functools.partial(_provides, need))
                 yield (
                     f"{chosen.label} needs {in_words}, which {engine.label} does not provide. {others}, or change the "
                     f"settings of the {chosen.component.kind}."
@@ -220,11 +220,9 @@ def _replay(loaded: ScoredConfig, plan: PolicyPlan) -> Iterator[str]:
             )
 
 
-def _others(
-    loaded: ScoredConfig, kind: Literal[Kind.CREDIT, Kind.ENGINE], does: str, able: Callable[[Component], bool]
-) -> str:
+def _others(loaded: ScoredConfig, kind: AnyKind, does: str, able: Callable[[Component], bool]) -> str:
     found = sorted(name for name, each in loaded.plugins.components(kind).items() if able(each))
-    named = "a credit rule" if kind is Kind.CREDIT else f"an {kind}"
+    named = "a credit rule" if kind is kinds.CREDIT else f"an {kind}"
     if not found:
         return f"Install a plugin with {named} that {does} (none of the installed does)"
     return f"Choose {named} that {does} ({', '.join(found)})"

@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 
 import tomli_w
 
-from agl_core import private
+from agl_core import kinds, private
 from agl_core.config.models import RecordingConfig, RunConfig
 from agl_core.config.policies import ModelSection, PolicySection
 from agl_core.config.problems import Report
 from agl_core.config.resolve import Chosen, PolicyPlan, below, resolve, resolve_store
 from agl_core.config.sections import HUB_NAME
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 
 CONFIG_FILE = "config.toml"
 """The configuration of a run as resolved, in the run's folder."""
@@ -121,7 +121,7 @@ def load_for_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
     """
     config, folder, report = _validated(path, overrides)
     plugins = Plugins.load(config.plugin_files)
-    config, chosen = resolve(config, plugins, folder, report, (Kind.STORE, Kind.REDACTOR))
+    config, chosen = resolve(config, plugins, folder, report, (kinds.STORE, kinds.REDACTOR))
     return ServerConfig(config=config, folder=folder, plugins=plugins, **_only(ServerConfig, chosen))
 
 
@@ -134,7 +134,7 @@ def load_for_scoring(path: Path, overrides: Sequence[str] = ()) -> ScoredConfig:
     config, folder, report = _validated(path, overrides)
     missing = ", ".join(str(file) for file in config.plugin_files if not file.is_file())
     plugins = Plugins.load([file for file in config.plugin_files if file.is_file()])
-    required = (Kind.STORE, Kind.REWARD, Kind.CREDIT, Kind.ALGORITHM)
+    required = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
     try:
         config, chosen = resolve(config, plugins, folder, report, required)
     except ConfigError as error:
@@ -160,7 +160,7 @@ def load_store(path: Path) -> Chosen:
     """
     config, folder, report = _validated(path, ())
     plugins = Plugins.load()
-    if config.store.name not in plugins.components(Kind.STORE) and config.plugins:
+    if config.store.name not in plugins.components(kinds.STORE) and config.plugins:
         report.add(
             ("store", "name"),
             f"no installed plugin brings the store '{config.store.name}'. Looking at a run does not run the plugin "

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
+from agl_core import kinds
 from agl_core.config.deployment import ReleaseCheckSection
 from agl_core.config.learn import LearnSection
 from agl_core.config.models import RewardSection, RunConfig, TaskSection
@@ -17,8 +18,8 @@ from agl_core.config.online import OnlineSection, RedactorSection
 from agl_core.config.policies import PolicySection
 from agl_core.config.problems import Place, Report
 from agl_core.config.sections import PluginChoice
-from agl_core.plugins import Component, Kind, Plugins
-from agl_core.registering import Capability
+from agl_core.kinds import AnyKind, Capability
+from agl_core.plugins import Component, Plugins
 from agl_core.types import CreditKind
 
 Named = TypeVar("Named", TaskSection, RewardSection, ReleaseCheckSection, RedactorSection)
@@ -77,7 +78,7 @@ def label(component: Component) -> str:
 
 
 def resolve(
-    config: RunConfig, plugins: Plugins, folder: Path, report: Report, required: Collection[Kind] = tuple(Kind)
+    config: RunConfig, plugins: Plugins, folder: Path, report: Report, required: Collection[AnyKind] = kinds.KINDS
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The configuration with every setting filled in, and what it chose, by the name of the table.
 
@@ -86,12 +87,12 @@ def resolve(
     """
     find = _Resolver(plugins, folder, report, required)
     parts: dict[str, tuple[Any, Any]] = {
-        kind.value: find.choice(kind, (kind.value,), getattr(config, kind.value))
-        for kind in (Kind.ALGORITHM, Kind.CREDIT, Kind.ENGINE, Kind.STORE, Kind.BUFFER)
+        kind.word: find.choice(kind, (kind.word,), getattr(config, kind.word))
+        for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.ENGINE, kinds.STORE, kinds.BUFFER)
     }
     parts["policies"] = find.policies(config.policies, parts["algorithm"][1], parts["credit"][1])
-    parts["tasks"] = find.sections(Kind.TASK_SOURCE, ("tasks",), config.tasks, "source")
-    parts["rewards"] = find.sections(Kind.REWARD, ("rewards",), config.rewards, "rule")
+    parts["tasks"] = find.sections(kinds.TASK_SOURCE, ("tasks",), config.tasks, "source")
+    parts["rewards"] = find.sections(kinds.REWARD, ("rewards",), config.rewards, "rule")
     parts["learn"] = find.learn(config.learn)
     parts["online"] = find.online(config.online)
     parts["trackers"] = find.trackers(config.trackers)
@@ -103,7 +104,7 @@ def resolve(
 
 def resolve_store(config: RunConfig, plugins: Plugins, folder: Path, report: Report) -> Chosen:
     """What the configuration chose as its store."""
-    _, store = _Resolver(plugins, folder, report, (Kind.STORE,)).choice(Kind.STORE, ("store",), config.store)
+    _, store = _Resolver(plugins, folder, report, (kinds.STORE,)).choice(kinds.STORE, ("store",), config.store)
     report.raise_if_any()
     assert store is not None
     return store
@@ -117,10 +118,10 @@ class _Resolver:
     of plugins that are not installed.
     """
 
-    def __init__(self, plugins: Plugins, folder: Path, report: Report, required: Collection[Kind]) -> None:
+    def __init__(self, plugins: Plugins, folder: Path, report: Report, required: Collection[AnyKind]) -> None:
         self._plugins, self._folder, self._report, self._required = plugins, folder, report, required
 
-    def choice(self, kind: Kind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
+    def choice(self, kind: AnyKind, place: Place, section: PluginChoice) -> tuple[PluginChoice, Chosen | None]:
         """A section that chooses one plugin by `name`; tables for other installed ones may stand beside it."""
         known = self._plugins.components(kind)
         tables = {key_inside: value for key_inside, value in section.tables.items() if isinstance(value, dict)}
@@ -143,21 +144,21 @@ class _Resolver:
         resolved, plans = {}, {}
         for name, section in sections.items():
             place: Place = ("policies", name)
-            own_algorithm, its_algorithm = self._own(Kind.ALGORITHM, place, section.algorithm, algorithm)
-            own_credit, its_credit = self._own(Kind.CREDIT, place, section.credit, credit)
+            own_algorithm, its_algorithm = self._own(kinds.ALGORITHM, place, section.algorithm, algorithm)
+            own_credit, its_credit = self._own(kinds.CREDIT, place, section.credit, credit)
             resolved[name] = section.model_copy(update={"algorithm": own_algorithm, "credit": own_credit})
             if its_algorithm is not None and its_credit is not None:
                 plans[name] = PolicyPlan(its_algorithm, its_credit)
         return resolved, plans
 
     def _own(
-        self, kind: Kind, place: Place, section: PluginChoice | None, of_run: Chosen | None
+        self, kind: AnyKind, place: Place, section: PluginChoice | None, of_run: Chosen | None
     ) -> tuple[PluginChoice | None, Chosen | None]:
         """A policy's own choice, else the run's; the kinds are called as the tables are."""
-        return (None, of_run) if section is None else self.choice(kind, (*place, kind.value), section)
+        return (None, of_run) if section is None else self.choice(kind, (*place, kind.word), section)
 
     def sections(
-        self, kind: Kind, table: Place, sections: Mapping[str, Named], named_by: str
+        self, kind: AnyKind, table: Place, sections: Mapping[str, Named], named_by: str
     ) -> tuple[dict[str, Named], dict[str, Chosen]]:
         """Tables of which each names its plugin by one of its keys, else by its own name."""
         resolved, found = {}, {}
@@ -179,7 +180,7 @@ class _Resolver:
         if section is None:
             return None, {}
         place = ("learn", "gate", "checks")
-        resolved, found = self.sections(Kind.RELEASE_CHECK, place, section.gate.checks, "check")
+        resolved, found = self.sections(kinds.RELEASE_CHECK, place, section.gate.checks, "check")
         gate = section.gate.model_copy(update={"checks": resolved})
         return section.model_copy(update={"gate": gate}), found
 
@@ -187,28 +188,28 @@ class _Resolver:
         """The table of real use, and its redactors."""
         if section is None:
             return None, {}
-        resolved, found = self.sections(Kind.REDACTOR, ("online", "redactors"), section.redactors, "redactor")
+        resolved, found = self.sections(kinds.REDACTOR, ("online", "redactors"), section.redactors, "redactor")
         return section.model_copy(update={"redactors": resolved}), found
 
     def trackers(
         self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]
     ) -> tuple[dict[str, dict[str, Any] | Literal[False]], dict[str, Chosen]]:
         """The trackers: those of the sections, and TensorBoard where it is installed; without those that are False."""
-        known = self._plugins.components(Kind.TRACKER)
+        known = self._plugins.components(kinds.TRACKER)
         wanted = {**({_TENSORBOARD: {}} if _TENSORBOARD in known else {}), **sections}
         resolved: dict[str, dict[str, Any] | Literal[False]] = {}
         found = {}
         for name, settings in wanted.items():
             if settings is False:
                 resolved[name] = False
-            elif chosen := self._chosen(Kind.TRACKER, name, settings, ("trackers", name)):
+            elif chosen := self._chosen(kinds.TRACKER, name, settings, ("trackers", name)):
                 found[name] = chosen
                 resolved[name] = dict(chosen.settings)
         return resolved, found
 
     def _chosen(
         self,
-        kind: Kind,
+        kind: AnyKind,
         name: str,
         settings: Mapping[str, Any],
         place: Place,
@@ -229,7 +230,7 @@ class _Resolver:
             return None
         return Chosen(component, with_absolute_paths(options, self._folder), settings_of(options))
 
-    def _unknown(self, kind: Kind, name: str, place: Place) -> None:
+    def _unknown(self, kind: AnyKind, name: str, place: Place) -> None:
         if kind in self._required:
             self._report.add(place, f"{self._plugins.unknown(kind, name)} `agl plugins` lists them all.")
 

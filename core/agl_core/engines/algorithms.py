@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agl_core import kinds
 from agl_core.errors import ConfigError
-from agl_core.plugins import Component, Kind, Plugins
+from agl_core.plugins import Component, Plugins
 
 
 def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> tuple[Component, BaseModel]:
@@ -16,7 +17,7 @@ def find_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> t
 
     PluginError if no plugin brings it, ConfigError for options that it does not have.
     """
-    component = plugins.component(Kind.ALGORITHM, name, "algorithm.name")
+    component = plugins.component(kinds.ALGORITHM, name, "algorithm.name")
     try:
         return component, component.options.model_validate(dict(options))
     except ValueError as error:

@@ -13,13 +13,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agl_core import kinds
 from agl_core.config import CONFIG_FILE
 from agl_core.config.load import PolicyConfig, load_for_policies
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.kinds import Capability
+from agl_core.plugins import Plugins
 from agl_core.policies.naming import Version
 from agl_core.protocols import EngineContext, PolicyEngine, PolicySpec
-from agl_core.registering import Capability
 
 
 @contextmanager
@@ -74,7 +75,7 @@ class Source:
         return engine
 
     def _other(self, name: str | None) -> tuple[Callable[..., Any], BaseModel]:
-        known = self.loaded.plugins.components(Kind.ENGINE)
+        known = self.loaded.plugins.components(kinds.ENGINE)
         able: Mapping[str, Any] = {each.name: each for each in known.values() if Capability.POLICIES in each.provides}
         found = able.get(name) if name is not None else next(iter(able.values()), None)
         if found is None:

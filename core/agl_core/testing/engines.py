@@ -86,9 +86,10 @@ def build(settings):
 
 
 @agl_core.hookimpl
-def register_algorithms(register):
+def register_components(register):
     needs = {{agl_core.Capability.TOKEN_IDS, agl_core.Capability.REFERENCE}}
-    register("{ALGORITHM}", build, options=Settings, needs=needs, takes=agl_core.CreditKind.RETURN)
+    takes = agl_core.CreditKind.RETURN
+    register(agl_core.kinds.ALGORITHM, "{ALGORITHM}", build, options=Settings, needs=needs, takes=takes)
 '''
 QUESTIONS = ("What is 12 plus 3?", "What is 4 plus 5?", "Hello!", "What is 70 plus 1?")
 

@@ -12,10 +12,10 @@ import orjson
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, last_frames
+from agl_core.kinds import Capability
 from agl_core.learning.health import health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import RecordedTasks, TaskSource
-from agl_core.registering import Capability
 from agl_core.training.alarms import Alarm
 from agl_core.training.alarms.rollouts import common_failure, failures
 from agl_core.training.progress import Phase

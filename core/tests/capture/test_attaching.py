@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import agl_core
+from agl_core import kinds
 from agl_core.capture import Identity, installed_adapters
 from agl_core.plugins import Plugins
 
@@ -110,8 +111,8 @@ def test_a_framework_that_fails_to_import_fails_as_before(framework: str, tmp_pa
 def test_adapters_come_from_plugins() -> None:
     class Plugin:
         @agl_core.hookimpl
-        def register_adapters(self, register: Any) -> None:
-            register("fake", lambda options: FakeAdapter("fake_framework"))
+        def register_components(self, register: Any) -> None:
+            register(kinds.ADAPTER, "fake", lambda options: FakeAdapter("fake_framework"))
 
     plugins = Plugins()
     plugins.register(Plugin(), "a test")

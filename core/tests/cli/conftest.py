@@ -69,12 +69,9 @@ def torn(episodes):
     raise IndexError("no such place")
 
 @agl_core.hookimpl
-def register_algorithms(register):
-    register("plain", lambda options: None)
-
-@agl_core.hookimpl
-def register_engines(register):
-    register("idle", lambda options, context: None, provides={agl_core.Capability.TOKEN_IDS})
+def register_components(register):
+    register(agl_core.kinds.ALGORITHM, "plain", lambda options: None)
+    register(agl_core.kinds.ENGINE, "idle", lambda options, context: None, provides={agl_core.Capability.TOKEN_IDS})
 '''
 
 CONFIG: dict[str, Any] = {

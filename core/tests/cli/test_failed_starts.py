@@ -32,14 +32,12 @@ class Broken:
     async def stop(self): ...
 
 @agl_core.hookimpl
-def register_engines(register):
+def register_components(register):
     provided = {agl_core.Capability.TOKEN_IDS}
-    register("broken", lambda options, context: Broken(None), provides=provided)
-    register("telling", lambda options, context: Broken(context.run_dir / "engine.log"), provides=provided)
-
-@agl_core.hookimpl
-def register_algorithms(register):
-    register("plain", lambda options: None)
+    for name, log in (("broken", None), ("telling", "engine.log")):
+        build = lambda options, context, log=log: Broken(log and context.run_dir / log)
+        register(agl_core.kinds.ENGINE, name, build, provides=provided)
+    register(agl_core.kinds.ALGORITHM, "plain", lambda options: None)
 """
 
 CONFIG: dict[str, Any] = {

@@ -21,8 +21,9 @@ from agl_core.store.sqlite import SqliteStore
 Path(__file__).with_name("it-ran").touch()
 
 @agl_core.hookimpl
-def register_stores(register):
-    register("theirs", lambda options, folder, read_only: SqliteStore(folder / "store.sqlite", read_only=read_only))
+def register_components(register):
+    build = lambda options, folder, read_only: SqliteStore(folder / "store.sqlite", read_only=read_only)
+    register(agl_core.kinds.STORE, "theirs", build)
 """
 
 LOOKING: tuple[str, ...] = (

@@ -57,17 +57,11 @@ PLUGIN = """
             return lambda: Identity("mine")
 
     @agl_core.hookimpl
-    def register_engines(register):
+    def register_components(register):
         provided = {agl_core.Capability.TOKEN_IDS}
-        register("elsewhere", lambda options, context: Elsewhere(context), provides=provided)
-
-    @agl_core.hookimpl
-    def register_algorithms(register):
-        register("plain", lambda options: None)
-
-    @agl_core.hookimpl
-    def register_adapters(register):
-        register("mine", lambda options: Mine(), doc="Mine.")
+        register(agl_core.kinds.ENGINE, "elsewhere", lambda options, context: Elsewhere(context), provides=provided)
+        register(agl_core.kinds.ALGORITHM, "plain", lambda options: None)
+        register(agl_core.kinds.ADAPTER, "mine", lambda options: Mine(), doc="Mine.")
 """
 
 CONFIG = """

@@ -60,8 +60,8 @@ PLUGIN = """
             return lambda: Identity("mine")
 
     @agl_core.hookimpl
-    def register_adapters(register):
-        register("mine", lambda options: Mine(), doc="Mine.")
+    def register_components(register):
+        register(agl_core.kinds.ADAPTER, "mine", lambda options: Mine(), doc="Mine.")
 """
 
 

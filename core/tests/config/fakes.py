@@ -8,19 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 import agl_core
-from agl_core import Capability, CreditKind
-from agl_core.registering import (
-    RegisterAlgorithm,
-    RegisterBuffer,
-    RegisterCreditRule,
-    RegisterEngine,
-    RegisterRedactor,
-    RegisterReleaseCheck,
-    RegisterReward,
-    RegisterStore,
-    RegisterTaskSource,
-    RegisterTracker,
-)
+from agl_core import Capability, CreditKind, kinds
+from agl_core.kinds import Register
 
 
 class Strict(BaseModel):
@@ -73,37 +62,6 @@ def built(options: BaseModel, *context: Any) -> Any:
     return (options, *context)
 
 
-@agl_core.hookimpl
-def register_algorithms(register: RegisterAlgorithm) -> None:
-    register(
-        "comparing",
-        built,
-        options=ComparingOptions,
-        needs=lambda options: {
-            Capability.GROUPS,
-            *([Capability.REFERENCE] if options.beta else []),
-        },
-        takes=CreditKind.RETURN,
-    )
-    register("judging", built, needs={Capability.CRITIC, Capability.TOKEN_IDS}, takes=CreditKind.REWARD)
-    register("easy", built)
-    register("engines_own", built, needs={Capability.OWN_ALGORITHMS}, takes=CreditKind.RETURN)
-
-
-@agl_core.hookimpl
-def register_engines(register: RegisterEngine) -> None:
-    register("pretending", built, options=EngineOptions, provides={Capability.REFERENCE, Capability.TOKEN_IDS})
-    register("poor", built)
-    provides = {Capability.REFERENCE, Capability.TOKEN_IDS, Capability.CRITIC, Capability.OWN_ALGORITHMS}
-    register("rich", built, provides={*provides, Capability.IMAGES})
-
-
-@agl_core.hookimpl
-def register_credit_rules(register: RegisterCreditRule) -> None:
-    register("either", built, kind={CreditKind.REWARD, CreditKind.RETURN})
-    register("mixing", built, kind=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
-
-
 @agl_core.credit_rule(kind=CreditKind.RETURN)
 def whole(episodes: Any) -> Any:
     """Everything to everyone."""
@@ -112,37 +70,6 @@ def whole(episodes: Any) -> Any:
 @agl_core.credit_rule(kind=CreditKind.REWARD)
 def per_step(episodes: Any) -> Any:
     """Each step its own."""
-
-
-@agl_core.hookimpl
-def register_buffers(register: RegisterBuffer) -> None:
-    register("hoarding", built)
-
-
-@agl_core.hookimpl
-def register_stores(register: RegisterStore) -> None:
-    register("forgetting", built)
-
-
-@agl_core.hookimpl
-def register_task_sources(register: RegisterTaskSource) -> None:
-    register("counting", built, options=CountingOptions)
-
-
-@agl_core.hookimpl
-def register_trackers(register: RegisterTracker) -> None:
-    register("shouting", built, options=CarelessOptions)
-    register("posting", built, options=NeedyOptions)
-
-
-@agl_core.hookimpl
-def register_rewards(register: RegisterReward) -> None:
-    class Clashing(Strict):
-        weight: float = Field(1.0, description="Clashes with the table's own.")
-
-    register("clashing", built, options=Clashing)
-    register("filing", built, options=PathOptions)
-    register("tool_counting", built, provides={Capability.TOOL_RESULTS})
 
 
 @agl_core.reward_rule
@@ -155,15 +82,45 @@ class HiddenOptions(Strict):
     words: int = Field(3, ge=0, description="How many words are hidden.")
 
 
-@agl_core.hookimpl
-def register_redactors(register: RegisterRedactor) -> None:
-    register("hidden", built, options=HiddenOptions)
-
-
 class PoliteOptions(Strict):
     limit: int = Field(3, ge=0, description="How many rude words are too many.")
 
 
 @agl_core.hookimpl
-def register_release_checks(register: RegisterReleaseCheck) -> None:
-    register("polite", built, options=PoliteOptions)
+def register_components(register: Register) -> None:
+    register(
+        kinds.ALGORITHM,
+        "comparing",
+        built,
+        options=ComparingOptions,
+        needs=lambda options: {
+            Capability.GROUPS,
+            *([Capability.REFERENCE] if options.beta else []),
+        },
+        takes=CreditKind.RETURN,
+    )
+    needs = {Capability.CRITIC, Capability.TOKEN_IDS}
+    register(kinds.ALGORITHM, "judging", built, needs=needs, takes=CreditKind.REWARD)
+    register(kinds.ALGORITHM, "easy", built)
+    register(kinds.ALGORITHM, "engines_own", built, needs={Capability.OWN_ALGORITHMS}, takes=CreditKind.RETURN)
+    provides = {Capability.REFERENCE, Capability.TOKEN_IDS}
+    register(kinds.ENGINE, "pretending", built, options=EngineOptions, provides=provides)
+    register(kinds.ENGINE, "poor", built)
+    provides |= {Capability.CRITIC, Capability.OWN_ALGORITHMS, Capability.IMAGES}
+    register(kinds.ENGINE, "rich", built, provides=provides)
+    register(kinds.CREDIT, "either", built, yields={CreditKind.REWARD, CreditKind.RETURN})
+    register(kinds.CREDIT, "mixing", built, yields=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
+    register(kinds.BUFFER, "hoarding", built)
+    register(kinds.STORE, "forgetting", built)
+    register(kinds.TASK_SOURCE, "counting", built, options=CountingOptions)
+    register(kinds.TRACKER, "shouting", built, options=CarelessOptions)
+    register(kinds.TRACKER, "posting", built, options=NeedyOptions)
+
+    class Clashing(Strict):
+        weight: float = Field(1.0, description="Clashes with the table's own.")
+
+    register(kinds.REWARD, "clashing", built, options=Clashing)
+    register(kinds.REWARD, "filing", built, options=PathOptions)
+    register(kinds.REWARD, "tool_counting", built, provides={Capability.TOOL_RESULTS})
+    register(kinds.REDACTOR, "hidden", built, options=HiddenOptions)
+    register(kinds.RELEASE_CHECK, "polite", built, options=PoliteOptions)

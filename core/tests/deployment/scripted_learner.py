@@ -14,6 +14,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from agl_core import kinds
 from agl_core.builtin.credit import identical
 from agl_core.builtin.fifo import Fifo
 from agl_core.config import PolicyPlan, RunConfig
@@ -21,11 +22,11 @@ from agl_core.config.resolve import Chosen
 from agl_core.deployment.canary import Outcome
 from agl_core.deployment.learner import Learner
 from agl_core.deployment.ledger import Ledger
+from agl_core.kinds import NoOptions
 from agl_core.learning import ScoringRule
 from agl_core.learning.feedback import users_said
-from agl_core.plugins import Component, Kind, Plugins
+from agl_core.plugins import Component, Plugins
 from agl_core.protocols import Progress, UpdateResult, Upstream
-from agl_core.registering import NoOptions
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
@@ -165,8 +166,8 @@ class World:
             }
         )
         returns = frozenset({CreditKind.RETURN})
-        credit = Chosen(Component(Kind.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
-        algorithm = Chosen(Component(Kind.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
+        credit = Chosen(Component(kinds.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
+        algorithm = Chosen(Component(kinds.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
         loaded: Any = SimpleNamespace(
             config=config,
             policies={"default": PolicyPlan(algorithm, credit)},

@@ -292,8 +292,8 @@ class Engine:
     async def stop(self): ...
 
 @agl_core.hookimpl
-def register_engines(register):
-    register("mine", lambda options, context: Engine(), provides={agl_core.Capability.POLICIES})
+def register_components(register):
+    register(agl_core.kinds.ENGINE, "mine", lambda options, context: Engine(), provides={agl_core.Capability.POLICIES})
 """
 
 

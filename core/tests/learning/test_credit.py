@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.kinds import Capability
 from agl_core.learning import PolicyCredit, build_episode, make_batches
-from agl_core.plugins import Kind, Plugins
-from agl_core.registering import Capability
+from agl_core.plugins import Plugins
 from agl_core.returns import episode_return
 from agl_core.types import CreditKind, Episode
 
@@ -217,7 +218,7 @@ class TestInARun:
     """The rules as a run finds them."""
 
     @pytest.mark.parametrize(
-        ("name", "kinds"),
+        ("name", "yields"),
         [
             ("identical", {CreditKind.RETURN}),
             ("immediate", {CreditKind.REWARD, CreditKind.RETURN}),
@@ -225,19 +226,19 @@ class TestInARun:
             ("stepwise", {CreditKind.RETURN}),
         ],
     )
-    def test_each_is_there_with_its_kind_and_a_line_of_description(self, name: str, kinds: set[CreditKind]) -> None:
-        found = Plugins.load().component(Kind.CREDIT, name, "[credit]")
-        assert found.yields == kinds
+    def test_each_is_there_with_its_kind_and_a_line_of_description(self, name: str, yields: set[CreditKind]) -> None:
+        found = Plugins.load().component(kinds.CREDIT, name, "[credit]")
+        assert found.yields == yields
         assert found.origin.startswith("agl-core")
         assert len(found.doc) > 40
 
     def test_stepwise_needs_groups_and_token_ids(self) -> None:
-        component = Plugins.load().component(Kind.CREDIT, "stepwise", "[credit]")
+        component = Plugins.load().component(kinds.CREDIT, "stepwise", "[credit]")
         assert component.needs(component.options()) == {Capability.GROUPS, Capability.TOKEN_IDS}
 
     @pytest.mark.parametrize("name", ["discounted", "stepwise"])
     def test_the_discount_is_bounded_and_has_an_effect(self, make: Any, name: str) -> None:
-        component = Plugins.load().component(Kind.CREDIT, name, "[credit]")
+        component = Plugins.load().component(kinds.CREDIT, name, "[credit]")
         members = [([Step(state=0), Step(state=1)], 1.0), ([Step(state=0)], 0.0)]
         values = [component.build(component.options(gamma=gamma))(group(make, members)) for gamma in (1.0, 0.5)]
         assert values[0] != values[1]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core import kinds
 from agl_core.learning import PolicyCredit, build_episode, make_batches
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.protocols import CreditRule
 from agl_core.types import CreditKind, DropReason, Episode, TransitionKey
 
@@ -50,7 +51,7 @@ def tried() -> list[Tried]:
     """Each rule of the installed agl packages, with each of its settings, for each kind of its values."""
     return [
         Tried(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kind)
-        for name, component in Plugins.load().components(Kind.CREDIT).items()
+        for name, component in Plugins.load().components(kinds.CREDIT).items()
         if component.origin.startswith("agl-")
         for chosen in ({}, *VARIANTS.get(name, ()))
         for kind in sorted(component.yields)

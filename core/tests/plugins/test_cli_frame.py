@@ -25,8 +25,9 @@ class Options(BaseModel):
     model: str
 
 @agl_core.hookimpl
-def register_rewards(register):
-    register("torn", print, options=Options, needs=lambda o: {agl_core.Capability.CRITIC} if o.model else ())
+def register_components(register):
+    needs = lambda options: {agl_core.Capability.CRITIC} if options.model else ()
+    register(agl_core.kinds.REWARD, "torn", print, options=Options, needs=needs)
 '''
 
 
@@ -71,9 +72,9 @@ BROKEN = """
 import agl_core
 
 @agl_core.hookimpl
-def register_engines(register):
+def register_components(register):
     import a_gpu
-    register("fast", lambda options, context: None)
+    register(agl_core.kinds.ENGINE, "fast", lambda options, context: None)
 """
 
 

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core import kinds
 from agl_core.builtin.tasks import JsonlOptions, JsonlTasks
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.types import Task
 
 
 def tasks(folder: Path, text: str, **options: Any) -> JsonlTasks:
     (folder / "tasks.jsonl").write_text(text)
-    source = Plugins.load().component(Kind.TASK_SOURCE, "jsonl", "[tasks.train] source")
+    source = Plugins.load().component(kinds.TASK_SOURCE, "jsonl", "[tasks.train] source")
     built: JsonlTasks = source.build(source.options(path="tasks.jsonl", **options), folder, 0)
     return built
 
@@ -94,7 +95,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
-    source = Plugins.load().component(Kind.TASK_SOURCE, "jsonl", "[tasks.train] source")
+    source = Plugins.load().component(kinds.TASK_SOURCE, "jsonl", "[tasks.train] source")
 
     with pytest.raises(ConfigError, match=r"gone\.jsonl do not exist. Paths are relative to the configuration file"):
         source.build(source.options(path="gone.jsonl"), tmp_path, 0)

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from agl_core import kinds
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.protocols import TaskSource
 from agl_core.types import Task
 
@@ -21,7 +22,7 @@ ROWS = [{"id": "a", "question": "2 + 3?", "result": "5"}, {"id": "b", "question"
 
 
 def source(kind: str, folder: Path, **options: Any) -> TaskSource:
-    component = Plugins.load().component(Kind.TASK_SOURCE, kind, "[tasks.train] source")
+    component = Plugins.load().component(kinds.TASK_SOURCE, kind, "[tasks.train] source")
     built: TaskSource = component.build(component.options(**options), folder, 0)
     return built
 

@@ -15,11 +15,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 import agl_core
+from agl_core import kinds
+from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import Buffer, Engine, EngineContext, GroupRewardRule, TaskSource, Tracker
-from agl_core.registering import (
-    NoOptions, RegisterAdapter, RegisterAlgorithm, RegisterBuffer, RegisterCreditRule, RegisterEngine, RegisterReward,
-    RegisterStore, RegisterTaskSource, RegisterTracker,
-)
 from agl_core.store.interface import Store
 from agl_core.types import Episode, Task
 
@@ -39,35 +37,28 @@ def tracker(options: NoOptions, run_dir: Path) -> Tracker: ...
 def buffer(options: Options) -> Buffer: ...
 def number(options: NoOptions) -> int: ...
 
-def right(
-    engines: RegisterEngine, stores: RegisterStore, sources: RegisterTaskSource, trackers: RegisterTracker,
-    buffers: RegisterBuffer, rewards: RegisterReward, credits: RegisterCreditRule,
-) -> None:
-    engines("a", engine, options=Options, needs=need, provides={agl_core.Capability.TOKEN_IDS})
-    stores("a", store)
-    sources("a", source)
-    trackers("a", tracker)
-    buffers("a", buffer, options=Options)
-    rewards("a", lambda options: brevity)
-    rewards("b", lambda options: GroupRewardRule(group))
-    credits("a", lambda options: credit, kind=agl_core.CreditKind.RETURN)
+def right(register: Register) -> None:
+    register(kinds.ENGINE, "a", engine, options=Options, needs=need, provides={agl_core.Capability.TOKEN_IDS})
+    register(kinds.STORE, "a", store)
+    register(kinds.TASK_SOURCE, "a", source)
+    register(kinds.TRACKER, "a", tracker)
+    register(kinds.BUFFER, "a", buffer, options=Options)
+    register(kinds.REWARD, "a", lambda options: brevity)
+    register(kinds.REWARD, "b", lambda options: GroupRewardRule(group))
+    register(kinds.CREDIT, "a", lambda options: credit, yields=agl_core.CreditKind.RETURN)
 
-def wrong(
-    engines: RegisterEngine, stores: RegisterStore, sources: RegisterTaskSource, trackers: RegisterTracker,
-    buffers: RegisterBuffer, rewards: RegisterReward, credits: RegisterCreditRule, algorithms: RegisterAlgorithm,
-    adapters: RegisterAdapter,
-) -> None:
-    engines("a", tracker)  # no context
-    engines("a", engine)  # its options are not named
-    engines("a", engine, options=NoOptions)  # other options
-    engines("a", engine, options=Options, needs=fixed)  # needs of other options
-    stores("a", tracker)  # no `read_only`
-    sources("a", store)  # not a source
-    trackers("a", number)  # no folder
-    buffers("a", number)  # not a buffer
-    rewards("a", lambda options: credit)  # a credit rule
-    algorithms("a", number)  # not an algorithm
-    adapters("a", number)  # not an adapter
+def wrong(register: Register) -> None:
+    register(kinds.ENGINE, "a", tracker)  # no context
+    register(kinds.ENGINE, "a", engine)  # its options are not named
+    register(kinds.ENGINE, "a", engine, options=NoOptions)  # other options
+    register(kinds.ENGINE, "a", engine, options=Options, needs=fixed)  # needs of other options
+    register(kinds.STORE, "a", tracker)  # no `read_only`
+    register(kinds.TASK_SOURCE, "a", store)  # not a source
+    register(kinds.TRACKER, "a", number)  # no folder
+    register(kinds.BUFFER, "a", number)  # not a buffer
+    register(kinds.REWARD, "a", lambda options: credit)  # a credit rule
+    register(kinds.ALGORITHM, "a", number)  # not an algorithm
+    register(kinds.ADAPTER, "a", number)  # not an adapter
 
 @agl_core.reward_rule
 def text(episode: Episode) -> str: return ""  # not a reward
@@ -91,7 +82,11 @@ def test_a_wrong_builder_of_any_kind_is_found(tmp_path: Path) -> None:
     )
 
     lines = CODE.splitlines()
-    expected = {n for n, line in enumerate(lines, 1) if n > lines.index("def wrong(") + 1 and "  # " in line}
+    expected = {
+        n
+        for n, line in enumerate(lines, 1)
+        if n > lines.index("def wrong(register: Register) -> None:") + 1 and "  # " in line
+    }
     decorated = {n - 1 for n in expected if lines[n - 1].startswith("def ")}
     reported = {int(line.split(":")[1]) for line in found.splitlines() if ": error:" in line}
     assert errors == ""

@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from agl_core import kinds
 from agl_core.builtin.credit import identical
 from agl_core.builtin.fifo import Fifo
 from agl_core.config import PolicyPlan, RunConfig
 from agl_core.config.resolve import Chosen
-from agl_core.plugins import Component, Kind, Plugins
+from agl_core.kinds import NoOptions
+from agl_core.plugins import Component, Plugins
 from agl_core.protocols import Buffer, DrawContext, Progress, UpdateResult
-from agl_core.registering import NoOptions
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.training.alarms import Alarm
@@ -228,8 +229,8 @@ def make_bench(
         }
     )
     returns = frozenset({CreditKind.RETURN})
-    credit = Chosen(Component(Kind.CREDIT, "scripted", lambda options: identical, "", yields=returns), NoOptions())
-    algorithm = Chosen(Component(Kind.ALGORITHM, "scripted", lambda options: None, ""), NoOptions())
+    credit = Chosen(Component(kinds.CREDIT, "scripted", lambda options: identical, "", yields=returns), NoOptions())
+    algorithm = Chosen(Component(kinds.ALGORITHM, "scripted", lambda options: None, ""), NoOptions())
     engine, store, log = CountingEngine(), MemoryStore(), Log()
     engine.version = (state or RunState()).step
     versions = {"default": engine.version}

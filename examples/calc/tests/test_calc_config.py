@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from agl_core import kinds
 from agl_core.config.models import RunConfig
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.types import Ending, Episode, Mode, Task
 
 EXAMPLE = Path(__file__).parents[1]
@@ -27,7 +28,7 @@ def plugins(config: RunConfig) -> Plugins:
 
 
 def source(plugins: Plugins, settings: dict[str, Any], seed: int = 0) -> Any:
-    component = plugins.component(Kind.TASK_SOURCE, "calc", "[tasks]")
+    component = plugins.component(kinds.TASK_SOURCE, "calc", "[tasks]")
     return component.build(component.options.model_validate(settings), EXAMPLE, seed)
 
 
@@ -63,7 +64,7 @@ def test_an_unknown_split_is_refused(plugins: Plugins) -> None:
 
 def test_the_reward_is_one_for_the_right_answer_alone(config: RunConfig, plugins: Plugins) -> None:
     section = config.rewards["answer"]
-    component = plugins.component(Kind.REWARD, section.rule or "answer", "[rewards.answer]")
+    component = plugins.component(kinds.REWARD, section.rule or "answer", "[rewards.answer]")
     rule = component.build(component.options.model_validate(section.settings))
     task = source(plugins, {"split": "eval"}).task(0)
     right = task.metadata["result"]

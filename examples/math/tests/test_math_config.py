@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from agl_core import kinds
 from agl_core.config.check import cautions, check
 from agl_core.config.load import load
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.types import Ending, Episode, Mode, Task
 
 EXAMPLE = Path(__file__).parents[1]
@@ -32,7 +33,7 @@ def plugins() -> Plugins:
 
 
 def source(plugins: Plugins, name: str, settings: dict[str, Any], seed: int = 0) -> Any:
-    component = plugins.component(Kind.TASK_SOURCE, name, "[tasks]")
+    component = plugins.component(kinds.TASK_SOURCE, name, "[tasks]")
     return component.build(component.options.model_validate(settings), EXAMPLE, seed)
 
 
@@ -86,7 +87,7 @@ def test_an_unknown_split_is_refused(plugins: Plugins) -> None:
 
 def test_the_reward_is_one_for_the_right_answer_alone(config: RunConfig, plugins: Plugins) -> None:
     section = config.rewards["answer"]
-    component = plugins.component(Kind.REWARD, section.rule or "answer", "[rewards.answer]")
+    component = plugins.component(kinds.REWARD, section.rule or "answer", "[rewards.answer]")
     rule = component.build(component.options.model_validate(section.settings))
     task = source(plugins, "math", {"split": "eval_numbers"}).task(0)
     right = task.metadata["result"]

@@ -11,10 +11,11 @@ import pytest
 from pydantic import ValidationError
 from sums import Split, SumOptions, build, every_sum, held_out
 
+from agl_core import kinds
 from agl_core.config.check import cautions, check
 from agl_core.config.load import load
 from agl_core.config.models import RunConfig
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.types import Ending, Episode, Mode
 
 EXAMPLE = Path(__file__).parents[1]
@@ -88,7 +89,9 @@ def test_the_run_goes_together(file: Path) -> None:
 def test_the_reward_is_one_for_the_right_last_number(file: Path) -> None:
     config = RunConfig.model_validate(tomllib.loads(file.read_text()))
     section = config.rewards["answer"]
-    component = Plugins.load([EXAMPLE / "sums.py"]).component(Kind.REWARD, section.rule or "answer", "[rewards.answer]")
+    component = Plugins.load([EXAMPLE / "sums.py"]).component(
+        kinds.REWARD, section.rule or "answer", "[rewards.answer]"
+    )
     rule = component.build(component.options.model_validate(section.settings))
     task = tasks(Split.EVAL).task(0)
     right = task.metadata["result"]

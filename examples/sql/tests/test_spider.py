@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from spider import Difficulty, difficulty
 from sql_query import describe, reading
 
+from agl_core import kinds
 from agl_core.errors import ConfigError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 
 EXAMPLE = Path(__file__).parents[1]
 PETS = [
@@ -45,8 +46,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def source(folder: Path, **settings: Any) -> Any:
-    component = Plugins.load([EXAMPLE / "sql_tasks.py"]).component(Kind.TASK_SOURCE, "spider", "[tasks]")
-    return component.build(component.options.model_validate({"path": folder.name, **settings}), folder.parent, 0)
+    component = Plugins.load([EXAMPLE / "sql_tasks.py"]).component(kinds.TASK_SOURCE, "spider", "[tasks]")
+    return component.build(component.options.model_validate({"path": folder, **settings}), folder.parent, 0)
 
 
 def test_a_folder_in_spiders_format_gives_tasks(folder: Path) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from agl_core import kinds
 from agl_core.config.check import check
 from agl_core.config.load import LoadedConfig, load
 from agl_core.learning import ScoringRule, score
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.types import Ending, Episode, Mode, Task
 
 EXAMPLE = Path(__file__).parents[1]
@@ -50,7 +51,7 @@ def test_training_depends_on_the_seed_and_the_held_out_set_does_not(config: Load
 
 
 def test_an_unknown_split_is_refused() -> None:
-    component = Plugins.load([EXAMPLE / "sql_tasks.py"]).component(Kind.TASK_SOURCE, "sql", "[tasks]")
+    component = Plugins.load([EXAMPLE / "sql_tasks.py"]).component(kinds.TASK_SOURCE, "sql", "[tasks]")
     with pytest.raises(ValidationError, match="split"):
         component.options.model_validate({"split": "test"})
 

@@ -17,8 +17,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from agl_core import kinds
 from agl_core.errors import ConfigError, EngineError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
 from agl_core.types import Batch
@@ -110,8 +111,8 @@ async def shared(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> 
         '    """Cannot."""\n'
         "    raise ZeroDivisionError('no such luck')\n"
         "@agl_core.hookimpl\n"
-        "def register_algorithms(register):\n"
-        "    register('broken', build)\n"
+        "def register_components(register):\n"
+        "    register(agl_core.kinds.ALGORITHM, 'broken', build)\n"
     )
     rloo = folder / "rloo.py"
     rloo.write_text(RLOO)
@@ -281,7 +282,7 @@ async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str
 def test_what_the_package_registers(tmp_path: Path, checkpoint: Path) -> None:
     plugins = Plugins()
     plugins.register(plugin, "test")
-    component = plugins.components(Kind.ENGINE)["torch"]
+    component = plugins.components(kinds.ENGINE)["torch"]
     engine: Engine = component.build(component.options(), context(tmp_path, checkpoint))
     assert isinstance(engine, TorchEngine)
     assert all(field.description for field in component.options.model_fields.values())
@@ -290,7 +291,7 @@ def test_what_the_package_registers(tmp_path: Path, checkpoint: Path) -> None:
 def test_the_run_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib, agl_torch.plugin as p, agl_torch.engine\n"
-        "from agl_core.registering import NoOptions\n"
+        "from agl_core.kinds import NoOptions\n"
         f"t = p.build_tensorboard(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
         "t.log(3, {'reward/mean': 0.5}); t.close()\n"
         "sys.exit('torch' in sys.modules)"

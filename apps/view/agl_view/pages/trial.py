@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agl_core import kinds
 from agl_core.analysis.curves.metrics import read_metrics
 from agl_core.analysis.trials.trial import Trial, try_run
 from agl_core.config import CONFIG_FILE, check
 from agl_core.config.load import load_for_scoring, read_config
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_view.pages.base import Pages, read_query
 
 
@@ -47,7 +48,7 @@ async def try_page(pages: Pages, request: Request) -> Response:
         weights={rule: asked.get(f"weight.{rule}") or weight for rule, weight in weights.items()},
         recorded=weights,
         credit=asked.get("credit") or recorded.credit.name,
-        credits=sorted({recorded.credit.name, *Plugins.load().components(Kind.CREDIT)}),
+        credits=sorted({recorded.credit.name, *Plugins.load().components(kinds.CREDIT)}),
         settings=asked.get("settings", ""),
         rollout=rollout,
         step=step,

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Iterable
 from types import ModuleType
 
+from agl_core import kinds
 from agl_core.capture.attach.imports import WhenImported
 from agl_core.capture.attach.libraries import HTTP_LIBRARIES, stamp_library
 from agl_core.capture.attach.methods import Patches
 from agl_core.capture.attach.requests import Stamping
 from agl_core.capture.attach.threads import carry_into_threads
 from agl_core.capture.reports import report_problem
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter
 
 
@@ -80,7 +81,7 @@ def attach(adapters: Iterable[Adapter] | None = None) -> Attachment:
 def installed_adapters(plugins: Plugins | None = None) -> list[Adapter]:
     """The adapters that plugins bring, with their default settings; one that cannot be made is reported."""
     adapters = []
-    for name, component in (plugins or Plugins.load()).components(Kind.ADAPTER).items():
+    for name, component in (plugins or Plugins.load()).components(kinds.ADAPTER).items():
         try:
             adapters.append(component.build(component.options()))
         except Exception as error:

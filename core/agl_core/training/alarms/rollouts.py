@@ -9,10 +9,10 @@ from typing import TypeAlias
 
 from agl_core.config import LoadedConfig
 from agl_core.errors import TrainingError
+from agl_core.kinds import Capability
 from agl_core.learning import was_rewarded
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.tool_results import CONTRADICTED, FAILED
-from agl_core.registering import Capability
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.types import DropReason, Ending, Episode, ToolResult, TrainingRecord

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core import kinds
 from agl_core.builtin.fifo import Fifo
 from agl_core.errors import PluginError
-from agl_core.plugins import Kind, Plugins
+from agl_core.plugins import Plugins
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.store.interface import Record
 from agl_core.training.checkpoints import read_state
@@ -224,7 +225,7 @@ def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) ->
     exec(page.split("\n## Buffer\n")[1].split("```python\n")[1].split("```")[0], vars(plugin))
     plugins = Plugins()
     plugins.register(plugin, "the page")
-    buffer = plugins.component(Kind.BUFFER, "unequal", "[buffer] name").build(None)
+    buffer = plugins.component(kinds.BUFFER, "unequal", "[buffer] name").build(None)
 
     bench = make_bench(tmp_path, buffer=buffer, max_staleness=1)
     bench.collector.reward = lambda rollout: 0.0 if rollout.group.endswith("g1") else float(rollout.member)

@@ -1,0 +1,140 @@
+"""The kinds of components: what builds one of each, and what a plugin says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+
+from pydantic import BaseModel, ConfigDict
+
+from agl_core.protocols import (
+    Adapter,
+    Algorithm,
+    Buffer,
+    CreditRule,
+    Engine,
+    EngineContext,
+    GroupRewardRule,
+    Redactor,
+    ReleaseCheck,
+    RewardRule,
+    TaskSource,
+    Tracker,
+)
+from agl_core.store.interface import Store
+from agl_core.types import CreditKind
+
+Context = ParamSpec("Context")
+Product = TypeVar("Product")
+Options = TypeVar("Options", bound=BaseModel)
+
+
+class Capability(StrEnum):
+    """What a component needs of the rest of the run, or provides to it; checked before anything starts."""
+
+    TOKEN_IDS = "token ids"
+    """Engines provide these seven."""
+    CRITIC = "critic"
+    REFERENCE = "reference model"
+    OWN_ALGORITHMS = "own algorithms"
+    """An engine that computes the algorithm by itself, by its name there."""
+    POLICIES = "saved policies"
+    """An engine that serves and merges what was saved, without a run (`agl_core.protocols.PolicyEngine`)."""
+    RECORDED_TEXTS = "recorded texts"
+    """An engine that tokenises recorded replies, and trains on them without knowing the log-probabilities that they
+    were sampled with (`agl_core.protocols.TokenizingEngine`)."""
+    IMAGES = "images"
+    """An engine whose models take images in messages, and that trains on replies to them."""
+    GROUPS = "groups"
+    """Several rollouts of each task, to compare. The run's settings provide these two."""
+    REPLAY = "replay"
+    """Training on what earlier weights sampled: staleness must be allowed, and corrected by importance weights."""
+    TOOL_RESULTS = "tool results"
+    """Tool results as part of the return. One component of a run may provide it, for a tool result counts once."""
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Context, Product]):
+    """A kind of component: `build(options, *Context) -> Product` makes one."""
+
+    word: str
+    """The word for it in configurations and messages."""
+    declares: frozenset[str] = frozenset()
+    """What may be said of its components beside name, builder, options, needs and doc; see `Register`."""
+
+    def __str__(self) -> str:
+        return self.word
+
+
+ADAPTER = Kind[[], Adapter]("adapter", frozenset({"status_rules"}))
+ALGORITHM = Kind[[], Algorithm]("algorithm", frozenset({"takes"}))
+BUFFER = Kind[[], Buffer]("buffer")
+CREDIT = Kind[[], CreditRule]("credit", frozenset({"yields", "provides"}))
+ENGINE = Kind[[EngineContext], Engine]("engine", frozenset({"provides"}))
+REDACTOR = Kind[[], Redactor]("redactor")
+RELEASE_CHECK = Kind[[], ReleaseCheck]("release check")
+REWARD = Kind[[], RewardRule | GroupRewardRule]("reward", frozenset({"provides"}))
+STORE = Kind[[Path, bool], Store]("store")
+"""Its builder gets the run's folder, and whether the store is only read."""
+TASK_SOURCE = Kind[[Path, int], TaskSource]("task source")
+"""Its builder gets the folder that paths are relative to, and the run's seed."""
+TRACKER = Kind[[Path], Tracker]("tracker")
+"""Its builder gets the run's folder."""
+
+AnyKind: TypeAlias = Kind[..., Any]
+KINDS: tuple[AnyKind, ...] = (
+    *(ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE, TRACKER, RELEASE_CHECK, REDACTOR),
+)
+
+
+class NoOptions(BaseModel):
+    """The settings of a component that has none."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Register(Protocol):
+    """What `register_components` is called with; call it for each component.
+
+    `options` is a pydantic model of the settings, which the builder gets. `needs` is what the component needs of the
+    rest of the run, fixed or computed from the settings. `doc` is by default the first line of the builder's docstring.
+
+    `provides` is what an engine, a reward or a credit rule offers the rest of the run. `takes` says which credited
+    values an algorithm takes, by default either. `yields` says what the values of a credit rule are, or both if they
+    can be read as either; it is required. `status_rules` are the words in which the framework of an adapter tells a
+    model that a tool failed, see `agl_core.adapter`.
+    """
+
+    @overload
+    def __call__(
+        self,
+        kind: Kind[Context, Product],
+        name: str,
+        build: Callable[Concatenate[NoOptions, Context], Product],
+        *,
+        needs: Iterable[Capability] = (),
+        provides: Iterable[Capability] = (),
+        takes: CreditKind | None = None,
+        yields: CreditKind | Collection[CreditKind] = (),
+        status_rules: Iterable[Any] = (),
+        doc: str | None = None,
+    ) -> None: ...
+
+    @overload
+    def __call__(
+        self,
+        kind: Kind[Context, Product],
+        name: str,
+        build: Callable[Concatenate[Options, Context], Product],
+        *,
+        options: type[Options],
+        needs: Iterable[Capability] | Callable[[Options], Iterable[Capability]] = (),
+        provides: Iterable[Capability] = (),
+        takes: CreditKind | Callable[[Options], CreditKind] | None = None,
+        yields: CreditKind | Collection[CreditKind] = (),
+        status_rules: Iterable[Any] = (),
+        doc: str | None = None,
+    ) -> None: ...

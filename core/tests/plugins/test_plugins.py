@@ -1,0 +1,231 @@
+"""Finding plugins: files, objects, duplicates, versions, and what is said about broken ones."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import agl_core
+from agl_core import Capability, CreditKind, kinds
+from agl_core.errors import PluginError
+from agl_core.kinds import Register
+from agl_core.plugins import Plugins
+
+PLUGIN = '''
+import agl_core
+
+@agl_core.reward_rule
+def shortness(episode, *, limit: int = 20):
+    """1 if the answer is short.
+
+    More about it.
+    """
+    return float(len(str(episode.result)) <= limit)
+
+@agl_core.hookimpl
+def policy_updated(policy, version, metrics):
+    metrics["seen"].append((policy, version))
+'''
+
+
+class Bringing:
+    """A plugin object that registers one component."""
+
+    def __init__(self, *component: Any, **declared: Any) -> None:
+        self.component, self.declared = component, declared
+
+    @agl_core.hookimpl
+    def register_components(self, register: Register) -> None:
+        register(*self.component, **self.declared)
+
+
+def build_engine(options: Any, context: Any) -> Any:
+    """What it is.
+
+    And more.
+    """
+
+
+def bringing(*bringing: Bringing) -> Plugins:
+    plugins = Plugins()
+    for number, plugin in enumerate(bringing):
+        plugins.register(plugin, f"plugin{number}.py")
+    return plugins
+
+
+@pytest.fixture(autouse=True)
+def clean_imports() -> Iterator[None]:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if not name.startswith("agl_"):
+            del sys.modules[name]
+
+
+def test_an_object_brings_a_component_with_what_it_declares() -> None:
+    needs, provides = {Capability.GROUPS}, {Capability.CRITIC}
+    plugins = bringing(Bringing(kinds.ENGINE, "mine", build_engine, needs=needs, provides=provides))
+
+    engine = plugins.component(kinds.ENGINE, "mine", "[engine] name")
+
+    assert (engine.kind, engine.origin, engine.doc) == (kinds.ENGINE, "plugin0.py", "What it is.")
+    assert (engine.needs(engine.options()), engine.provides) == (needs, provides)
+    assert plugins.components(kinds.BUFFER) == {}
+    plugins.register(Bringing(kinds.BUFFER, "later", lambda options: None), "later.py")
+    assert set(plugins.components(kinds.BUFFER)) == {"later"}
+
+
+def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:
+    (tmp_path / "lies_beside.py").write_text("LIMIT = 3")
+    (file := tmp_path / "my_rewards.py").write_text(f"{PLUGIN}\nimport lies_beside\n")
+    (another := tmp_path / "another.py").write_text("from my_rewards import shortness\n")
+    plugins = Plugins.load([file, file, another])
+
+    rule = plugins.component(kinds.REWARD, "shortness", "[rewards]")
+    seen: list[tuple[str, int]] = []
+    plugins.hook.policy_updated(policy="default", version=3, metrics={"seen": seen})
+
+    assert (rule.origin, rule.doc) == (str(file), "1 if the answer is short.")
+    episode = SimpleNamespace(result="abc")
+    assert [rule.build(rule.options(limit=limit))(episode) for limit in (2, 3)] == [0.0, 1.0]
+    assert seen == [("default", 3)]
+
+
+def test_two_of_one_name_are_refused_where_one_of_them_is_wanted() -> None:
+    plugins = bringing(*(Bringing(kinds.ENGINE, "mine", build_engine) for _ in range(2)))
+
+    assert plugins.components(kinds.BUFFER) == {}
+    with pytest.raises(PluginError, match=r"Two plugins bring the engine 'mine': plugin0\.py and plugin1\.py"):
+        plugins.components(kinds.ENGINE)
+
+
+def test_an_unknown_component_gets_the_nearest_name() -> None:
+    plugins = bringing(Bringing(kinds.ENGINE, "grpo", build_engine))
+
+    with pytest.raises(PluginError, match=r"\[engine\]: there is no engine 'gpro'. Did you mean 'grpo'\?"):
+        plugins.component(kinds.ENGINE, "gpro", "[engine]")
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared", "message"),
+    [
+        (kinds.CREDIT, {}, r"credit 'mine' must say what its values are: yields="),
+        (kinds.REWARD, {"takes": CreditKind.RETURN}, "reward 'mine' cannot declare takes"),
+        (kinds.TRACKER, {"provides": {Capability.CRITIC}, "status_rules": [1]}, "declare provides, status_rules"),
+        (kinds.ENGINE, {"colour": "red"}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_what_a_kind_cannot_declare_or_has_to_is_said(
+    kind: kinds.AnyKind, declared: dict[str, Any], message: str
+) -> None:
+    plugins = bringing(Bringing(kind, "mine", build_engine, **declared))
+
+    with pytest.raises(PluginError, match=rf"plugin0\.py failed when asked what it brings: TypeError: .*{message}"):
+        plugins.components(kind)
+
+
+def test_a_plugin_for_another_api_version_is_refused() -> None:
+    class Future:
+        AGL_API_VERSION = 99
+
+    with pytest.raises(PluginError, match="plugin from tomorrow was written for plugin API 99, this agl has 1"):
+        Plugins().register(Future(), "tomorrow")
+
+
+INSTALLED = {
+    "gone": "import nowhere_to_be_found\n",
+    "future": "AGL_API_VERSION = 99\n",
+    "late": """
+        import agl_core
+
+        @agl_core.hookimpl
+        def register_components(register):
+            register(agl_core.kinds.ENGINE, "early", lambda options, context: None)
+            import nowhere_either
+            register(agl_core.kinds.ENGINE, "late", lambda options, context: None)
+
+        @agl_core.hookimpl
+        def register_commands(cli):
+            raise OSError("no terminal")
+    """,
+    "whole": """
+        import agl_core
+
+        @agl_core.hookimpl
+        def register_components(register):
+            register(agl_core.kinds.ENGINE, "whole", lambda options, context: None)
+    """,
+}
+
+
+@pytest.fixture
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four installed plugins, three of them broken; how pip leaves packages."""
+    for name, code in INSTALLED.items():
+        (tmp_path / f"{name}_plugin.py").write_text(textwrap.dedent(code))
+        info = tmp_path / f"agl_{name}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: agl-{name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[agl]\n{name} = {name}_plugin\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_broken_installed_plugin_is_named_and_stops_nothing() -> None:
+    plugins = Plugins.load()
+    engines = plugins.components(kinds.ENGINE)
+    plugins.add_commands(object())
+
+    assert {"early", "whole"} <= set(engines)
+    assert "late" not in engines
+    broken = {plugin.name: (plugin.origin, plugin.error) for plugin in plugins.broken}
+    assert broken == {
+        "gone": ("agl-gone 1.2", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        "future": (
+            "agl-future 1.2",
+            "The plugin from agl-future 1.2 was written for plugin API 99, this agl has 1. Install a version of it "
+            "that fits.",
+        ),
+        "late": ("agl-late 1.2", "ModuleNotFoundError: No module named 'nowhere_either'"),
+    }
+    with pytest.raises(PluginError, match=r"there is no engine 'late'\. .*'late' of agl-late 1\.2 cannot be used"):
+        plugins.component(kinds.ENGINE, "late", "[engine]")
+
+
+def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
+    class Misspelt:
+        @agl_core.hookimpl
+        def register_engine(self, register: Register) -> None: ...
+
+    plugins = Plugins()
+    with pytest.raises(PluginError, match=r"from here implements an unknown hook: .*register_engine"):
+        plugins.register(Misspelt(), "here")
+    plugins.register(Bringing(kinds.ENGINE, "mine", build_engine), "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError"), ("import nowhere_to_be_found", "ModuleNotFoundError")],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+
+    with pytest.raises(PluginError, match=f"{file} cannot be imported: {said}"):
+        Plugins.load([file])
+    assert "broken" not in sys.modules
+
+
+def test_a_file_that_is_not_there_or_no_python(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"gone\.py does not exist. Paths are relative to the configuration file"):
+        Plugins.load([tmp_path / "gone.py"])
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(PluginError, match=r"notes\.txt is not a Python file"):
+        Plugins.load([tmp_path / "notes.txt"])
