@@ -144,8 +144,8 @@ oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL thems
 trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themselves, and a real MLflow server
 	@$(TRACKERS)/bin/python -m pytest core/tests/trackers
 
-bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine)
-	@$(BIN)/python tests/benchmarks/server_speed.py
+bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine); AGAINST=FOLDER compares with another checkout
+	@$(BIN)/python tests/benchmarks/server_speed.py $(if $(AGAINST),--against $(AGAINST))
 
 bench-async: install ## Compare training with and without waiting, three seeds; writes the table of docs/asynchronous.md
 	@$(BIN)/python tests/benchmarks/engine_speed.py async --write

@@ -47,7 +47,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import psutil
@@ -305,14 +305,11 @@ CALC = HERE.parents[1] / "examples" / "calc" / "train.toml"
 STALENESS = {"synchronous": 0, "asynchronous": 4}
 AT_LEAST, TOLERANCE = 2.0, 0.02
 """Times the rollouts per hour, and how much lower a final reward may be."""
-
-
-Size: TypeAlias = tuple[int, int, int]
-"""Steps, groups of a step, and tasks of an evaluation."""
 FULL, QUICK = (30, 16, 200), (2, 2, 10)
+"""Steps, groups of a step, and tasks of an evaluation."""
 
 
-def train(kind: str, seed: int, size: Size, folder: Path) -> dict[str, float]:
+def train(kind: str, seed: int, size: tuple[int, int, int], folder: Path) -> dict[str, float]:
     """The figures of one run, which is not run again if the folder has them."""
     (steps, groups, tasks), name = size, f"{kind}-{seed}"
     file, run = folder / f"{name}.json", folder / "runs" / name
@@ -396,7 +393,7 @@ def engine_cpu(pid: int) -> float:
     return 0.0
 
 
-def compare_async(seeds: int, size: Size, folder: Path) -> tuple[str, str | None]:
+def compare_async(seeds: int, size: tuple[int, int, int], folder: Path) -> tuple[str, str | None]:
     """The table, and why the comparison failed."""
     runs = {kind: [train(kind, seed, size, folder) for seed in range(seeds)] for kind in STALENESS}
     means = {kind: {key: mean(run[key] for run in measured) for key in measured[0]} for kind, measured in runs.items()}

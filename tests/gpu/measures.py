@@ -254,12 +254,9 @@ async def compare(model: Model, setup: Setup) -> Table:
             updated = Updated.of(folder, device, dtype, common)
             gap = np.abs(updated.logprobs_R - reference.logprobs_R)
             cosine = float(torch.nn.functional.cosine_similarity(updated.change, reference.change, dim=0))
-            norms = (
-                updated.grad_norm / reference.grad_norm,
-                float(updated.change.norm() / reference.change.norm()),
-            )
-            figures = [gap.max(), gap.mean(), abs(updated.loss - reference.loss), abs(norms[0] - 1)]
-            figures += [abs(norms[1] - 1), served.max(), served.mean()]
+            figures = [gap.max(), gap.mean(), abs(updated.loss - reference.loss)]
+            figures += [abs(updated.grad_norm / reference.grad_norm - 1)]
+            figures += [abs(float(updated.change.norm() / reference.change.norm()) - 1), served.max(), served.mean()]
             cells = [f"{figure:.1e}" for figure in figures]
             cells.insert(4, f"1 - {max(0.0, 1 - cosine):.1e}")
             rows.append((model.name, f"{device}, {dtype}", *cells, f"{same} of {len(own_rows)}"))
@@ -438,16 +435,9 @@ async def three_steps(make: Make, setup: Setup, dtype: str, replies: tuple[int, 
                 result = await running.update(batch)
                 seconds, metrics = time.perf_counter() - began, result.metrics
                 largest, mean = metrics.get("rollout_probs_diff_max"), metrics["prob_gap_mean"]
-                rows.append(
-                    (
-                        f"{step}, resumed" if step == 3 else str(step),
-                        f"{metrics['tokens_trained']:.0f}",
-                        f"{metrics['grad_norm']:.2e}",
-                        "-" if largest is None else f"{largest:.1e}",
-                        f"{mean:.1e}",
-                        f"{seconds:.1f}",
-                    )
-                )
+                name, gap = f"{step}, resumed" if step == 3 else str(step), "-" if largest is None else f"{largest:.1e}"
+                tokens, norm = f"{metrics['tokens_trained']:.0f}", f"{metrics['grad_norm']:.2e}"
+                rows.append((name, tokens, norm, gap, f"{mean:.1e}", f"{seconds:.1f}"))
                 if result.version != step:
                     beyond.append(f"Step {step} made version {result.version}.")
                 if not mean <= LARGEST_MEAN:
