@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
-from agl_core.builtin.feedback import feedback
 from agl_core.hooks import hookimpl
 from agl_core.kinds import Register
+from agl_core.learning.feedback import users_said
 
-__all__ = ["discounted", "feedback", "identical", "immediate", "register_components", "stepwise"]
+__all__ = ["discounted", "identical", "immediate", "register_components", "stepwise", "users_said"]
 # Credit and reward rules are made by a decorator: being here is all it takes, as in a user's own file.
 
 
 @hookimpl
 def register_components(register: Register) -> None:
     """Buffers, the store that needs no server, tasks of files and of other runs, and trackers that are extras."""
-    from agl_core.builtin.fifo import fifo
+    from agl_core.builtin.fifo import Fifo
     from agl_core.builtin.recorded import RecordedOptions, recorded, recorded_needs
-    from agl_core.builtin.replay import PrioritisedOptions, prioritised, prioritised_needs
+    from agl_core.builtin.replay import Prioritised, PrioritisedOptions, prioritised_needs
     from agl_core.builtin.tables import DatasetOptions, FileOptions, csv_tasks, dataset_tasks, parquet_tasks
-    from agl_core.builtin.tasks import JsonlOptions, jsonl
+    from agl_core.builtin.tasks import JsonlOptions, JsonlTasks
     from agl_core.builtin.trackers.on_mlflow import MlflowOptions, MlflowTracker
     from agl_core.builtin.trackers.weights_and_biases import WandbOptions, WandbTracker
     from agl_core.store.sqlite import SqliteOptions, build
 
-    register(kinds.BUFFER, "fifo", fifo)
-    register(kinds.BUFFER, "prioritised", prioritised, options=PrioritisedOptions, needs=prioritised_needs)
+    register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)
+    register(kinds.BUFFER, "prioritised", Prioritised, options=PrioritisedOptions, needs=prioritised_needs)
     register(kinds.STORE, "sqlite", build, options=SqliteOptions)
-    register(kinds.TASK_SOURCE, "jsonl", jsonl, options=JsonlOptions)
+    register(
+        kinds.TASK_SOURCE,
+        "jsonl",
+        lambda options, folder, seed: JsonlTasks(options, folder),
+        options=JsonlOptions,
+        doc=JsonlTasks.__doc__,
+    )
     register(kinds.TASK_SOURCE, "csv", csv_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "parquet", parquet_tasks, options=FileOptions)
     register(kinds.TASK_SOURCE, "hf", dataset_tasks, options=DatasetOptions)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from agl_core.kinds import NoOptions
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.types import Episode
 
@@ -35,9 +34,3 @@ class Fifo:
         if len(self._groups) < count:
             return None
         return [DrawnGroup(self._groups.popleft()) for _ in range(count)]
-
-
-def fifo(options: NoOptions) -> Fifo:
-    """Groups in the order in which they were completed, each for one update."""
-    del options  # it has none
-    return Fifo()

@@ -109,11 +109,6 @@ class Prioritised:
         return [DrawnGroup(self._kept[places[i]].episodes, float(weights[i])) for i in chosen]
 
 
-def prioritised(options: PrioritisedOptions) -> Prioritised:
-    """New groups once, and earlier ones again, more often if their returns are further apart."""
-    return Prioritised(options)
-
-
 def prioritised_needs(options: PrioritisedOptions) -> set[Capability]:
     """Old experience, corrected; and several rollouts of each task, unless the priority does not count."""
     return {Capability.REPLAY, Capability.GROUPS} if options.alpha > 0 else {Capability.REPLAY}

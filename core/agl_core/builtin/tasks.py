@@ -27,10 +27,9 @@ class JsonlOptions(BaseModel):
 
 
 class JsonlTasks:
-    """The tasks of a file with one JSON object per line.
+    """Tasks from a file with one JSON object per line; keys beside input and id are the task's metadata.
 
-    The agent is called with the object's input; all its other keys are the task's metadata, for rewards to see.
-    Blank lines are skipped.
+    The agent is called with the object's input, and rewards see the metadata. Blank lines are skipped.
 
         {"id": "a1", "question": "2 + 3?", "result": "5"}     # with input_field = "question"
     """
@@ -49,12 +48,6 @@ class JsonlTasks:
     def task(self, index: int) -> Task:
         """The task at this index, 0 … size-1, in the order of the file."""
         return self._tasks[index]
-
-
-def jsonl(options: JsonlOptions, folder: Path, seed: int) -> JsonlTasks:
-    """Tasks from a file with one JSON object per line; keys beside input and id are the task's metadata."""
-    del seed  # a file is the same for every seed
-    return JsonlTasks(options, folder)
 
 
 def _read(path: Path, options: JsonlOptions) -> Iterator[Task]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from typing import Annotated
 
+from pydantic import Field, NonNegativeFloat
+
+from agl_core.decorators import reward_rule
 from agl_core.protocols import RewardValue
 from agl_core.types import Episode, Feedback, TransitionKey
 
@@ -39,8 +42,18 @@ def contradicts(feedback: Sequence[Feedback]) -> bool:
     return any(numbers.get(call, {}).get("thumbs", [0.0])[-1] > 0 for call in corrected)
 
 
-def users_said(episode: Episode, *, weights: Mapping[str, float] = MappingProxyType({})) -> RewardValue:
-    """What users said: of the session as its terminal reward, of a call as the reward of that call.
+@reward_rule(name="feedback")
+def users_said(
+    episode: Episode,
+    *,
+    weights: Annotated[
+        Mapping[str, NonNegativeFloat],
+        Field(description="Weights by name (`thumbs`, `feedback`, or a part); other names weigh 1."),
+    ] = {},
+) -> RewardValue:
+    """What users said about a session or a call: the weighted mean of their numbers. A missing one is not 0.
+
+    Of a session it is the terminal reward, of a call the reward of that call.
 
     Of several names (`thumbs`, `feedback`, parts) it is the mean, weighted by `weights`, where a name that is not
     listed has the weight 1. What was not said does not count: without any number there is no reward. Where only a

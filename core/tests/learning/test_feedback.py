@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from agl_core.builtin.credit import identical
-from agl_core.builtin.feedback import feedback
 from agl_core.learning import PolicyCredit, ScoringRule, make_batches, score
 from agl_core.learning.distribution import is_distorted
-from agl_core.learning.feedback import contradicts
+from agl_core.learning.feedback import contradicts, users_said
 from agl_core.testing import episodes as make
 from agl_core.types import CreditKind, DropReason, Episode, Feedback, Mode, Sampling
 
@@ -30,7 +29,7 @@ def session(*given: Feedback, calls: int = 2, **changes: Any) -> Episode:
 
 
 async def scored(episode: Episode, weight: float = 1.0) -> Episode:
-    found, errors = await score(episode, [ScoringRule("users", feedback, weight)], {})
+    found, errors = await score(episode, [ScoringRule("users", users_said, weight)], {})
     assert not errors
     return found
 
@@ -46,11 +45,11 @@ async def test_what_is_said_of_a_session_is_its_terminal_reward_and_of_a_call_th
 
 async def test_names_are_weighed_and_those_that_were_not_said_do_not_count() -> None:
     given = session(said(thumbs=1.0, helpful=0.0), said(rude=0.0))
-    assert feedback(given) == {"session": pytest.approx(1 / 3)}
-    assert feedback(given, weights={"thumbs": 3.0, "rude": 0.0}) == {"session": pytest.approx(3 / 4)}
-    assert feedback(given, weights={"thumbs": 0.0, "helpful": 0.0, "rude": 0.0}) is None
-    assert feedback(session(said(thumbs=0.0), said(thumbs=1.0))) == {"session": 1.0}, "the later one counts"
-    assert feedback(session(said(correction="The shop opens at 9."))) == {"session": 0.0}
+    assert users_said(given) == {"session": pytest.approx(1 / 3)}
+    assert users_said(given, weights={"thumbs": 3.0, "rude": 0.0}) == {"session": pytest.approx(3 / 4)}
+    assert users_said(given, weights={"thumbs": 0.0, "helpful": 0.0, "rude": 0.0}) is None
+    assert users_said(session(said(thumbs=0.0), said(thumbs=1.0))) == {"session": 1.0}, "the later one counts"
+    assert users_said(session(said(correction="The shop opens at 9."))) == {"session": 0.0}
 
 
 async def test_missing_feedback_is_missing_and_what_contradicts_itself_is_dropped() -> None:
@@ -68,7 +67,7 @@ async def test_missing_feedback_is_missing_and_what_contradicts_itself_is_droppe
 async def test_a_rule_scores_the_episodes_that_it_is_for() -> None:
     rules = [
         ScoringRule("task", lambda episode: 5.0, modes=frozenset({Mode.TRAIN})),
-        ScoringRule("users", feedback, modes=frozenset({Mode.USE})),
+        ScoringRule("users", users_said, modes=frozenset({Mode.USE})),
     ]
     of_session, _ = await score(session(said(thumbs=1.0)), rules, {})
     of_task, _ = await score(make.episode(make.transition()), rules, {})

@@ -76,7 +76,8 @@ def test_an_object_brings_a_component_with_what_it_declares() -> None:
     engine = plugins.component(kinds.ENGINE, "mine", "[engine] name")
 
     assert (engine.kind, engine.origin, engine.doc) == (kinds.ENGINE, "plugin0.py", "What it is.")
-    assert (engine.needs(engine.options()), engine.provides) == (needs, provides)
+    assert engine.needs(engine.options()) == needs
+    assert engine.provides == provides
     assert plugins.components(kinds.BUFFER) == {}
     plugins.register(Bringing(kinds.BUFFER, "later", lambda options: None), "later.py")
     assert set(plugins.components(kinds.BUFFER)) == {"later"}
