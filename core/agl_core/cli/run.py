@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,6 @@ from agl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from agl_core.capture import Recording
-    from agl_core.capture.attach.command import Exit
     from agl_core.config.models import GatewaySection
     from agl_core.protocols import Engine, Upstream
     from agl_core.run_hooks import RunHooks
@@ -52,6 +52,8 @@ NameOption = Annotated[
 
 _LONGEST = 30 * 86_400.0
 """Seconds that an attempt may take: a command ends when it ends."""
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the command gets too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +223,20 @@ async def _record(command: Sequence[str], setting: _Setting, begun: Callable[[],
     return ended.code
 
 
+@dataclass(frozen=True, slots=True)
+class _Exit:
+    """How a command ended."""
+
+    code: int
+    """As in a shell: the exit status, or 128 and the number of the signal that ended it."""
+    interrupted: bool
+    """Whether a signal was passed on to it."""
+
+
 async def _launch(
     command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
-) -> tuple[Exit, Recording]:
+) -> tuple[_Exit, Recording]:
     from agl_core.capture import Recording
-    from agl_core.capture.attach.command import launch
     from agl_core.capture.attach.environment import bootstrap_variables
     from agl_core.capture.recording import read_spool
     from agl_core.types import AttemptKey
@@ -236,12 +247,63 @@ async def _launch(
     inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
     with attempt_folder() as reports:
         bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
-        ended = await launch(command, {**inherited, **attempt_variables(lease, base_url), **bootstrap})
+        ended = await _run_in_foreground(command, {**inherited, **attempt_variables(lease, base_url), **bootstrap})
         read_spool(reports, recording)
     return ended, recording
 
 
-def _closing(ended: Exit, recording: Recording) -> CloseRequest:
+async def _run_in_foreground(command: Sequence[str], environment: Mapping[str, str]) -> _Exit:
+    """Run a command as a shell would, with this process's input and output, and pass signals on to it.
+
+    OSError if it cannot be started.
+    """
+    process: asyncio.subprocess.Process | None = None
+    came: list[signal.Signals] = []
+
+    def pass_on(number: signal.Signals) -> None:
+        if process is not None and (number is not signal.SIGINT or not _has_terminal()):
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def handle(number: signal.Signals) -> None:
+        came.append(number)
+        pass_on(number)
+
+    with _handled(handle):  # Before the command starts: a signal may come as soon as it does.
+        process = await asyncio.create_subprocess_exec(*command, env=environment)
+        for number in tuple(came):
+            pass_on(number)
+        status = await process.wait()
+    return _Exit(status if status >= 0 else 128 - status, bool(came))
+
+
+def _has_terminal() -> bool:
+    """Whether this process is in the foreground of a terminal, which sends its Ctrl-C to the command too."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+@contextmanager
+def _handled(handle: object) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in _PASSED_ON:
+        loop.add_signal_handler(number, handle, number)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for number in _PASSED_ON:
+            loop.remove_signal_handler(number)
+
+
+def _closing(ended: _Exit, recording: Recording) -> CloseRequest:
     from agl_core.types import Ending
     from agl_core.wire.workers import MAX_REPORTS, CloseRequest
 
