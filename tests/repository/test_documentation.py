@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from agl_core import kinds
-from agl_core.capture import StatusRule
+from agl_core.capture import StatusRule, message_status
+from agl_core.capture import status as capture_status
 from agl_core.capture.status_rules import REPORTED, WORDS, Seen
 from agl_core.plugins import Component, Plugins
 from agl_core.training.alarms import paragraphs, rollouts, stall, steps
@@ -56,6 +57,40 @@ def _rules_of_adapters() -> list[StatusRule]:
         plugins.register(module, str(file))
         brought |= plugins.components(kinds.ADAPTER)
     return [rule for _, component in sorted(brought.items()) for rule in component.status_rules]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "rule"),
+    [
+        ("Error executing task with agent 'geographer'. Error: no city", "error", "crewai"),
+        ("Error executing task with agent 'geographer'. Error: the request timed out", "timeout", "crewai"),
+        ("\nError executing tool. coworker mentioned not found, it must be one of …", "error", "crewai"),
+        ("I encountered an error while trying to use the tool. This was the error: no city.", "error", "crewai"),
+        ("Tool not found", "error", "crewai"),
+        ("I encountered an error in the map", "ok", "ok"),
+        ("Tool not found in the shed", "ok", "ok"),
+        ("Failed to invoke Tool `look` with parameters {'timeout': 5}. Error: no city", "error", "haystack"),
+        ("Failed to invoke Tool `look` with parameters {}. Error: the request timed out", "timeout", "haystack"),
+        ("Failed to invoke Tool `look` with parameters {'city'", "error", "haystack"),
+        ("Tool 'look' not found. Available tools: weather, status", "error", "haystack"),
+        ("Tool shops open at 9", "ok", "ok"),
+        ("Error executing tool 'look' with kwargs {} with error:\n no city\n", "error", "langgraph"),
+        ("Error invoking tool 'look' with kwargs {'timeout': 5} with error:\n no city\n", "error", "langgraph"),
+        ("Error invoking tool 'look' with kwargs {} with error:\n ReadTimeout()\n", "timeout", "langgraph"),
+        ("Error executing is hard", "ok", "looks-like-error"),
+        ("Tool look not found. Please select a tool that is available.", "error", "llama-index"),
+        ("Tool look not found in the shed", "ok", "ok"),
+        ("An error occurred while running the tool. Please try again.", "error", "openai-agents"),
+        ("Tool 'look' timed out after 0.5 seconds.", "timeout", "openai-agents-timeout"),
+        ("An error occurred in 1990", "ok", "ok"),
+    ],
+)
+def test_a_frameworks_words_for_a_failure_are_known_where_only_the_conversation_tells(
+    text: str, status: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Also those of frameworks that are not installed here.
+    monkeypatch.setattr(capture_status, "status_rules", lambda: (*REPORTED, *_rules_of_adapters(), *WORDS))
+    assert message_status(text) == (status, rule)
 
 
 def test_the_architecture_page_names_files_that_exist() -> None:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from autogen_core import FunctionCall
 from autogen_core.logging import LLMCallEvent
-from autogen_core.models import ChatCompletionClient, CreateResult
+from autogen_core.models import (
+    AssistantMessage,
+    ChatCompletionClient,
+    CreateResult,
+    FunctionExecutionResultMessage,
+    LLMMessage,
+    SystemMessage,
+    UserMessage,
+)
+from autogen_core.tools import Tool, ToolSchema
 
-from agl_autogen import messages as words
 from agl_core.capture import (
     ActiveAttempt,
     CapturedRollout,
@@ -24,11 +33,13 @@ from agl_core.capture import (
     current_attempt,
     current_identity,
     guarded,
+    ids_of,
     jsonable,
 )
 from agl_core.capture.attach.methods import Arguments, Watch, argument, watch, wrap_once
 from agl_core.capture.context import holding
 from agl_core.capture.spans.spans import loads
+from agl_core.types import Choice, FinishReason, Json
 
 _MAX_REQUEST = 1 << 24
 
@@ -56,7 +67,7 @@ class _ModelCall(Watch):
             given, named = argument(arguments, 0, "messages"), arguments[1]
             # A client's settings have no public name; a call is kept without them too.
             settings = {**getattr(client, "_create_args", {}), **named.get("extra_create_args", {})}
-            self._request = jsonable(words.request_body(given, named.get("tools", ()), settings), limit=_MAX_REQUEST)
+            self._request = jsonable(_request_body(given, named.get("tools", ()), settings), limit=_MAX_REQUEST)
 
     def applied(self) -> AbstractContextManager[None]:
         return holding(_open, self)
@@ -79,11 +90,11 @@ class _ModelCall(Watch):
             self._captured.call(
                 self._span,
                 self._request,
-                (words.choice(item, self.reply),),
+                (_choice(item, self.reply),),
                 sequence=self._sequence,
                 who=self._who,
                 started=self._started,
-                prompt_ids=words.prompt_ids(self.reply),
+                prompt_ids=ids_of(self.reply.get("prompt_token_ids")),
             )
 
 
@@ -110,3 +121,59 @@ def _keeping_replies(init: Callable[..., None]) -> Callable[..., None]:
 def _creating(client: ChatCompletionClient, arguments: Arguments) -> Watch | None:
     active = current_attempt()
     return _ModelCall(active, client, arguments) if active else None
+
+
+def _request_body(
+    messages: Sequence[LLMMessage], tools: Sequence[Tool | ToolSchema], settings: Mapping[str, Any]
+) -> dict[str, Json]:
+    """A call as a chat completion request: model and sampling beside messages and tools."""
+    body = {**settings, "messages": [sent for message in messages for sent in _openai_messages(message)]}
+    if tools:
+        schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
+        body["tools"] = [{"type": "function", "function": schema} for schema in schemas]
+    return body
+
+
+def _choice(result: CreateResult, reply: Mapping[str, Any]) -> Choice:
+    """The response of a call, with its token ids if `reply`, the endpoint's own, has them.
+
+    Log-probabilities that are not one per token id are left out.
+    """
+    ids = ids_of((reply.get("choices") or [{}])[0].get("token_ids"))
+    fit = result.logprobs and (ids is None or len(result.logprobs) == len(ids))
+    return Choice(
+        index=0,
+        message=_assistant_message(result.content, result.thought),
+        finish_reason=FinishReason.read(result.finish_reason, calls_tools=False),
+        response_ids=ids,
+        logprobs=np.array([token.logprob for token in result.logprobs or ()], np.float32) if fit else None,
+    )
+
+
+def _openai_messages(message: LLMMessage) -> Iterator[dict[str, Json]]:
+    match message:
+        case SystemMessage():
+            yield {"role": "system", "content": message.content}
+        case UserMessage(content=str()):
+            yield {"role": "user", "content": message.content}
+        case UserMessage():
+            parts = [
+                {"type": "text", "text": p} if isinstance(p, str) else p.to_openai_format() for p in message.content
+            ]
+            yield {"role": "user", "content": parts}
+        case AssistantMessage():
+            yield _assistant_message(message.content, message.thought)
+        case FunctionExecutionResultMessage():
+            for result in message.content:
+                yield {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
+
+
+def _assistant_message(content: str | list[FunctionCall], thought: str | None) -> dict[str, Json]:
+    if isinstance(content, str):
+        reasoning = {"reasoning_content": thought} if thought else {}
+        return {"role": "assistant", "content": content, **reasoning}
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in content
+    ]
+    return {"role": "assistant", "content": thought, "tool_calls": calls}

@@ -9,14 +9,6 @@ from typing import Any
 
 import pytest
 
-from agl_core.capture import installed_adapters
-
-
-def test_it_is_found_as_an_installed_plugin() -> None:
-    frameworks = [adapter.framework for adapter in installed_adapters()]
-    assert {"autogen_core", "autogen_agentchat"} <= set(frameworks)
-
-
 AGENT = """
     import asyncio
     from autogen_agentchat.agents import AssistantAgent

@@ -12,8 +12,6 @@ import pytest
 from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
 from autogen_agentchat.base import Response
 from autogen_agentchat.messages import BaseChatMessage, TextMessage, ToolCallExecutionEvent
-from autogen_agentchat.teams import RoundRobinGroupChat, Swarm
-from autogen_agentchat.tools import AgentTool
 from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
 from autogen_core.models import UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
@@ -23,7 +21,7 @@ from autogen_core.tools import (
 )
 from pydantic import BaseModel
 
-import agl_autogen.tools
+import agl_autogen.agents
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import ToolStatus
 
@@ -33,71 +31,9 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def add_async(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-def nothing() -> None:
-    """Find nothing."""
-
-
-def no_matches() -> list[str]:
-    """Find no match."""
-    return []
-
-
-def silence() -> str:
-    """Say nothing."""
-    return ""
-
-
 def broken() -> str:
     """Fail."""
     raise ValueError("boom")
-
-
-async def slow() -> str:
-    """Time out."""
-    async with asyncio.timeout(0.001):
-        await asyncio.sleep(60)
-    return "never"
-
-
-def by_client() -> str:
-    """Time out somewhere else."""
-    try:
-        raise TimeoutError("10 s")
-    except TimeoutError as error:
-        raise RuntimeError("no answer") from error
-
-
-@pytest.mark.parametrize("tool", [add, add_async])
-async def test_a_tool_that_returns(tool: Any, run: Any) -> None:
-    (tool_result,) = await run((tool.__name__, {"a": 2, "b": 3}), tools=[tool])
-    assert (tool_result.tool, tool_result.status, tool_result.agent) == (tool.__name__, ToolStatus.OK, "solver")
-    assert (tool_result.arguments, tool_result.result, tool_result.error) == ({"a": 2, "b": 3}, "5", None)
-    assert tool_result.tool_call_id
-    assert tool_result.started <= tool_result.ended
-
-
-@pytest.mark.parametrize(
-    ("tool", "status", "error"),
-    [
-        (broken, ToolStatus.ERROR, "ValueError: boom"),
-        (slow, ToolStatus.TIMEOUT, "TimeoutError"),
-        (by_client, ToolStatus.TIMEOUT, "RuntimeError: no answer"),
-    ],
-)
-async def test_a_tool_that_raises(tool: Any, status: ToolStatus, error: str, run: Any) -> None:
-    (tool_result,) = await run((tool.__name__, {}), tools=[tool])
-    assert (tool_result.status, tool_result.error, tool_result.result) == (status, error, None)
-
-
-@pytest.mark.parametrize("tool", [nothing, no_matches, silence])
-async def test_a_tool_that_finds_nothing(tool: Any, run: Any) -> None:
-    (tool_result,) = await run((tool.__name__, {}), tools=[tool])
-    assert tool_result.status is ToolStatus.EMPTY
 
 
 async def test_arguments_that_are_not_valid(run: Any) -> None:
@@ -122,57 +58,6 @@ async def test_arguments_that_are_no_json(world: Any, trial: Any) -> None:
     assert tool_result.tool_call_id == "call_broken"
 
 
-async def test_parallel_tool_calls(run: Any) -> None:
-    tool_results = await run(
-        ("add", {"a": 1, "b": 1}),
-        ("broken", {}),
-        ("add", {"a": 2, "b": 2}),
-        ("nothing", {}),
-        tools=[add, broken, nothing],
-    )
-    assert [(o.tool, o.result, str(o.status)) for o in tool_results] == [
-        ("add", "2", "ok"),
-        ("broken", None, "error"),
-        ("add", "4", "ok"),
-        ("nothing", "None", "empty"),
-    ]
-
-
-async def test_a_handoff_is_no_failure(world: Any, trial: Any) -> None:
-    world.upstream.script(CallTools([("transfer_to_bob", {}), ("add", {"a": 1, "b": 2})]), Say("done"))
-    client = world.client()
-    with trial.running():
-        alice = AssistantAgent("alice", client, tools=[add], handoffs=["bob"])
-        await Swarm([alice, AssistantAgent("bob", client)], max_turns=2).run(task="hello")
-    tool_results = (await trial.close()).transitions[0].tool_results
-    assert [(o.tool, str(o.status), o.agent) for o in tool_results] == [
-        ("transfer_to_bob", "ok", "alice"),
-        ("add", "ok", "alice"),
-    ]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_an_agent_as_a_tool_is_an_tool_result_as_are_its_own_tools(
-    streaming: bool, world: Any, trial: Any
-) -> None:
-    world.upstream.script(
-        CallTools([("expert", {"task": "why?"})]), CallTools([("broken", {}), ("lost", {})]), Say("because"), Say("so")
-    )
-    client = world.client()
-    expert = AssistantAgent("expert", client, tools=[broken], reflect_on_tool_use=True, model_client_stream=streaming)
-    tools = [AgentTool(expert, return_value_as_last_message=True)]
-    with trial.running():
-        await AssistantAgent("boss", client, tools=tools, model_client_stream=streaming).run(task="hello")
-    assert await trial.agents() == ["boss", "expert", "expert"]
-    episode = await trial.close()
-    assert [[(o.tool, str(o.status), o.agent) for o in t.tool_results] for t in episode.transitions] == [
-        [("expert", "ok", "boss")],
-        [("broken", "error", "expert"), ("lost", "error", "expert")],
-        [],
-    ]
-    assert episode.transitions[0].tool_results[0].result == "because"
-
-
 class ReAct(BaseChatAgent):
     """Asks the model once and runs a tool by the text of the answer: there are no tool call ids."""
 
@@ -190,14 +75,6 @@ class ReAct(BaseChatAgent):
         return Response(chat_message=TextMessage(content=str(found), source=self.name))
 
     async def on_reset(self, cancellation_token: Any) -> None: ...
-
-
-async def test_a_tool_without_an_id_is_joined_with_the_one_call_of_the_turn(world: Any, trial: Any) -> None:
-    with trial.running():
-        agent = ReAct(world.client(), FunctionTool(add, "Add."), {"a": 1, "b": 2})
-        await RoundRobinGroupChat([agent], max_turns=3).run(task="hello")
-    episode = await trial.close()
-    assert [[o.result for o in t.tool_results] for t in episode.transitions] == [["3"]] * 3
 
 
 async def test_a_tool_that_calls_another_handles_its_failure(world: Any, trial: Any) -> None:
@@ -284,23 +161,6 @@ async def test_a_cancelled_tool_has_no_tool_result(trial: Any) -> None:
     assert trial.tool_results == ()
 
 
-async def test_concurrent_attempts_record_their_own_tool_results(world: Any) -> None:
-    trials = [await world.trial() for _ in range(4)]
-    client = world.client()
-
-    async def one(trial: Any) -> None:
-        def whoami() -> str:
-            """Say who."""
-            return str(trial.key.rollout)
-
-        with trial.running():
-            await AssistantAgent("solver", client, tools=[whoami]).run(task="hello")
-
-    await asyncio.gather(*map(one, trials))
-    for trial in trials:
-        assert [o.result for o in trial.tool_results] == [trial.key.rollout]
-
-
 class Answer(BaseModel):
     text: str
 
@@ -335,7 +195,7 @@ async def test_an_adapter_that_fails_does_not_break_the_agent(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(agl_autogen.tools, "tool_result_report", fail)
+    monkeypatch.setattr(agl_autogen.agents, "tool_result_report", fail)
     monkeypatch.setattr("agl_autogen.agents.IdentityScope", fail)
     monkeypatch.setattr("agl_autogen.calls.ToolRequest", fail)
     world.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))

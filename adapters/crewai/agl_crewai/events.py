@@ -112,13 +112,12 @@ def _end(kind: str) -> None:
 def _taken(kind: str) -> AgentRun | ToolRun | None:
     """The innermost one of this kind; what was left open inside it was cut off."""
     opened = list(_open.get())
-    if not any(each.kind == kind for each in opened):
+    if not any(entry.kind == kind for entry in opened):
         return None
     while (innermost := opened.pop()).kind != kind:
         if isinstance(innermost.run, ToolRun):
-            innermost.run.end(None, is_reported=False)
-        else:
-            innermost.run.end(None)
+            innermost.run.only_failures = True
+        innermost.run.end(None)
     _open.set(tuple(opened))
     return innermost.run
 

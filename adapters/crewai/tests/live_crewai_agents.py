@@ -11,9 +11,9 @@ import pytest
 from crewai import Process
 from pydantic import BaseModel
 
-from agl_core.capture import installed_adapters, message_status
+from agl_core.capture import installed_adapters
 from agl_core.testing.adapters.tools import tools_by_call
-from agl_core.testing.scripts import CallTools, Say, in_turn
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack
 
 from .world import (  # noqa: F401
@@ -123,19 +123,6 @@ async def test_an_agent_alone_and_a_call_that_makes_json_of_its_answer(stack: St
     assert {each.agent for each in episode.transitions} == {"Clerk"}
 
 
-async def test_rollouts_at_the_same_time_share_a_crews_agents(stack: Stack) -> None:
-    agent = agent_of(llm_of(stack.url()), "Solver", (add,))
-    stack.upstream.answer = in_turn(ADDS, Say("3"))
-    attempts = [await stack.attempt() for _ in range(2)]
-
-    async def run(attempt: Any) -> None:
-        with attempt.running():
-            await crew_of(task_of(agent.copy())).kickoff_async()
-
-    await asyncio.gather(*map(run, attempts))
-    assert [tools_by_call(await each.close()) for each in attempts] == [[("Solver", ("add", "ok")), ("Solver",)]] * 2
-
-
 async def test_outside_any_rollout_nothing_changes(stack: Stack) -> None:
     key = await stack.lease()
     stack.upstream.script(calls(("broken", {"reason": "no city"})), Say("Sorry."))
@@ -177,19 +164,3 @@ async def test_an_agent_is_seen_without_a_change(stack: Stack) -> None:
     assert process.returncode == 0, wrong.decode()
     assert await attempt.agents() == ["Solver"]
     assert "crewai" in [each.framework for each in installed_adapters()]
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "rule"),
-    [
-        ("Error executing task with agent 'geographer'. Error: no city", "error", "crewai"),
-        ("Error executing task with agent 'geographer'. Error: the request timed out", "timeout", "crewai"),
-        ("\nError executing tool. coworker mentioned not found, it must be one of …", "error", "crewai"),
-        ("I encountered an error while trying to use the tool. This was the error: no city.", "error", "crewai"),
-        ("Tool not found", "error", "crewai"),
-        ("I encountered an error in the map", "ok", "ok"),
-        ("Tool not found in the shed", "ok", "ok"),
-    ],
-)
-def test_its_words_for_a_failure_are_known_where_only_the_conversation_tells(text: str, status: str, rule: str) -> None:
-    assert message_status(text) == (status, rule)

@@ -8,12 +8,9 @@ import agl_core
 @agl_core.adapter("dspy")
 def dspy() -> None:
     """DSPy: the names of modules, and the results of tools. In a rollout, DSPy's cache is off."""
-    from agl_dspy import cache, http, modules, tools
+    from agl_dspy.programs import watch
 
-    modules.watch_modules()
-    tools.watch_tools()
-    cache.watch_cache()
-    http.watch_client()
+    watch()
 
 
 def attach() -> None:

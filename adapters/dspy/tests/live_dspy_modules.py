@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from typing import Any
 
 import dspy
 
 from agl_core.capture import identify
+from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools
 from agl_core.testing.server import Stack
 
-from .world import ANSWER, a_stack, acts, add, broken, fields, in_attempt, play, seen  # noqa: F401
+from .world import ANSWER, a_stack, acts, add, broken, fields, in_attempt, play  # noqa: F401
 
 
 class Program(dspy.Module):  # type: ignore[misc]
@@ -47,7 +47,7 @@ EPISODE = [
 
 async def test_a_program_s_modules_have_the_names_of_its_attributes(stack: Stack) -> None:
     episode = await play(stack, Program(), *SCRIPT)
-    assert seen(episode) == EPISODE
+    assert tools_by_call(episode) == EPISODE
     added, failed = episode.transitions[0].tool_results[0], episode.transitions[1].tool_results[0]
     assert (added.arguments, added.result, added.adapter) == ({"a": 1, "b": 2}, 3, "dspy")
     assert failed.error == "ValueError: no city"
@@ -55,14 +55,15 @@ async def test_a_program_s_modules_have_the_names_of_its_attributes(stack: Stack
 
 async def test_async_modules_are_seen_too(stack: Stack) -> None:
     program = Program()
-    assert seen(await play(stack, lambda question: asyncio.run(program.acall(question=question)), *SCRIPT)) == EPISODE
+    episode = await play(stack, lambda question: asyncio.run(program.acall(question=question)), *SCRIPT)
+    assert tools_by_call(episode) == EPISODE
 
 
 async def test_a_module_alone_has_the_name_of_the_code_around_it_or_of_its_class(stack: Stack) -> None:
     alone = dspy.ChainOfThought("question -> answer")
-    assert seen(await play(stack, alone, ANSWER)) == [("ChainOfThought",)]
+    assert tools_by_call(await play(stack, alone, ANSWER)) == [("ChainOfThought",)]
     with identify("critic"):
-        assert seen(await play(stack, alone, ANSWER)) == [("critic",)]
+        assert tools_by_call(await play(stack, alone, ANSWER)) == [("critic",)]
 
 
 async def test_a_module_inside_a_tool_speaks_for_itself(stack: Stack) -> None:
@@ -80,7 +81,7 @@ async def test_a_module_inside_a_tool_speaks_for_itself(stack: Stack) -> None:
             return self.boss(question=question)
 
     script = (acts("ask", task="1 + 2"), fields(answer="3"), acts("finish"), ANSWER)
-    assert seen(await play(stack, Boss(), *script)) == [
+    assert tools_by_call(await play(stack, Boss(), *script)) == [
         ("boss", ("ask", "ok")),
         ("expert",),
         ("boss",),
@@ -106,7 +107,7 @@ async def test_tool_calls_that_the_program_executes_keep_their_ids(stack: Stack)
 
     asked = CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {"reason": "no city"}, "c2")])
     episode = await play(stack, Own(), asked)
-    assert seen(episode) == [("caller", ("add", "ok"), ("broken", "error"))]
+    assert tools_by_call(episode) == [("caller", ("add", "ok"), ("broken", "error"))]
     results = episode.transitions[0].tool_results
     assert [each.tool_call_id for each in results] == ["c1", "c2"]
     assert results[1].error == "ValueError: no city"
@@ -125,23 +126,3 @@ async def test_in_a_rollout_the_cache_neither_answers_nor_keeps(stack: Stack) ->
         outside = [(await asyncio.to_thread(alone, question=question)).answer for _ in range(2)]
     assert outside == ["three", "three"], "the second reply is the cache's"
     assert [call.agent for call in await attempt.calls()] == [None]
-
-
-async def test_rollouts_at_the_same_time_share_a_program(stack: Stack) -> None:
-    both = threading.Barrier(2)
-
-    class Shared(dspy.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = dspy.Predict("question -> answer"), dspy.Predict("question -> answer")
-
-        def forward(self, question: str) -> Any:
-            self.first(question=question)
-            both.wait(30)
-            return self.second(question=question)
-
-    program = Shared()
-    stack.upstream.script(*[fields(answer="3")] * 4)
-    attempts = [await stack.attempt() for _ in range(2)]
-    await asyncio.gather(*(in_attempt(each, stack, program) for each in attempts))
-    assert [seen(await each.close()) for each in attempts] == [[("first",), ("second",)]] * 2

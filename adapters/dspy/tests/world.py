@@ -69,14 +69,6 @@ async def in_attempt(attempt: RunningAttempt, stack: Stack, program: Callable[..
         await asyncio.to_thread(ask)
 
 
-def seen(episode: Episode) -> list[tuple[Any, ...]]:
-    """Who called, and the tools of the call with their statuses."""
-    return [
-        (each.agent, *((result.tool, str(result.status)) for result in each.tool_results))
-        for each in episode.transitions
-    ]
-
-
 @pytest.fixture(name="stack")
 async def a_stack() -> AsyncIterator[Stack]:
     attachment = agl_core.attach([plugin.dspy])

@@ -10,9 +10,9 @@ from agl_core.types import ToolStatus
 @agl_core.adapter("haystack.tracing.tracer")
 def haystack() -> None:
     """Haystack: the names of components in pipelines, and of agents that are tools."""
-    from agl_haystack import identity
+    from agl_haystack.watching import watch_spans
 
-    identity.attach()
+    watch_spans()
 
 
 _RULES = (
@@ -33,9 +33,9 @@ _RULES = (
 @agl_core.adapter("haystack.components.agents.tool_calling", name="haystack-agents", status_rules=_RULES)
 def haystack_agents() -> None:
     """Haystack's agents: tool results."""
-    from agl_haystack import tools
+    from agl_haystack.watching import watch_tools
 
-    tools.attach()
+    watch_tools()
 
 
 def attach() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import BaseMessage
-from langchain_core.outputs import LLMResult
+from langchain_core.messages import BaseMessage, ToolMessage, convert_to_openai_messages
+from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
 import agl_core
@@ -31,14 +31,18 @@ from agl_core.capture import (
     enter_identity,
     guarded,
     jsonable,
+    logprobs_of,
+    message_status,
     report_answer,
+    status_of,
     tool_result_report,
 )
 from agl_core.learning.alone import Alone
-from agl_core.types import Json
-from agl_langchain import messages as words
+from agl_core.types import Choice, FinishReason, Json
 
 _MAX_REQUEST = 1 << 24
+_NO_TOKENS = ("messages", "prompt", "stream", "stream_options")
+"""Settings that change no token, or are kept apart."""
 _NO_NAME = "LangGraph"
 """The name of a graph that was given none."""
 
@@ -103,7 +107,7 @@ class _Handler(BaseCallbackHandler):
 
     @guarded
     def on_chat_model_start(self, serialized: Any, messages: list[list[BaseMessage]], **event: Any) -> None:
-        self._start_call(event, messages[0], lambda: words.openai_messages(messages[0]))
+        self._start_call(event, messages[0], lambda: _openai_messages(messages[0]))
 
     @guarded
     def on_llm_start(self, serialized: Any, prompts: list[str], **event: Any) -> None:
@@ -114,7 +118,7 @@ class _Handler(BaseCallbackHandler):
         run = self._end(event)
         if run is None:
             return
-        for tool_call in words.tool_calls(response):
+        for tool_call in _tool_calls(response):
             if tool_call["id"]:
                 arguments = jsonable(tool_call["args"])
                 run.recording.asked(
@@ -128,7 +132,7 @@ class _Handler(BaseCallbackHandler):
                     )
                 )
         if run.rollout:
-            choices = words.choices(response)
+            choices = _choices(response)
             run.rollout.call(run.span, run.request, choices, sequence=run.sequence, who=run.who, started=run.started)
             self._finish(run, result=[choice.message for choice in choices])
 
@@ -152,7 +156,7 @@ class _Handler(BaseCallbackHandler):
     def on_tool_end(self, output: Any, **event: Any) -> None:
         run = self._end(event)
         if run:
-            result, decided = words.tool_result(output, run.tool_call_id)
+            result, decided = _outcome(output, run.tool_call_id)
             self._tool_result(run, result, decided)
             self._finish(run, result=result)
 
@@ -214,7 +218,7 @@ class _Handler(BaseCallbackHandler):
         run.agent = run.scope.identity.agent
         if run.rollout:
             run.sequence = run.rollout.next_sequence()
-            request = words.request_body(messages(), event.get("invocation_params") or {})
+            request = _request_body(messages(), event.get("invocation_params") or {})
             run.request = jsonable(request, limit=_MAX_REQUEST)
 
     def _end(self, event: Mapping[str, Any]) -> _Run | None:
@@ -243,22 +247,19 @@ class _Handler(BaseCallbackHandler):
             run.span,
             run.tool,
             result,
+            run.who,
             decided=decided,
             tool_call_id=run.tool_call_id,
             arguments=run.arguments,
-            agent=run.agent,
-            span=run.span,
-            parent_span=run.who.parent_span,
             started=run.started,
-            ended=time.time(),
             adapter="langchain",
         )
         run.recording.tool_result(report, self._around(run))
 
     def _answered_by_node(self, run: _Run, outputs: Any) -> None:
         """A node may answer a tool call without running a tool: LangGraph does where the tool does not exist."""
-        for message in words.tool_messages(outputs):
-            result, decided = words.tool_result(message, message.tool_call_id)
+        for message in _tool_messages(outputs):
+            result, decided = _outcome(message, message.tool_call_id)
             report_answer(run.recording, "langchain", message.tool_call_id, result, decided, self._around(run))
 
 
@@ -308,3 +309,74 @@ def _channels(event: Mapping[str, Any], state: Any) -> dict[str, Json] | None:
 def _is_control_flow(error: BaseException) -> bool:
     """LangGraph raises interrupts and handoffs (`Command(graph=PARENT)`) through nodes and tools."""
     return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)
+
+
+def _openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:
+    """Messages as a chat completion request has them."""
+    converted = convert_to_openai_messages(list(messages))
+    return converted if isinstance(converted, list) else [converted]
+
+
+def _request_body(messages: list[dict[str, Json]], invocation: Mapping[str, Any]) -> dict[str, Json]:
+    """The request as LangChain describes it (`invocation_params`): model, tools and sampling beside the messages."""
+    settings = {k: v for k, v in invocation.items() if v is not None and not k.startswith("_") and k not in _NO_TOKENS}
+    return {"messages": messages, **settings}
+
+
+def _choices(result: LLMResult) -> tuple[Choice, ...]:
+    """The responses of one call: text, and log-probabilities where the agent asked for them."""
+    return tuple(_choice(index, generation) for index, generation in enumerate(_generations(result)))
+
+
+def _tool_calls(result: LLMResult) -> Iterator[Mapping[str, Any]]:
+    """The tools that a call's responses ask for: name, args and id each."""
+    for generation in _generations(result):
+        if isinstance(generation, ChatGeneration):
+            yield from getattr(generation.message, "tool_calls", ())
+
+
+def _outcome(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
+    """What `on_tool_end` was given: a ToolMessage, a Command that holds one, or what the tool returned."""
+    message = next((m for m in _tool_messages(output) if m.tool_call_id == tool_call_id), None)
+    if message is None:
+        return output, status_of(output)
+    return message.content, message_status(message.content, _reported(message))
+
+
+def _reported(message: ToolMessage) -> str | None:
+    """A failure; a success only if the tool's author set it: LangChain sets it for everything that a tool returned."""
+    # LangChain sets the artifact too in each message that it makes of what a tool returned.
+    by_author = "status" in message.model_fields_set and "artifact" not in message.model_fields_set
+    return message.status if message.status == "error" or by_author else None
+
+
+def _tool_messages(output: Any) -> Iterator[ToolMessage]:
+    """The tool messages in what a tool or a node gave back."""
+    if isinstance(output, ToolMessage):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tool_messages(output.get("messages"))
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from _tool_messages(item)
+    elif type(output).__name__ == "Command":  # LangGraph's; it need not be installed
+        yield from _tool_messages(getattr(output, "update", None))
+
+
+def _generations(result: LLMResult) -> Sequence[Generation]:
+    # Each call's end is reported by itself: one prompt, one or (n > 1) several responses.
+    return [g for g in result.generations[0] if isinstance(g, Generation)] if result.generations else []
+
+
+def _choice(index: int, generation: Generation) -> Choice:
+    message: Mapping[str, Json] = {"role": "assistant", "content": generation.text}
+    details: Mapping[str, Any] = generation.generation_info or {}
+    if isinstance(generation, ChatGeneration):
+        message = _openai_messages([generation.message])[0]
+        details = {**details, **generation.message.response_metadata}
+    return Choice(
+        index=index,
+        message=message,
+        finish_reason=FinishReason.read(details.get("finish_reason"), calls_tools=False),
+        logprobs=logprobs_of(details.get("logprobs")),
+    )

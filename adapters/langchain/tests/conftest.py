@@ -37,12 +37,6 @@ def new_clients() -> None:
         cached.cache_clear()
 
 
-@pytest.fixture
-def other_host() -> Iterator[ScriptedUpstream]:
-    with scripted() as upstream:
-        yield upstream
-
-
 def scripted() -> ScriptedUpstream:
     """A model server that says "done", like those of vendors, who return no token ids."""
     upstream = ScriptedUpstream()

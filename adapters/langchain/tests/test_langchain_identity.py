@@ -15,7 +15,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import create_react_agent
-from langgraph.types import Command, Send
+from langgraph.types import Send
 from langgraph_supervisor import create_supervisor
 from pydantic import BaseModel
 
@@ -83,24 +83,6 @@ def test_two_nodes_of_a_graph_are_told_apart(call: Any, config: Any, server: Any
     assert server.agents() == ["write_query", "check_query"]
     assert {request.rollout for request in server.received} == {"r7/0"}
     assert current_identity() is None
-
-
-def test_async_nodes(config: Any, server: Any, attempt: Any) -> None:
-    llm = ChatOpenAI(model="m")
-
-    async def plan(state: MessagesState) -> Any:
-        return {"messages": [await llm.ainvoke(state["messages"])]}
-
-    graph = StateGraph(MessagesState).add_node("plan", plan).add_edge(START, "plan").compile()
-    with running(attempt()):
-        asyncio.run(graph.ainvoke(QUESTION, config))
-    assert server.agents() == ["plan"]
-
-
-def test_a_named_agent(call: Any, config: Any, server: Any, attempt: Any) -> None:
-    with running(attempt()):
-        call(create_agent(ChatOpenAI(model="m"), name="solver"), QUESTION, config)
-    assert server.agents() == ["solver"]
 
 
 def test_agents_without_a_name_are_named_after_their_node(call: Any, config: Any, server: Any, attempt: Any) -> None:
@@ -265,40 +247,3 @@ def test_parallel_nodes_and_send(asynchronous: bool, config: Any, server: Any, a
     with running(attempt()):
         asyncio.run(agent.ainvoke(value, config)) if asynchronous else agent.invoke(value, config)
     assert Counter(server.agents()) == {"left": 1, "right": 1, "mapped": 3}
-
-
-def test_a_handoff_is_followed_and_is_no_failure(config: Any, server: Any, attempt: Any) -> None:
-    @tool
-    def to_bob() -> Any:
-        """Hand over to bob."""
-        return Command(goto="bob", graph=Command.PARENT)
-
-    graph = StateGraph(MessagesState)
-    graph.add_node("alice", create_agent(ChatOpenAI(model="m"), [to_bob], name="alice"))
-    graph.add_node("bob", create_agent(ChatOpenAI(model="m"), name="bob"))
-    graph.add_edge(START, "alice")
-    server.answer = lambda received: CallTools([("to_bob", {}, "c1")]) if received.body.get("tools") else Say("done")
-    active = attempt()
-    with running(active):
-        graph.compile().invoke(QUESTION, config)
-    assert server.agents() == ["alice", "bob"]
-    assert [(o.tool, o.status, o.tool_call_id) for o in active.recording.tool_results] == [("to_bob", "ok", "c1")]
-
-
-def test_an_agent_called_inside_a_tool(config: Any, server: Any, attempt: Any) -> None:
-    expert = create_agent(ChatOpenAI(model="m"), name="expert", system_prompt="expert")
-
-    @tool
-    def consult(question: str) -> str:
-        """Ask the expert."""
-        return str(expert.invoke({"messages": [("user", question)]})["messages"][-1].content)
-
-    boss = create_agent(ChatOpenAI(model="m"), [consult], name="boss")
-    server.answer = lambda received: (
-        CallTools([("consult", {"question": "why"}, "c1")])
-        if received.body.get("tools") and not received.turns
-        else Say("because")
-    )
-    with running(attempt()):
-        boss.invoke(QUESTION, config)
-    assert server.agents() == ["boss", "expert", "boss"]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 from langchain.agents import create_agent
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 
-from agl_core.capture import ActiveAttempt, current_identity, identify, running
-from agl_core.testing.scripts import CallTools, Fail, Received, Say, Step
+from agl_core.capture import current_identity, identify, running
+from agl_core.testing.scripts import Received, Step
 from agl_langchain import AglCallback
 
 from .identity_cases import QUESTION, overlapping
@@ -154,27 +152,9 @@ def test_a_name_given_around_a_chain_without_names(config: Any, server: Any, att
     assert server.agents() == ["critic"]
 
 
-def test_requests_to_another_host_are_not_stamped(config: Any, server: Any, other_host: Any, attempt: Any) -> None:
-    with running(attempt()):
-        create_agent(ChatOpenAI(model="m", base_url=other_host.url), name="judge").invoke(QUESTION, config)
-        create_agent(ChatOpenAI(model="m"), name="solver").invoke(QUESTION, config)
-    assert [name for name in other_host.received[0].headers if name.lower().startswith("x-agl")] == []
-    assert server.agents() == ["solver"]
-
-
 def test_outside_a_rollout_nothing_is_stamped(config: Any, server: Any) -> None:
     create_agent(ChatOpenAI(model="m"), name="solver").invoke(QUESTION, config)
     assert [name for name in server.received[0].headers if name.lower().startswith("x-agl")] == []
-
-
-def test_retries_of_the_client_carry_one_marker(config: Any, server: Any, attempt: Any) -> None:
-    server.script(Fail(500))
-    agent = create_agent(ChatOpenAI(model="m", max_retries=2), name="solver")
-    with running(attempt()):
-        agent.invoke(QUESTION, config)
-        agent.invoke(QUESTION, config)
-    first, retry, second = [request.headers["x-agl-retry"] for request in server.received]
-    assert first == retry != second
 
 
 def test_text_completions(config: Any, server: Any, attempt: Any) -> None:
@@ -185,34 +165,6 @@ def test_text_completions(config: Any, server: Any, attempt: Any) -> None:
     with running(attempt()):
         graph.compile().invoke(QUESTION, config)
     assert server.agents() == ["complete"]
-
-
-def test_concurrent_attempts_record_their_own_tool_results(
-    config: Any, server: Any, attempt: Callable[..., ActiveAttempt]
-) -> None:
-    @tool
-    def echo(text: str) -> str:
-        """Say it again."""
-        return text
-
-    agent = create_agent(ChatOpenAI(model="m"), [echo], name="parrot")
-    server.answer = lambda received: (
-        CallTools([("echo", {"text": received.said}, "call_1")]) if not received.turns else Say("ok")
-    )
-    overlapping(server, 4)
-    attempts = {name: attempt(name) for name in ("r1", "r2", "r3", "r4")}
-
-    async def one(name: str) -> None:
-        with running(attempts[name]):
-            await agent.ainvoke({"messages": [("user", name)]}, config)
-
-    async def together() -> None:
-        await asyncio.gather(*(asyncio.create_task(one(name)) for name in attempts))
-
-    asyncio.run(together())
-    assert {name: [o.result for o in a.recording.tool_results] for name, a in attempts.items()} == {
-        name: [name] for name in attempts
-    }
 
 
 def test_the_callback_is_shared_by_concurrent_threads(seen_by_agl: None, server: Any, attempt: Any) -> None:

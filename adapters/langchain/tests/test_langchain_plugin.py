@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.capture import installed_adapters, message_status
 from agl_core.testing.scripts import CallTools, Say, in_turn
-
-
-def test_it_is_found_as_an_installed_plugin() -> None:
-    assert "langchain_core" in [adapter.framework for adapter in installed_adapters()]
 
 
 def run(program: str, server: Any) -> None:
@@ -86,16 +81,3 @@ def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(s
         assert transition.response["content"] == "hi"
     """
     run(program, server)
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "rule"),
-    [
-        ("Error executing tool 'look' with kwargs {} with error:\n no city\n", "error", "langgraph"),
-        ("Error invoking tool 'look' with kwargs {'timeout': 5} with error:\n no city\n", "error", "langgraph"),
-        ("Error invoking tool 'look' with kwargs {} with error:\n ReadTimeout()\n", "timeout", "langgraph"),
-        ("Error executing is hard", "ok", "looks-like-error"),
-    ],
-)
-def test_its_words_for_a_failure_are_known_where_only_the_conversation_tells(text: str, status: str, rule: str) -> None:
-    assert message_status(text) == (status, rule)

@@ -166,14 +166,11 @@ class AglSpanHandler(BaseSpanHandler):  # type: ignore[misc]
             id,
             tool.name,
             text,
+            Identity(span.scope.identity.agent, id, tool.asked.parent_span),
             decided=decided,
             tool_call_id=tool.asked.tool_call_id,
             arguments=tool.arguments,
-            agent=span.scope.identity.agent,
-            span=id,
-            parent_span=tool.asked.parent_span,
             started=tool.started,
-            ended=time.time(),
             adapter="llama-index",
         )
         active.recording.tool_result(report)

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import AgentWorkflow, ReActAgent
+from llama_index.core.agent.workflow import AgentWorkflow
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock
 from llama_index.core.tools import BaseTool, FunctionTool, ToolMetadata, ToolOutput
 from llama_index.core.workflow import (
@@ -20,34 +20,8 @@ from llama_index.core.workflow import (
 from pydantic import BaseModel
 from workflows.errors import WorkflowCancelledByUser
 
-from agl_core.capture import installed_adapters, message_status
 from agl_core.testing.adapters.tools import ASK_WEATHER, WEATHER_STATUSES, weather, weather_statuses
-from agl_core.testing.scripts import CallTools, Hold, Say, by_agent, in_turn
-from agl_core.testing.server import until
-
-
-def test_it_is_found_as_an_installed_plugin() -> None:
-    assert "llama_index.core" in [adapter.framework for adapter in installed_adapters()]
-
-
-async def test_tools_that_fail(world: Any, attempt: Any, agent: Any) -> None:
-    world.stack.upstream.script(ASK_WEATHER, Say("Warm."))
-    with attempt.running():
-        await agent("solver", [weather]).run("How warm is it?")
-    episode = await attempt.close()
-    assert [each.agent for each in episode.transitions] == ["solver", "solver"]
-    assert episode.unjoined == ()
-    results = episode.transitions[0].tool_results
-    assert weather_statuses(results) == WEATHER_STATUSES
-    assert {each.tool_call_id for each in results} == {f"c-{city}" for city in WEATHER_STATUSES}
-    assert {(each.tool, each.agent, each.adapter) for each in results} == {("weather", "solver", "llama-index")}
-    said = {each.arguments["city"]: each.error or each.result for each in results}
-    assert said == {
-        "Bern": "22 °C",
-        "Nowhere": "",
-        "Atlantis": "ValueError: no such city",
-        "Far": "TimeoutError: no answer",
-    }
+from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
 
 
 async def test_a_tool_that_does_not_exist(world: Any, attempt: Any, agent: Any) -> None:
@@ -120,22 +94,6 @@ async def test_an_agent_as_a_tool_and_what_comes_after_it(world: Any, attempt: A
     assert found == [[("consult", "boss")], [("weather", "expert")], [], [], []]
 
 
-async def test_react_reads_its_tools_from_the_text(world: Any, attempt: Any) -> None:
-    said = [f'Thought: I ask.\nAction: weather\nAction Input: {{"city": "{city}"}}' for city in WEATHER_STATUSES]
-    world.stack.upstream.script(*map(Say, said), Say("Thought: I know.\nAnswer: Warm."))
-    thinker = ReActAgent(name="thinker", tools=[weather], llm=world.llm(), streaming=False)
-    with attempt.running():
-        await thinker.run("How warm is it?")
-    episode = await attempt.close()
-    assert {each.agent for each in episode.transitions} == {"thinker"}
-    assert [weather_statuses(each.tool_results) for each in episode.transitions] == [
-        *({city: status} for city, status in WEATHER_STATUSES.items()),
-        {},
-    ]
-    assert [each.tool_call_id for each in attempt.tool_results] == [None] * 4
-    assert episode.unjoined == ()
-
-
 class Town(BaseModel):
     """A town."""
 
@@ -148,22 +106,6 @@ async def test_structured_output_is_one_more_call_of_the_agent(world: Any, attem
         answer = await agent("clerk", output_cls=Town).run("Which town?")
     assert answer.structured_response == {"name": "Bern"}
     assert await attempt.agents() == ["clerk", "clerk"]
-
-
-async def test_rollouts_share_an_agent(world: Any, agent: Any) -> None:
-    shared, attempts = agent("solver", [weather]), [await world.attempt() for _ in range(3)]
-    world.stack.upstream.answer = in_turn(ASK_WEATHER, Say("Warm."))
-
-    async def one(attempt: Any) -> None:
-        with attempt.running():
-            await shared.run("How warm is it?")
-
-    await asyncio.gather(*map(one, attempts))
-    for attempt in attempts:
-        episode = await attempt.close()
-        assert [each.agent for each in episode.transitions] == ["solver", "solver"]
-        assert weather_statuses(episode.transitions[0].tool_results) == WEATHER_STATUSES
-        assert episode.unjoined == ()
 
 
 class Found(Event):
@@ -270,30 +212,3 @@ async def test_outside_a_rollout_nothing_is_kept(world: Any, agent: Any) -> None
     await agent("solver", [weather], llm=llm).run("How warm is it?")
     assert [each.agent for each in world.stack.upstream.received] == [None, None]
     assert await attempt.calls() == []
-
-
-async def test_agents_side_by_side_keep_their_names(world: Any, attempt: Any, agent: Any) -> None:
-    held = {name: Hold(Say(name)) for name in ("left", "right")}
-    world.stack.upstream.answer = by_agent(**{name: lambda _, each=each: each for name, each in held.items()})
-    with attempt.running():
-        runs = [agent(name).run("Go.") for name in held]
-        await until(lambda: all(each.arrived.is_set() for each in held.values()))
-        for each in held.values():
-            each.release.set()
-        await asyncio.gather(*runs)
-    calls = await attempt.calls()
-    assert {(call.agent, call.choices[0].message["content"]) for call in calls} == {
-        ("left", "left"),
-        ("right", "right"),
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "rule"),
-    [
-        ("Tool look not found. Please select a tool that is available.", "error", "llama-index"),
-        ("Tool look not found in the shed", "ok", "ok"),
-    ],
-)
-def test_its_words_for_a_failure_are_known_where_only_the_conversation_tells(text: str, status: str, rule: str) -> None:
-    assert message_status(text) == (status, rule)

@@ -33,11 +33,10 @@ def openai_agents() -> Callable[[], Identity | None] | None:
     if not hasattr(sys.modules.get("agents"), "add_trace_processor"):
         return None  # a module of the user's that has the same name
 
-    from agl_openai_agents import identity, tools, vendor
+    from agl_openai_agents import runs
 
-    tools.watch_tools()
-    vendor.keep_rollouts_private()
-    return identity.who_calls
+    runs.watch()
+    return runs.who_calls
 
 
 def attach() -> None:

@@ -21,7 +21,7 @@ from agl_core.capture import ActiveAttempt, Recording
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_openai_agents import AglProcessor, tools
+from agl_openai_agents import AglProcessor, runs
 
 
 @pytest.fixture(params=["chat", "responses"])
@@ -59,7 +59,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
     monkeypatch.setattr(processors, "_global_processor", processor)
     monkeypatch.setattr(setup, "GLOBAL_TRACE_PROVIDER", None)
     monkeypatch.setattr(openai_provider, "_http_client", None)
-    for module, name, _ in tools._SEAMS:
+    for module, name, _ in runs._SEAMS:
         found = sys.modules[module]
         monkeypatch.setattr(found, name, inspect.unwrap(getattr(found, name)))  # another test's may be attached
     yield exports

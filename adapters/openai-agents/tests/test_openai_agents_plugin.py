@@ -8,15 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import agl_core
-from agl_core.capture import installed_adapters, message_status
 from agl_core.testing.scripts import CallTools, Say, in_turn
-
-
-def test_it_is_found_as_an_installed_plugin() -> None:
-    assert "agents" in [adapter.framework for adapter in installed_adapters()]
 
 
 def run(program: str, *arguments: str, folder: Path | None = None) -> None:
@@ -78,15 +71,3 @@ def test_attaching_again_changes_nothing(run_briefly: Any, attached: None, serve
         run_briefly(Agent(name="solver", model="m", tools=[add]), "hello")
     assert [o.result for o in active.recording.tool_results] == [3]
     assert server.agents() == ["solver", "solver"]
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "rule"),
-    [
-        ("An error occurred while running the tool. Please try again.", "error", "openai-agents"),
-        ("Tool 'look' timed out after 0.5 seconds.", "timeout", "openai-agents-timeout"),
-        ("An error occurred in 1990", "ok", "ok"),
-    ],
-)
-def test_its_words_for_a_failure_are_known_where_only_the_conversation_tells(text: str, status: str, rule: str) -> None:
-    assert message_status(text) == (status, rule)

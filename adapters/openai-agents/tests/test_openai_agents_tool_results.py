@@ -18,17 +18,6 @@ from agl_core.types import ToolStatus
 from .sample_agents import add, broken, slow_in_own_words, solver
 
 
-@function_tool
-def nothing() -> None:
-    """Find nothing."""
-
-
-@function_tool
-def no_matches() -> list[str]:
-    """Find no match."""
-    return []
-
-
 @function_tool(failure_error_function=None)
 def fatal() -> str:
     """Fail, and the run with it."""
@@ -80,14 +69,6 @@ def tool_results(run_briefly: Any, attached: None, server: Any, attempt: Any) ->
         return list(active.recording.tool_results)
 
     return run
-
-
-def test_a_tool_that_returns(tool_results: Any, server: Any) -> None:
-    (tool_result,) = tool_results(("c1", "add", {"a": 2, "b": 3}), tools=[add])
-    assert (tool_result.tool, tool_result.status, tool_result.tool_call_id) == ("add", ToolStatus.OK, "c1")
-    assert (tool_result.arguments, tool_result.result, tool_result.agent) == ({"a": 2, "b": 3}, 5, "solver")
-    assert tool_result.started <= tool_result.ended
-    assert tool_result.parent_span == server.received[0].headers["x-agl-parent-span"]
 
 
 def test_each_way_to_observe_sees_it_once(run_briefly: Any, observed: Any, server: Any, attempt: Any) -> None:
@@ -145,12 +126,6 @@ def test_a_tool_that_is_quick_enough(tool_results: Any) -> None:
     assert (tool_result.status, tool_result.result) == (ToolStatus.OK, "quick")
 
 
-@pytest.mark.parametrize("empty", [nothing, no_matches], ids=lambda tool: tool.name)
-def test_a_tool_that_finds_nothing(empty: Any, tool_results: Any) -> None:
-    (tool_result,) = tool_results(("c1", empty.name, {}), tools=[empty])
-    assert tool_result.status is ToolStatus.EMPTY
-
-
 @pytest.mark.parametrize("arguments", [{"a": "two", "b": 1}, '{"a": 1', "[]"])
 def test_arguments_that_are_not_valid_are_one_error(arguments: Any, tool_results: Any) -> None:
     (tool_result,) = tool_results(("c1", "add", arguments), tools=[add])
@@ -186,22 +161,6 @@ def test_a_tool_whose_guardrail_answers_in_its_place(tool_results: Any) -> None:
 
     (tool_result,) = tool_results(("c1", "launch", {}), tools=[launch])
     assert (tool_result.status, tool_result.result, tool_result.tool_call_id) == (ToolStatus.ERROR, "not today", "c1")
-
-
-def test_parallel_tool_calls(tool_results: Any) -> None:
-    found = tool_results(
-        ("c1", "add", {"a": 1, "b": 1}),
-        ("c2", "broken", {}),
-        ("c3", "nothing", {}),
-        ("c4", "slow", {}),
-        tools=[add, broken, nothing, slow],
-    )
-    assert {o.tool_call_id: (o.tool, str(o.status)) for o in found} == {
-        "c1": ("add", "ok"),
-        "c2": ("broken", "error"),
-        "c3": ("nothing", "empty"),
-        "c4": ("slow", "timeout"),
-    }
 
 
 def test_a_tool_that_calls_a_failing_tool_by_itself_has_not_failed(tool_results: Any) -> None:

@@ -11,31 +11,9 @@ from agents import RunConfig, function_tool
 
 from agl_core.capture import running
 from agl_core.testing.scripts import CallTools, Say, in_turn
-from agl_openai_agents import tools
+from agl_openai_agents import runs
 
 from .sample_agents import add, broken, slow_in_own_words, solver
-
-
-def test_concurrent_rollouts_keep_their_tool_results_apart(
-    attached: None, server: Any, attempt: Any, loop: Any
-) -> None:
-    server.answer = lambda seen: (
-        Say("done") if seen.turns else CallTools([("add", {"a": int(seen.said), "b": 0}, "c1")])
-    )
-    attempts = {str(number): attempt(f"r{number}") for number in range(6)}
-    agent = solver(add)
-
-    async def one(name: str) -> None:
-        with running(attempts[name]):
-            await agents.Runner.run(agent, name)
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*map(one, attempts))
-
-    loop.run_until_complete(all_of_them())
-    assert {name: [o.result for o in a.recording.tool_results] for name, a in attempts.items()} == {
-        name: [int(name)] for name in attempts
-    }
 
 
 def test_the_users_own_hooks_and_formatter_work_as_before(
@@ -93,7 +71,7 @@ def test_an_adapter_that_fails_does_not_break_the_agent(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(tools, "tool_result_report", fail)
+    monkeypatch.setattr(runs, "tool_result_report", fail)
     server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {}, "c2")]), Say("3"))
     active = attempt()
     with running(active):
@@ -114,7 +92,7 @@ def test_a_version_of_the_sdk_without_one_of_the_functions(
     import agl_openai_agents
 
     gone = ("agents.run_internal.tool_execution", "_gone", lambda function: function)
-    monkeypatch.setattr(tools, "_SEAMS", (gone, *tools._SEAMS))
+    monkeypatch.setattr(runs, "_SEAMS", (gone, *runs._SEAMS))
     agl_openai_agents.attach()
     assert "Watching agents.run_internal.tool_execution._gone of the OpenAI Agents SDK failed" in caplog.text
     server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from agl_core.plugins import lazily
 
 if TYPE_CHECKING:
-    from agl_otel.alone import episodes, transitions
     from agl_otel.plugin import attach
-    from agl_otel.processor import AglSpanProcessor
+    from agl_otel.processor import AglSpanProcessor, episodes, transitions
 
 __all__ = ["AglSpanProcessor", "attach", "episodes", "transitions"]
 
-__getattr__ = lazily(__name__, AglSpanProcessor=".processor", attach=".plugin", episodes=".alone", transitions=".alone")
+__getattr__ = lazily(
+    __name__, AglSpanProcessor=".processor", attach=".plugin", episodes=".processor", transitions=".processor"
+)

@@ -1,17 +1,36 @@
-"""The span processor that a user adds to a tracer provider."""
+"""The span processor that a user adds; used alone, spans as data: text, and token ids if a span holds the raw reply."""
 
 from __future__ import annotations
 
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Span as SdkSpan
 
-from agl_core.capture import guarded
+from agl_core.capture import CapturedRollout, Latest, guarded, ids_of, logprobs_of
+from agl_core.capture.spans.spans import ModelCall, Span, loads, see
+from agl_core.capture.spans.tree import SpanTree
+from agl_core.learning import build_episode
 from agl_core.learning.alone import Alone
-from agl_otel.alone import Traces
+from agl_core.types import Choice, Episode, FinishReason, Json, Tokens, Transition
 from agl_otel.plugin import attach
-from agl_otel.sdk import plain
-from agl_otel.watching import WatchingProcessor
+from agl_otel.watching import WatchingProcessor, plain
+
+_SETTINGS = {
+    "gen_ai.request.model": "model",
+    "gen_ai.request.temperature": "temperature",
+    "gen_ai.request.top_p": "top_p",
+    "gen_ai.request.max_tokens": "max_tokens",
+    "gen_ai.request.seed": "seed",
+}
 
 
 class AglSpanProcessor(WatchingProcessor, Alone):
@@ -26,12 +45,12 @@ class AglSpanProcessor(WatchingProcessor, Alone):
 
     def __init__(self, keep: int = 1000) -> None:
         WatchingProcessor.__init__(self)
-        self._traces = Traces(keep)
+        self._traces = _Traces(keep)
         Alone.__init__(self, self._traces)
         attach()
 
     @guarded
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
         if not self.running.start(span, trace.get_current_span(parent_context)):
             self._traces.start(plain(span))
 
@@ -39,3 +58,254 @@ class AglSpanProcessor(WatchingProcessor, Alone):
     def on_end(self, span: ReadableSpan) -> None:
         self.running.end(span)
         self._traces.end(plain(span))
+
+
+def episodes(spans: Iterable[ReadableSpan]) -> list[Episode]:
+    """The agent's runs in ended spans (an `InMemorySpanExporter`'s, say): one for each root that has LLM calls."""
+    found = [plain(span) for span in spans]
+    outer = {(span.trace, span.id): span for span in found}
+    groups: dict[tuple[str, str], list[Span]] = {}
+    for span in found:
+        root, seen = span, {span.id}
+        while (above := outer.get((root.trace, root.parent or ""))) is not None and above.id not in seen:
+            root = above
+            seen.add(root.id)
+        groups.setdefault((root.trace, root.id), []).append(span)
+    captured = [_captured_of(group) for group in groups.values() if any(map(_is_call, group))]
+    return [build_episode(*rollout.records()) for rollout in captured]
+
+
+def transitions(spans: Iterable[ReadableSpan]) -> list[Transition]:
+    """The transitions of all episodes in ended spans.
+
+    >>> transitions([])
+    []
+    """
+    return [transition for episode in episodes(spans) for transition in episode.transitions]
+
+
+def _captured_of(spans: Sequence[Span]) -> CapturedRollout:
+    """The spans below one root, and the root, as a rollout."""
+    by_key = {(span.trace, span.id): span for span in spans}
+    root = next((span for span in spans if (span.trace, span.parent or "") not in by_key), spans[0])
+    tree = SpanTree(see(span) for span in spans)
+    rollout = CapturedRollout(f"otel:{root.trace}:{root.id}", _input_of(root))
+    calls = tree.calls()
+    ids = Counter(call.response_id for call in calls)
+    for call in calls:
+        seen = [by_key[span.key] for span in call.spans]
+        outermost = seen[0]
+        rollout.call(
+            call.response_id
+            if call.response_id and ids[call.response_id] == 1
+            else f"otel:{outermost.trace}:{outermost.id}",
+            _request_of(seen),
+            _choices_of(seen),
+            sequence=rollout.next_sequence(),
+            who=call.identity,
+            started=outermost.started or 0.0,
+            ended=outermost.ended or 0.0,
+            prompt_ids=_prompt_ids_of(seen),
+        )
+    for report in tree.tool_results():
+        rollout.recording.tool_result(report)
+    rollout.finish(_output_of(root), (root.description or "error") if root.failed else None)
+    return rollout
+
+
+@dataclass(slots=True, eq=False)
+class _Trace:
+    root: tuple[str, str]
+    spans: list[Span] = field(default_factory=list)
+    """Those that have ended."""
+    has_ended: bool = False
+    has_calls: bool = False
+
+
+class _Traces:
+    """The latest `keep` traces with LLM calls whose root has ended in this process."""
+
+    def __init__(self, keep: int) -> None:
+        self._lock = threading.Lock()
+        self._running: Latest[tuple[str, str], _Trace] = Latest()
+        self._ended: Latest[tuple[str, str], _Trace] = Latest(keep)
+
+    def start(self, span: Span) -> None:
+        """A span started; it is a root if the one around it is not running here."""
+        key = span.trace, span.id
+        with self._lock:
+            self._running[key] = self._running.get((span.trace, span.parent or "")) or _Trace(key)
+
+    def end(self, span: Span) -> None:
+        """A span ended."""
+        key = span.trace, span.id
+        with self._lock:
+            traced = self._running.pop(key, None)
+            if traced is None:
+                return
+            traced.spans.append(span)
+            traced.has_ended |= key == traced.root
+            traced.has_calls |= _is_call(span)
+            if traced.has_ended and traced.has_calls:
+                self._ended[traced.root] = traced
+
+    def finished(self) -> list[CapturedRollout]:
+        """The traces that have ended, in the order in which their roots did."""
+        with self._lock:
+            ended = [list(trace.spans) for trace in self._ended.values()]
+        return [_captured_of(spans) for spans in ended]
+
+    def clear(self) -> None:
+        """Forget what has ended."""
+        with self._lock:
+            self._ended.clear()
+
+
+def _is_call(span: Span) -> bool:
+    return isinstance(see(span).did, ModelCall)
+
+
+def _request_of(spans: Sequence[Span]) -> dict[str, Json]:
+    """The request body of one call, from its spans: the agent's own if OpenInference kept it."""
+    settings: dict[str, Json] = {}
+    for span in spans:
+        raw = loads(span.attributes.get("input.value"))
+        if isinstance(raw, Mapping) and isinstance(raw.get("messages"), list):
+            return dict(raw)
+        settings.update(_settings(span))
+    found = (list(_messages(span, "input")) for span in spans)
+    return {**settings, "messages": next(filter(None, found), [])}
+
+
+def _choices_of(spans: Sequence[Span]) -> tuple[Choice, ...]:
+    """The responses of one call, from its spans; with token ids if OpenInference kept the endpoint's reply."""
+    if raw := _raw_reply(spans):
+        # Of a stream, it keeps only some fields of the chunks, and so not all token ids.
+        is_whole = raw.get("object") == "chat.completion"
+        return tuple(_raw_choice(index, each, is_whole) for index, each in enumerate(raw["choices"]))
+    found = next(filter(None, (list(_messages(span, "output")) for span in spans)), [])
+    reasons = next(filter(None, (span.attributes.get("gen_ai.response.finish_reasons") for span in spans)), ())
+    reason_of = dict(enumerate(reasons))
+    return tuple(
+        Choice(
+            index=index,
+            message={name: value for name, value in message.items() if name != "finish_reason"},
+            finish_reason=_finish_reason(message, message.get("finish_reason") or reason_of.get(index)),
+        )
+        for index, message in enumerate(found)
+    )
+
+
+def _prompt_ids_of(spans: Sequence[Span]) -> Tokens | None:
+    """The prompt's token ids, if OpenInference kept the reply of an endpoint that returns them."""
+    return ids_of(_raw_reply(spans).get("prompt_token_ids"))
+
+
+def _input_of(root: Span) -> Json:
+    """The input of a trace's root, if the span has it."""
+    return loads(root.attributes.get("input.value", root.attributes.get("traceloop.entity.input")))
+
+
+def _output_of(root: Span) -> Json:
+    """The output of a trace's root, if the span has it."""
+    return loads(root.attributes.get("output.value", root.attributes.get("traceloop.entity.output")))
+
+
+def _raw_reply(spans: Sequence[Span]) -> Mapping[str, Any]:
+    """The endpoint's own reply, or nothing."""
+    for span in spans:
+        raw = loads(span.attributes.get("output.value"))
+        if isinstance(raw, Mapping) and isinstance(raw.get("choices"), list):
+            return raw
+    return {}
+
+
+def _raw_choice(index: int, choice: Mapping[str, Any], is_whole: bool) -> Choice:
+    message: dict[str, Json] = {"role": "assistant", "content": None, **(choice.get("message") or {})}
+    return Choice(
+        index=choice.get("index", index),
+        message=message,
+        finish_reason=_finish_reason(message, choice.get("finish_reason")),
+        response_ids=ids_of(choice.get("token_ids")) if is_whole else None,
+        logprobs=logprobs_of(choice.get("logprobs")) if is_whole else None,
+    )
+
+
+def _settings(span: Span) -> dict[str, Json]:
+    attributes = span.attributes
+    settings = {ours: attributes[theirs] for theirs, ours in _SETTINGS.items() if theirs in attributes}
+    if definitions := loads(attributes.get("gen_ai.tool.definitions")):
+        settings["tools"] = definitions
+    invocation = loads(attributes.get("llm.invocation_parameters"))
+    return {**settings, **invocation} if isinstance(invocation, Mapping) else settings
+
+
+def _messages(span: Span, side: str) -> Iterator[dict[str, Json]]:
+    found = loads(span.attributes.get(f"gen_ai.{side}.messages"))
+    instructions = loads(span.attributes.get("gen_ai.system_instructions"))
+    if side == "input" and isinstance(instructions, list):
+        yield from _from_parts({"role": "system", "parts": instructions})
+    if not isinstance(found, list):
+        found = _indexed(span.attributes, f"llm.{side}_messages.", ".message.")
+    for message in found:
+        if isinstance(message, Mapping):
+            yield from _from_parts(message) if isinstance(message.get("parts"), list) else _from_flat(message)
+
+
+def _from_parts(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    """A message of the GenAI conventions; one that answers several tool calls becomes a `tool` message for each."""
+    content: list[Json] = []
+    tool_calls, said = [], {name: value for name, value in message.items() if name in ("role", "name", "finish_reason")}
+    for part in message["parts"]:
+        kind = part.get("type")
+        if kind == "tool_call":
+            tool_calls.append(_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
+        elif kind == "tool_call_response":
+            response = part.get("response", part.get("result"))
+            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _as_text(response)}
+        elif kind == "reasoning":
+            said["reasoning_content"] = part.get("content")
+        else:
+            content.append({"type": "text", "text": part.get("content")} if kind == "text" else dict(part))
+    if content or tool_calls or message.get("role") != "tool":
+        texts = [part["text"] or "" for part in content if part.get("type") == "text"]
+        text = "".join(texts) or (None if tool_calls else "")
+        said["content"] = text if len(texts) == len(content) else content
+        yield {**said, "tool_calls": tool_calls} if tool_calls else said
+
+
+def _from_flat(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    """A message of OpenInference, which has an attribute for each field; a plain message stays as it is."""
+    said = {name: value for name, value in message.items() if "." not in name}
+    said.setdefault("content", None)
+    tool_calls = [
+        _tool_call(each.get("id"), each.get("function.name"), each.get("function.arguments"))
+        for each in _indexed(message, "tool_calls.", ".tool_call.")
+    ]
+    parts = _indexed(message, "contents.", ".message_content.")
+    if parts and said["content"] is None:
+        is_text = all(part.get("type") == "text" for part in parts)
+        said["content"] = "".join(part.get("text") or "" for part in parts) if is_text else parts
+    yield {**said, "tool_calls": tool_calls} if tool_calls else said
+
+
+def _indexed(attributes: Mapping[str, Any], prefix: str, infix: str) -> list[dict[str, Any]]:
+    """Things that were written as `PREFIX 0 INFIX field`, in order."""
+    pattern = re.compile(rf"{re.escape(prefix)}(\d+){re.escape(infix)}(.+)")
+    found: dict[int, dict[str, Any]] = {}
+    for name, value in attributes.items():
+        if match := pattern.fullmatch(name):
+            found.setdefault(int(match[1]), {})[match[2]] = value
+    return [found[index] for index in sorted(found)]
+
+
+def _tool_call(id: Json, name: Json, arguments: Json) -> dict[str, Json]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": _as_text(arguments)}}
+
+
+def _as_text(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _finish_reason(message: Mapping[str, Json], reason: Json) -> FinishReason:
+    return FinishReason.read(reason, calls_tools=bool(message.get("tool_calls")))

@@ -10,21 +10,46 @@ from typing import Any, TypeAlias
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Span as SdkSpan
+from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from agl_core.capture import Identity, Latest, Recording, current_attempt, guarded
-from agl_core.capture.spans.spans import SeenSpan, ToolExecution, see
+from agl_core.capture.spans.spans import SeenSpan, Span, ToolExecution, see
 from agl_core.capture.spans.tree import agent_of, identity_of, outermost_execution, tool_result_of
-from agl_otel.sdk import plain
 
 _Key: TypeAlias = tuple[int, int]
+_NANO = 1e-9
+
+
+def plain(span: ReadableSpan) -> Span:
+    """The span as it is now; it may still be running.
+
+    ValueError if it has no context, which no span of a tracer lacks.
+    """
+    context = span.get_span_context()
+    if context is None:
+        raise ValueError(f"The span '{span.name}' has no context.")
+    return Span(
+        trace=format_trace_id(context.trace_id),
+        id=format_span_id(context.span_id),
+        parent=format_span_id(span.parent.span_id) if span.parent else None,
+        name=span.name,
+        attributes=dict(span.attributes or {}),
+        started=span.start_time and span.start_time * _NANO,
+        ended=span.end_time and span.end_time * _NANO,
+        failed=span.status.status_code is StatusCode.ERROR,
+        description=span.status.description,
+        events={event.name: dict(event.attributes or {}) for event in span.events},
+        scope=span.instrumentation_scope.name if span.instrumentation_scope else "",
+    )
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
     """A span of this process and the one around it, which may end before it."""
 
-    span: Span
+    span: SdkSpan
     outer: _Node | None
     recording: Recording | None = None
     """Of the attempt that the span belongs to."""
@@ -47,7 +72,7 @@ class RunningSpans:
         self._lock = threading.Lock()
         self._nodes: Latest[_Key, _Node] = Latest()
 
-    def start(self, span: Span, outer: trace.Span) -> bool:
+    def start(self, span: SdkSpan, outer: trace.Span) -> bool:
         """A span starts; whether it belongs to an attempt."""
         active = current_attempt()
         with self._lock:
@@ -81,7 +106,7 @@ class RunningSpans:
 
     def _node(self, span: trace.Span) -> _Node | None:
         node = self._nodes.get(_key(span))
-        if node is None and isinstance(span, Span):  # it has ended, and what it started goes on
+        if node is None and isinstance(span, SdkSpan):  # it has ended, and what it started goes on
             return _Node(span, self._nodes.get((span.parent.trace_id, span.parent.span_id)) if span.parent else None)
         return node
 
@@ -93,7 +118,7 @@ class WatchingProcessor(SpanProcessor):
         self.running = _of_this_process()
 
     @guarded
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
         self.running.start(span, trace.get_current_span(parent_context))
 
     @guarded

@@ -75,33 +75,6 @@ async def test_agents_and_tool_results(
     assert episode.unjoined == ()
 
 
-async def test_concurrent_agents_of_concurrent_rollouts(
-    attached: None, stack: Any, instrument: Any, provider: TracerProvider
-) -> None:
-    instrument(OpenLLMetry, provider)
-    tracer, client = provider.get_tracer("agent"), stack.client()
-
-    async def one(name: str) -> None:
-        with tracer.start_as_current_span("invoke_agent", attributes=agent(name)):
-            for number in range(2):
-                await ask(client, {"role": "user", "content": name})
-                with tracer.start_as_current_span("add", attributes=tool(f"{name} {number}")):
-                    await asyncio.sleep(0)
-
-    async def team(attempt: Any) -> Any:
-        with attempt.running(), tracer.start_as_current_span("team"):
-            await asyncio.gather(*(one(f"{attempt.key.rollout} {number}") for number in range(3)))
-        return await attempt.close()
-
-    episodes = await asyncio.gather(*[team(await stack.attempt()) for _ in range(4)])
-    for episode in episodes:
-        assert sorted(t.agent or "" for t in episode.transitions) == [
-            f"{episode.rollout} {number}" for number in (0, 0, 1, 1, 2, 2)
-        ]
-        assert all(t.agent == t.messages[0]["content"] for t in episode.transitions)
-        assert {o.agent for o in episode.unjoined} == {t.agent for t in episode.transitions}
-
-
 async def test_an_agent_inside_a_tool_of_another(attached: None, stack: Any, provider: TracerProvider) -> None:
     tracer, attempt, client = provider.get_tracer("agent"), await stack.attempt(), stack.client()
     with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
@@ -118,26 +91,6 @@ async def test_an_agent_inside_a_tool_of_another(attached: None, stack: Any, pro
     episode = await attempt.close()
     assert [t.agent for t in episode.transitions] == ["solver", "expert", "plan"]
     assert tool_result.agent == "solver"
-
-
-async def test_a_text_agent_from_scratch(attached: None, stack: Any, instrument: Any, provider: TracerProvider) -> None:
-    instrument(OpenInference, provider)
-    tracer, attempt, client = provider.get_tracer("agent"), await stack.attempt(), stack.client()
-    with (
-        attempt.running(),
-        tracer.start_as_current_span("invoke_agent react", attributes={"openinference.span.kind": "AGENT"}),
-    ):
-        for question in ("a", "b"):
-            with tracer.start_as_current_span("step"):
-                await ask(client, {"role": "user", "content": question})
-                attributes = {"openinference.span.kind": "TOOL", "output.value": f"of {question}"}
-                with tracer.start_as_current_span("look_up", attributes=attributes):
-                    pass
-    episode = await attempt.close()
-    assert [(t.agent, [(o.tool, o.result) for o in t.tool_results]) for t in episode.transitions] == [
-        ("react", [("look_up", "of a")]),
-        ("react", [("look_up", "of b")]),
-    ]
 
 
 async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
@@ -163,11 +116,7 @@ async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
 @pytest.mark.parametrize(
     ("attributes", "error", "status"),
     [
-        ({}, None, ToolStatus.OK),
-        ({"gen_ai.tool.call.result": ""}, None, ToolStatus.EMPTY),
-        ({"output.value": "{}"}, None, ToolStatus.EMPTY),
         ({"output.value": "None"}, None, ToolStatus.EMPTY),
-        ({"output.value": "0"}, None, ToolStatus.OK),
         ({"error.type": "timeout"}, None, ToolStatus.TIMEOUT),
         ({"error.type": "httpx.ReadTimeout"}, None, ToolStatus.TIMEOUT),
         ({"error.type": "500"}, None, ToolStatus.ERROR),

@@ -7,12 +7,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-from agl_core.capture import installed_adapters
-
-
-def test_it_is_found_as_an_installed_plugin() -> None:
-    assert "opentelemetry.sdk.trace" in [adapter.framework for adapter in installed_adapters()]
-
 
 def test_an_unmodified_agent_is_seen_after_agl_attaches() -> None:
     program = """

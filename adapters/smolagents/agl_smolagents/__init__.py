@@ -1,14 +1,5 @@
 """agl's adapter for smolagents."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from agl_core.plugins import lazily
-
-if TYPE_CHECKING:
-    from agl_smolagents.plugin import attach
+from agl_smolagents.plugin import attach
 
 __all__ = ["attach"]
-
-__getattr__ = lazily(__name__, attach=".plugin")

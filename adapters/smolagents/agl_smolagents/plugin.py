@@ -8,10 +8,9 @@ import agl_core
 @agl_core.adapter("smolagents")
 def smolagents() -> None:
     """smolagents: agent names, and the results of tools, managed agents and code."""
-    from agl_smolagents import agents, tools
+    from agl_smolagents.agents import watch
 
-    agents.watch_agents()
-    tools.watch_tools()
+    watch()
 
 
 def attach() -> None:

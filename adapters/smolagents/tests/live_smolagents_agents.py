@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import textwrap
-import threading
 from typing import Any
 
 import openai
@@ -136,21 +135,6 @@ async def test_code_that_reads_a_stream_is_not_the_agent(stack: Stack) -> None:
     agent = made(ToolCallingAgent, model_of(stack), name="solver", stream_outputs=True)
     episode = await play(stack, agent, calls(("add", {"a": 1, "b": 2})), Say("Hm."), ANSWER, run=between_steps)
     assert tools_by_call(episode) == [("solver", ("add", "ok")), ("reader",), ("solver",)]
-
-
-async def test_rollouts_at_the_same_time_share_a_model(stack: Stack) -> None:
-    model, both = model_of(stack), threading.Barrier(2)
-
-    def waits(_: Any) -> None:
-        both.wait(30)
-
-    stack.upstream.script(*[calls(("add", {"a": 1, "b": 2}))] * 2, *[ANSWER] * 2)
-    attempts = [await stack.attempt() for _ in range(2)]
-    agents = [made(ToolCallingAgent, model, name=name, step_callbacks=[waits]) for name in ("left", "right")]
-    await asyncio.gather(*map(in_attempt, attempts, agents))
-    assert [tools_by_call(await each.close()) for each in attempts] == [
-        [(name, ("add", "ok")), (name,)] for name in ("left", "right")
-    ]
 
 
 async def test_outside_any_rollout_nothing_changes(stack: Stack) -> None:

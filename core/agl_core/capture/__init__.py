@@ -13,12 +13,14 @@ from agl_core.capture.context import (
     enter_identity,
     identify,
     running,
+    state,
+    unpack_variables,
 )
 from agl_core.capture.jsonable import jsonable
-from agl_core.capture.latest import Latest
 from agl_core.capture.marking import Marker, ToolRun, agent, tool
 from agl_core.capture.recording import Recording, ToolRequest, describe_error
 from agl_core.capture.reports import (
+    Latest,
     guarded,
     record_tool_result,
     report_answer,
@@ -27,7 +29,6 @@ from agl_core.capture.reports import (
     tool_result_report,
 )
 from agl_core.capture.standalone import Capture, CapturedRollout, ids_of, load_episodes, logprobs_of, save_episodes
-from agl_core.capture.state import state, unpack_variables
 from agl_core.capture.status import Decided, failure_status, message_status, status_of
 from agl_core.capture.status_rules import StatusRule, begins
 from agl_core.types import Identity

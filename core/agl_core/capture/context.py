@@ -1,6 +1,6 @@
-"""Where the running code belongs: its attempt, its agent, and the model call that its tools follow.
+"""Where the running code belongs: its attempt, its agent and its state, and the model call that its tools follow.
 
-All three are context variables, so that concurrent rollouts can share an agent that was made once at import.
+All of these are context variables, so that concurrent rollouts can share an agent that was made once at import.
 
 An agent written from scratch asks the model, runs what the reply asks for, and asks again: each call begins a step,
 and the tools that run in it are that call's. The step's span is stamped on the call as its parent span, and reported
@@ -11,19 +11,31 @@ it belongs to none: no join is guessed.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import functools
 import threading
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import orjson
+
+from agl_core.capture.jsonable import jsonable
 from agl_core.capture.recording import Recording
 from agl_core.types import Identity, Json
 
 V = TypeVar("V")
+
+_MAX_STATE = 16_384
+"""Bytes of JSON."""
+_MAX_HEADER = 6_144
+"""Bytes of the packed header: proxies take headers of 8 KiB, and the others need room too."""
+_MAX_UNPACKED = 1 << 20
 
 
 def new_span() -> str:
@@ -219,15 +231,50 @@ def start_running(active: ActiveAttempt | None) -> None:
     _this_process().attempt = active
 
 
-def current_variables() -> Mapping[str, Json]:
-    """The agent's semantic variables: its framework's, and those that it set in this context, which win."""
-    scope = current_scope()
-    return {**(scope.variables if scope else {}), **(_variables.get() or {})}
+def state(**values: Any) -> None:
+    """Set the agent's semantic variables: the calls made from now on in this context carry them.
+
+    They are kept as JSON with each call, as `Transition.state`, at most 16 KiB of it; what does not fit is replaced by
+    a note that says so. A name that is set again has the new value, other names keep theirs. Outside any rollout it
+    does nothing.
+
+    >>> state(plan=["search", "answer"], budget=3)
+    """
+    if current_attempt() is not None:
+        kept = {name: jsonable(value, _MAX_STATE) for name, value in values.items()}
+        _variables.set({**(_variables.get() or {}), **kept})
 
 
-def set_variables(variables: Mapping[str, Json]) -> None:
-    """From now on, in this context and those copied from it, these are among the agent's semantic variables."""
-    _variables.set({**(_variables.get() or {}), **variables})
+def packed_variables() -> str | None:
+    """The variables of this context as a header's value, the longest cut first; None if there are none."""
+    scope, limit = current_scope(), _MAX_STATE
+    # What the agent itself has set wins over what its framework has.
+    variables = {**(scope.variables if scope else {}), **(_variables.get() or {})}
+    if not variables:
+        return None
+    while limit:
+        text = orjson.dumps({name: jsonable(value, limit) for name, value in variables.items()})
+        packed = _packed(text)
+        if len(text) <= _MAX_STATE and len(packed) <= _MAX_HEADER:
+            return packed
+        limit //= 2
+    return _packed(orjson.dumps({"…": f"{len(variables)} variables, too many to keep"}))
+
+
+def _packed(text: bytes) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(text)).decode()
+
+
+def unpack_variables(header: str | None) -> Mapping[str, Json] | None:
+    """What `packed_variables` packed; None for anything else."""
+    if header is None:
+        return None
+    try:
+        unpacked = zlib.decompressobj().decompress(base64.urlsafe_b64decode(header), _MAX_UNPACKED)
+        variables = orjson.loads(unpacked)
+    except (binascii.Error, ValueError, zlib.error):
+        return None
+    return variables if isinstance(variables, dict) else None
 
 
 def current_identity() -> Identity | None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
@@ -71,41 +71,45 @@ class Marker(Generic[R]):
 
     def __call__(self, function: F) -> F:
         """The function, each call of it one run. AgentError for a generator: it has no clear end."""
-        called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        routine = _routine(function)
+        if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
             raise AgentError(
                 f"agl_core.{self._word} cannot mark {_name_of(function)}, which is a generator: "
                 f"use `with agl_core.{self._word}(…):` inside it."
             )
-        marked = self._marked_async(function) if inspect.iscoroutinefunction(called) else self._marked(function)
-        return functools.update_wrapper(marked, function)  # type: ignore[return-value]
+        marked = within(lambda *args, **kwargs: started(self._new_run(), lambda: _bound(function, args, kwargs)))
+        return functools.update_wrapper(marked(function), function)  # type: ignore[return-value]
 
-    def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with self._run_of(function, args, kwargs) as run:
+
+@contextmanager
+def started(run: R, arguments: Callable[[], Any] = lambda: None) -> Iterator[R]:
+    """The run, from its start to its end."""
+    run.start(arguments)
+    try:
+        yield run
+    except BaseException as error:
+        run.end(error)
+        raise
+    run.end(None)
+
+
+def within(enter: Callable[..., AbstractContextManager[_Run]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of functions, sync or async: each call is made inside `enter(*args, **kwargs)`, and is its result."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with enter(*args, **kwargs) as run:
                 run.result = function(*args, **kwargs)
             return run.result
 
-        return marked
-
-    def _marked_async(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        async def marked(*args: Any, **kwargs: Any) -> Any:
-            with self._run_of(function, args, kwargs) as run:
+        async def inside_async(*args: Any, **kwargs: Any) -> Any:
+            with enter(*args, **kwargs) as run:
                 run.result = await function(*args, **kwargs)
             return run.result
 
-        return marked
+        return inside_async if inspect.iscoroutinefunction(_routine(function)) else inside
 
-    @contextmanager
-    def _run_of(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[R]:
-        run = self._new_run()
-        run.start(lambda: _bound(function, args, kwargs))
-        try:
-            yield run
-        except BaseException as error:
-            run.end(error)
-            raise
-        run.end(None)
+    return wrap
 
 
 class AgentRun:
@@ -135,10 +139,20 @@ class AgentRun:
 class ToolRun:
     """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result` to what the tool gave."""
 
-    def __init__(self, tool: str, call_id: str | None, arguments: Any, adapter: str | None = None) -> None:
+    def __init__(
+        self,
+        tool: str,
+        call_id: str | None,
+        arguments: Any,
+        adapter: str | None = None,
+        *,
+        only_failures: bool = False,
+    ) -> None:
         self.result: Any = _NOT_SET
         self.decided: Decided | None = None
         """What became of it, if the framework says more than the result."""
+        self.only_failures = only_failures
+        """It is recorded only if it failed: it answers in the agent's name, or was cut off."""
         self._tool, self._call_id, self._arguments, self._adapter = tool, call_id, arguments, adapter
         self._agent: str | None = None
         self._parent_span: str | None = None
@@ -162,12 +176,12 @@ class ToolRun:
         self._scope = context.enter_identity(Identity(self._agent, span=context.new_span()), context.Steps())
 
     @guarded
-    def end(self, error: BaseException | None, *, is_reported: bool = True) -> None:
+    def end(self, error: BaseException | None) -> None:
         if self._scope is None:
             return
         self._scope.close()
         context.set_step(self._outer)
-        if not is_reported:
+        if error is None and self.only_failures:
             return
         span = self._scope.identity.span or context.new_span()
         # A block that sets no result may well have had one.
@@ -177,14 +191,11 @@ class ToolRun:
                 span,
                 self._tool,
                 error if error is not None else None if is_not_set else self.result,
+                Identity(self._agent, span, self._parent_span),
                 decided=unknown_status() if is_not_set else self.decided,
                 tool_call_id=self._call_id,
                 arguments=self._arguments,
-                agent=self._agent,
-                span=span,
-                parent_span=self._parent_span,
                 started=self._started,
-                ended=time.time(),
                 adapter=self._adapter,
             )
         )
@@ -230,6 +241,11 @@ def tool(tool: F | str, *, call_id: str | None = None, arguments: Any = None) ->
 
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _routine(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or the method by which an object is called."""
+    return function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,10 @@ class ToolRequest:
 
 
 class Report(BaseModel):
-    """One report on its way from an agent's process to the one that started it; one of the fields is set."""
+    """One report on its way from an agent's process to the one that started it.
+
+    One of the fields is set; each is named after the method of `Recording` that takes it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,23 +58,17 @@ class Report(BaseModel):
     bypassed: str | None = None
 
     def add_to(self, recording: Recording) -> None:
-        if self.tool_result is not None:
-            recording.tool_result(self.tool_result)
-        if self.reward is not None:
-            recording.reward(self.reward)
-        if self.problem is not None:
-            recording.problem(self.problem)
-        if self.undelivered is not None:
-            recording.undelivered(self.undelivered)
-        if self.bypassed is not None:
-            recording.bypassed(self.bypassed)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if value is not None:
+                getattr(recording, name)(value)
 
 
 class Recording:
     """Collects the reports of one attempt, from any thread, until it is closed.
 
-    A report that comes after `close` is counted in `late` and not kept. In an agent's process, each report is also sent
-    on at once by `send`, so that nothing is lost if the process is killed.
+    A report that comes after `close` is not kept. In an agent's process, each report is also sent on at once by `send`,
+    so that nothing is lost if the process is killed.
     """
 
     def __init__(self, send: Callable[[Report], None] = lambda report: None) -> None:
@@ -85,7 +82,6 @@ class Recording:
         self._requests: dict[str, list[ToolRequest]] = {}
         self._answered: set[tuple[str, str | None]] = set()
         """By tool call id and the parent span of the call."""
-        self._late = 0
         self._closed = False
 
     @property
@@ -118,11 +114,6 @@ class Recording:
         with self._lock:
             return dict(self._bypassed)
 
-    @property
-    def late(self) -> int:
-        """How many reports came after the attempt had ended."""
-        return self._late
-
     def tool_result(self, report: ToolResultReport, spans: Collection[str] | None = None) -> None:
         """Keep what a tool did; the first report of an id counts.
 
@@ -133,9 +124,7 @@ class Recording:
         if request and spans is not None:
             report = report.model_copy(update={"agent": request.agent, "parent_span": request.parent_span})
         with self._lock:
-            if self._closed:
-                self._late += 1
-            else:
+            if not self._closed:
                 self._tool_results.setdefault(report.id, report)
                 if request:
                     self._answered.add((request.tool_call_id, request.parent_span))
@@ -143,9 +132,7 @@ class Recording:
 
     def reward(self, report: RewardReport) -> None:
         with self._lock:
-            if self._closed:
-                self._late += 1
-            else:
+            if not self._closed:
                 self._rewards.append(report)
         self._send(Report(reward=report))
 
@@ -161,9 +148,7 @@ class Recording:
     def undelivered(self, call: str) -> None:
         """The agent closed the stream of this call's reply before its end."""
         with self._lock:
-            if self._closed:
-                self._late += 1
-            else:
+            if not self._closed:
                 self._undelivered[call] = None
         self._send(Report(undelivered=call))
 
@@ -171,9 +156,8 @@ class Recording:
         """The agent calls a model API elsewhere: agl does not see that call."""
         address = address[:MAX_ADDRESS]
         with self._lock:
-            if self._closed:
-                self._late += 1
-            elif address in self._bypassed or len(self._bypassed) < MAX_BYPASSED:
+            has_room = address in self._bypassed or len(self._bypassed) < MAX_BYPASSED
+            if has_room and not self._closed:
                 self._bypassed[address] += 1
         self._send(Report(bypassed=address))
 

@@ -1,24 +1,28 @@
-"""How adapters and agents report to the attempt that is running."""
+"""How adapters and agents report to the attempt that is running, and what adapters need for it."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
+import time
 import uuid
 from collections.abc import Callable, Collection
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from agl_core.capture.context import current_attempt
 from agl_core.capture.jsonable import jsonable
 from agl_core.capture.recording import Recording, describe_error
 from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
+from agl_core.types import Identity
 from agl_core.wire.workers import RewardReport, ToolResultReport
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def reward(value: float, name: str = "reward") -> None:
@@ -58,27 +62,25 @@ def tool_result_report(
     id: str,
     tool: str,
     result: Any,
+    who: Identity | None = None,
     *,
     decided: Decided | None = None,
     tool_call_id: str | None = None,
     arguments: Any = None,
-    agent: str | None = None,
-    span: str | None = None,
-    parent_span: str | None = None,
     started: float | None = None,
-    ended: float | None = None,
     adapter: str | None = None,
 ) -> ToolResultReport:
     """What a tool returned, or the exception that it raised, as a report of bounded size.
 
-    `id` names this run of the tool: the same id is recorded once. The status is decided by the result unless
-    `decided` says more; times are Unix seconds. `adapter` is the adapter that saw it, if one did: of two that
-    saw one tool call, one counts.
+    The tool has ended just now; `started` is in Unix seconds. `id` names this run of it: the same id is recorded once.
+    `who` is the agent that asked for it, the run's own span, and the span around it. The status is decided by the
+    result unless `decided` says more. `adapter` is the adapter that saw it, if one did: of two that saw one tool call,
+    one counts.
 
     >>> tool_result_report("1", "search", ["a", "b"]).status
     <ToolStatus.OK: 'ok'>
     """
-    raised = isinstance(result, BaseException)
+    raised, who = isinstance(result, BaseException), who or Identity()
     status, rule = decided or status_of(result)
     return ToolResultReport(
         id=id,
@@ -88,11 +90,11 @@ def tool_result_report(
         arguments=jsonable(arguments),
         result=None if raised else jsonable(result),
         error=describe_error(result) if raised else None,
-        agent=agent,
-        span=span,
-        parent_span=parent_span,
+        agent=who.agent,
+        span=who.span,
+        parent_span=who.parent_span,
         started=started,
-        ended=ended,
+        ended=time.time(),
         adapter=adapter,
         status_rule=rule,
     )
@@ -117,11 +119,10 @@ def report_answer(
                 uuid.uuid4().hex,
                 request.tool,
                 result,
+                Identity(request.agent, parent_span=request.parent_span),
                 decided=decided,
                 tool_call_id=tool_call_id,
                 arguments=request.arguments,
-                agent=request.agent,
-                parent_span=request.parent_span,
                 adapter=adapter,
             )
         )
@@ -153,3 +154,25 @@ def guarded(event: Callable[P, None]) -> Callable[P, None]:
             report_problem(f"{event.__module__}.{event.__qualname__}", error)
 
     return handle
+
+
+class Latest(dict[K, V]):
+    """The latest `most` entries: one more drops the oldest.
+
+    It holds what is open: frameworks do not report the end of every run, and those would pile up.
+
+    >>> latest = Latest(2)
+    >>> for number in range(3):
+    ...     latest[number] = "open"
+    >>> list(latest)
+    [1, 2]
+    """
+
+    def __init__(self, most: int = 20_000) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self._most:
+            del self[next(iter(self))]

@@ -92,14 +92,14 @@ def test_an_tool_result_counts_once_and_the_first_report_stays() -> None:
     assert [tool_result.result for tool_result in recording.tool_results] == [3, 5]
 
 
-def test_what_comes_after_the_end_is_counted_and_not_kept() -> None:
+def test_what_comes_after_the_end_is_not_kept() -> None:
     recording = Recording()
     with running(attempt(recording)):
         recording.close()
         recording.close()
         agl_core.reward(1.0)
         record_tool_result(tool_result_report("1", "add", 3))
-    assert (recording.tool_results, recording.rewards, recording.late) == ((), (), 2)
+    assert (recording.tool_results, recording.rewards) == ((), ())
 
 
 def test_a_tool_request_is_answered_by_an_tool_result_with_its_id() -> None:

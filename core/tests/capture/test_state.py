@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Recording, jsonable, running, unpack_variables
-from agl_core.capture.state import packed_variables
+from agl_core.capture.context import packed_variables
 from agl_core.testing.server import attached_stack
 
 values = st.recursive(

@@ -6,6 +6,7 @@ import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from agl_core.capture import current_identity, identify, record_tool_result, tool_result_report
@@ -46,12 +47,7 @@ class Functions(Telling):
             if id is None and who is not None:
                 record_tool_result(
                     tool_result_report(
-                        uuid.uuid4().hex,
-                        tool,
-                        result,
-                        arguments=dict(arguments),
-                        agent=who.agent,
-                        parent_span=who.parent_span,
+                        uuid.uuid4().hex, tool, result, replace(who, span=None), arguments=dict(arguments)
                     )
                 )
 

@@ -1,17 +1,22 @@
-"""Attaching to agents without touching their code."""
+"""Attaching to agents without touching their code: at imports, and in threads, which inherit no context variables."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import importlib.abc
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from threading import Thread
 from types import ModuleType
+from typing import Any, TypeAlias, cast
 
 from agl_core import kinds
-from agl_core.capture.attach.imports import WhenImported
 from agl_core.capture.attach.libraries import HTTP_LIBRARIES, stamp_library
 from agl_core.capture.attach.methods import Patches
 from agl_core.capture.attach.requests import Stamping
-from agl_core.capture.attach.threads import carry_into_threads
+from agl_core.capture.context import Carried
 from agl_core.capture.reports import report_problem
 from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter
@@ -23,13 +28,15 @@ class Attachment:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
         """The frameworks whose adapter could not be attached, and why."""
-        self._stamping, self._patches, self._imports = Stamping(), Patches(), WhenImported()
+        self._stamping, self._patches, self._imports = Stamping(), Patches(), _WhenImported()
         self._known: set[tuple[str, object]] = set()
         """Frameworks, each with the function that attaches to it: instances of one class have the same."""
 
     def install(self, adapters: Iterable[Adapter]) -> None:
         """Stamp requests, carry attempts into threads, and attach each adapter when its framework is imported."""
-        carry_into_threads(self._patches)
+        # A thread belongs to the attempt that started it, a pool's thread to the one that submitted its work.
+        self._patches.replace(Thread, "start", _carrying_start)
+        self._patches.replace(ThreadPoolExecutor, "submit", _carrying_submit)
         for library in HTTP_LIBRARIES:
             self._imports.do(library, self._stamp)
         for adapter in adapters:
@@ -93,3 +100,91 @@ def installed_adapters(plugins: Plugins | None = None) -> list[Adapter]:
 def _of_this_process() -> Attachment:
     # Patched classes belong to the whole process, and so does what patched them.
     return Attachment()
+
+
+_Action: TypeAlias = Callable[[ModuleType], None]
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Calls an action with a module right after it was imported, before the importer goes on.
+
+    _Actions must not raise: an exception would fail the user's own import.
+    """
+
+    def __init__(self) -> None:
+        self._actions: dict[str, list[_Action]] = {}
+
+    def do(self, module: str, action: _Action) -> None:
+        """Call `action` when `module` is imported; at once if it already is."""
+        if module in sys.modules:
+            action(sys.modules[module])
+            return
+        self._actions.setdefault(module, []).append(action)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Do nothing at later imports."""
+        self._actions.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._actions:
+            return None
+        for finder in list(sys.meta_path):
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                self._hook(spec)
+                return spec
+        return None
+
+    def _hook(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        if loader is None or isinstance(loader, type) or not hasattr(loader, "exec_module"):
+            return
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for action in self._actions.pop(module.__name__, ()):
+                action(module)
+
+        # On the instance, so that the loader keeps its type.
+        try:
+            loader.exec_module = exec_module
+        except Exception as error:
+            report_problem(f"Waiting for the import of {spec.name}", error)
+
+
+def _carrying_start(start: Callable[[Thread], None]) -> Callable[[Thread], None]:
+    def carrying_start(thread: Thread) -> None:
+        carried = Carried.here()
+        if not carried.is_empty:
+            # The instance's attribute hides the method, so that subclasses that override `run` are reached too.
+            thread.run = functools.partial(_run_carried, carried, thread.run)  # type: ignore[method-assign]
+        start(thread)
+
+    return carrying_start
+
+
+def _carrying_submit(submit: Callable[..., Any]) -> Callable[..., Future[Any]]:
+    def carrying_submit(
+        pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        carried = Carried.here()
+        if carried.is_empty:
+            return cast("Future[Any]", submit(pool, function, *args, **kwargs))
+        # A pool's thread outlives this attempt: it must not be started as one of its threads.
+        with Carried().applied():
+            work = functools.partial(_run_carried, carried, functools.partial(function, *args, **kwargs))
+            return cast("Future[Any]", submit(pool, work))
+
+    return carrying_submit
+
+
+def _run_carried(carried: Carried, run: Callable[[], Any]) -> Any:
+    with carried.applied():
+        return run()

@@ -2,24 +2,33 @@
 
 `requests` sends through urllib3, and `urllib.request` through `http.client`. A request that passes through several of
 them is stamped by the first.
+
+An agent that leaves a stream before its end did not get what the model said, so that must not count. The whole reply is
+on its way at once, and often in the client's machine before the agent has read a word. Only the client's side can know
+how much of it was handed to the agent, so events are handed on one by one.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from agl_core.capture.attach.methods import Patches
 from agl_core.capture.attach.requests import Outgoing, Stamping, goes_to_the_server
-from agl_core.capture.attach.streams import watch_stream, watch_stream_async
+from agl_core.capture.context import current_attempt
+from agl_core.capture.recording import Recording
 from agl_core.capture.reports import report_problem
-from agl_core.wire.headers import HEADER_ROLLOUT
+from agl_core.wire.headers import HEADER_CALL, HEADER_ROLLOUT
 
 _Send: TypeAlias = Callable[..., Any]
 _STEP = "_agl_step"
+_END = b"\n\n"
+_LAST = 2
+"""Events at a stream's end that carry no part of the reply: its usage, and its end."""
 
 
 def stamp_library(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
@@ -34,7 +43,7 @@ def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
                 return send(client, request, *args, **kwargs)
             with stamping.stamped(_of_httpx(request)):
                 response = send(client, request, *args, **kwargs)
-            return watch_stream(library, response)
+            return _watched(library, response)
 
         return stamped_send
 
@@ -44,13 +53,79 @@ def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
                 return await send(client, request, *args, **kwargs)
             with stamping.stamped(_of_httpx(request)):
                 response = await send(client, request, *args, **kwargs)
-            return watch_stream_async(library, response)
+            return _watched(library, response)
 
         return stamped_async_send
 
     patches.replace(library.Client, "send", stamping_send)
     patches.replace(library.AsyncClient, "send", stamping_async_send)
     _poll_when_used(import_module(library.__name__.replace("httpx", "httpcore")), patches)
+
+
+class _Handed:
+    """How much of a stream was handed to the agent."""
+
+    def __init__(self, call: str, size: int, recording: Recording) -> None:
+        self._call, self._missing, self._recording = call, size, recording
+        self._is_over = False
+        self._rest = b""
+
+    def events(self, data: bytes) -> Iterator[bytes]:
+        """The events in what has come, one by one."""
+        self._missing -= len(data)
+        self._rest += data
+        while self._rest:
+            event, found, rest = self._rest.partition(_END)
+            if not found and self._missing > 0:
+                return
+            self._rest = rest
+            yield event + found
+
+    def close(self) -> None:
+        """The agent reads no more."""
+        if not self._is_over:
+            self._is_over = True
+            if self._missing > 0 or self._rest.count(_END) > _LAST:
+                self._recording.undelivered(self._call)
+
+
+def _watched(library: ModuleType, response: Any) -> Any:
+    """The response; if its agent closes it before it has read the reply, that is reported."""
+    try:
+        active, call = current_attempt(), response.headers.get(HEADER_CALL)
+        size = response.headers.get("content-length", "")
+        if active is not None and call and size.isdigit() and not response.is_closed:
+            handed = _Handed(call, int(size), active.recording)
+            response.stream = _watched_stream(library)(response.stream, handed)
+    except Exception as error:
+        report_problem("Watching a stream", error)
+    return response
+
+
+@functools.cache
+def _watched_stream(library: ModuleType) -> Any:
+    class WatchedStream(library.SyncByteStream, library.AsyncByteStream):  # type: ignore[misc, name-defined]
+        def __init__(self, stream: Any, handed: _Handed) -> None:
+            self._stream, self._handed = stream, handed
+
+        def __iter__(self) -> Iterator[bytes]:
+            for data in self._stream:
+                yield from self._handed.events(data)
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for data in self._stream:
+                for event in self._handed.events(data):
+                    yield event
+
+        def close(self) -> None:
+            self._handed.close()
+            self._stream.close()
+
+        async def aclose(self) -> None:
+            self._handed.close()
+            await self._stream.aclose()
+
+    return WatchedStream
 
 
 def _poll_when_used(pools: ModuleType, patches: Patches) -> None:

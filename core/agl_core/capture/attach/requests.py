@@ -16,9 +16,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 from urllib.parse import quote, urlsplit
 
-from agl_core.capture.context import ActiveAttempt, Step, current_attempt, current_identity, current_scope, current_step
+from agl_core.capture.context import (
+    ActiveAttempt,
+    Step,
+    current_attempt,
+    current_identity,
+    current_scope,
+    current_step,
+    packed_variables,
+)
 from agl_core.capture.reports import report_problem
-from agl_core.capture.state import packed_variables
 from agl_core.types import Identity
 from agl_core.wire.headers import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_RETRY, HEADER_ROLLOUT, HEADER_STATE
 

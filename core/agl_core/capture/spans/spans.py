@@ -79,7 +79,6 @@ class ModelCall:
     """A span that is one LLM invocation."""
 
     response_id: str | None
-    model: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ def _call(attributes: Mapping[str, Json]) -> ModelCall:
         raw = loads(attributes["output.value"])
         found = raw.get("id") if isinstance(raw, Mapping) else None
         response_id = found if isinstance(found, str) else None
-    return ModelCall(response_id, _text(attributes, "gen_ai.response.model", "llm.model_name", "gen_ai.request.model"))
+    return ModelCall(response_id)
 
 
 def _tool(span: Span) -> ToolExecution:

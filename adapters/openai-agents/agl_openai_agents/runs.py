@@ -1,4 +1,4 @@
-"""What the tools did, seen where the SDK runs them; and the seams at which the SDK is watched.
+"""Who calls, what the tools did, and the run's context as state, seen where the SDK has them.
 
 When the SDK's hooks and spans report a tool, an exception or a timeout has already become a text for the model. So some
 of its inner functions are wrapped (`_SEAMS`). One that another version of the SDK does not have is reported as a
@@ -8,45 +8,59 @@ problem; the agent and the rest go on.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextvars import ContextVar, Token
 from importlib import import_module
 from typing import Any, TypeAlias
 
 from agents.agent_tool_state import get_agent_tool_state_scope, peek_agent_tool_run_result
 from agents.exceptions import ModelBehaviorError, ToolTimeoutError
+from agents.run_context import RunContextWrapper
 from agents.tool import default_tool_timeout_error_message
-from agents.tracing import get_current_trace
+from agents.tracing import (
+    AgentSpanData,
+    GuardrailSpanData,
+    Span,
+    SpanData,
+    TurnSpanData,
+    get_current_span,
+    get_current_trace,
+)
+from agents.tracing.processors import default_processor
 
 from agl_core.capture import (
     CapturedRollout,
     Decided,
+    Identity,
+    IdentityScope,
     Recording,
     current_attempt,
+    enter_identity,
     failure_status,
     guarded,
+    jsonable,
     report_problem,
     tool_result_report,
 )
 from agl_core.capture.attach.methods import wrap_once
-from agl_core.capture.context import holding
+from agl_core.capture.context import current_scope, holding
 from agl_core.capture.spans.spans import loads
-from agl_core.types import Identity
-from agl_openai_agents import state
-from agl_openai_agents.identity import who_calls
+from agl_core.types import Json
 
 _Function: TypeAlias = Callable[..., Any]
+_UNTRACED = "no-op"
+"""The id of all spans of a run whose tracing is disabled; they have their agents all the same."""
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _ToolRun:
     """A tool while it runs."""
 
     tool: Any
-    started: float = field(default_factory=time.time)
+    started: float = dataclasses.field(default_factory=time.time)
     error: BaseException | None = None
     """What it raised, or the timeout that cut it off."""
     decided: Decided | None = None
@@ -55,20 +69,72 @@ class _ToolRun:
 
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", default=None)
 _kept: ContextVar[tuple[CapturedRollout, ...]] = ContextVar("agl_openai_agents_kept", default=())
+_asking: ContextVar[IdentityScope | None] = ContextVar("agl_openai_agents_asking", default=None)
 
 
-def keep_tool_results(rollout: CapturedRollout) -> None:
-    """Outside any rollout of agl, report to this one what the tools of its trace do, in this context and its copies."""
-    _kept.set((*(each for each in _kept.get() if not each.is_finished), rollout))
+def watch() -> None:
+    """Wrap what the SDK asks models and runs tools with; calling it again changes nothing.
 
-
-def watch_tools() -> None:
-    """Wrap what the SDK runs tools with; calling it again changes nothing."""
+    The SDK's default processor sends its traces to its vendor, whatever endpoint the agent uses. It passes over what
+    happens in rollouts: there the endpoint and its key are agl's, and the data are the user's. A processor of the
+    user's own is left alone.
+    """
+    processor: Any = default_processor()
+    for event in ("on_trace_start", "on_span_end"):
+        wrap_once(processor, event, _outside_rollouts)
     for module, name, wrap in _SEAMS:
         try:
             wrap_once(import_module(module), name, wrap)
         except Exception as error:
             report_problem(f"Watching {module}.{name} of the OpenAI Agents SDK", error)
+
+
+def _outside_rollouts(event: Callable[[Any], None]) -> Callable[[Any], None]:
+    def handle(ended: Any) -> None:
+        if current_attempt() is None:
+            event(ended)
+
+    return handle
+
+
+def who_calls() -> Identity | None:
+    """Who makes a request that is sent now; None outside any agent."""
+    span = get_current_span()
+    return identity_of(span) if span else None
+
+
+def identity_of(span: Span[Any]) -> Identity | None:
+    """The agent, or the guardrail, that an open span belongs to."""
+    for outer in _outwards(span):
+        name = _speaker(outer.span_data)
+        if name is not None:
+            return Identity(name, _id(span), _id(outer))
+    return None
+
+
+def _outwards(span: Span[Any] | None) -> Iterator[Span[Any]]:
+    while span is not None:
+        yield span
+        # The span that was current before: unlike `parent_id`, it is known for untraced spans too.
+        before: Token[Span[Any] | None] | None = span._prev_span_token  # type: ignore[attr-defined]
+        outer = before.old_value if before else None
+        span = None if outer is Token.MISSING else outer
+
+
+def _speaker(data: SpanData) -> str | None:
+    if isinstance(data, TurnSpanData):
+        return data.agent_name
+    # Turns can be switched off. A guardrail that asks a model is another role than the agent that it guards.
+    return data.name if isinstance(data, AgentSpanData | GuardrailSpanData) else None
+
+
+def _id(span: Span[Any]) -> str | None:
+    return span.span_id if span.span_id != _UNTRACED else None
+
+
+def keep_tool_results(rollout: CapturedRollout) -> None:
+    """Outside any rollout of agl, report to this one what the tools of its trace do, in this context and its copies."""
+    _kept.set((*(each for each in _kept.get() if not each.is_finished), rollout))
 
 
 def _recordings() -> list[Recording]:
@@ -163,7 +229,7 @@ def _sees_unknown_tools(process: _Function) -> _Function:
     """Where the SDK looks up the tools that a response asks for; one that does not exist never runs."""
 
     def process_seen(*args: Any, **kwargs: Any) -> Any:
-        state.has_answered()
+        _has_answered()
         try:
             processed = process(*args, **kwargs)
         except ModelBehaviorError as error:
@@ -202,23 +268,69 @@ def _report_result(run: _ToolRun, context: Any, result: Any) -> None:
 @guarded
 def _report(source: Any, result: Any, decided: Decided | None = None, started: float | None = None) -> None:
     """Report what a tool did; `source` is the tool's context, or the model's call of it."""
-    call, who = getattr(source, "tool_call", source), who_calls() or Identity()
+    call = getattr(source, "tool_call", source)
     report = tool_result_report(
         uuid.uuid4().hex,
         call.name,
         result,
+        who_calls(),
         decided=decided,
         tool_call_id=call.call_id or None,
         arguments=loads(call.arguments or "{}"),
-        agent=who.agent,
-        span=who.span,
-        parent_span=who.parent_span,
         started=started,
-        ended=time.time(),
         adapter="openai-agents",
     )
     for recording in _recordings():
         recording.tool_result(report)
+
+
+def _carries_context(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a function that asks the model: its requests carry the fields of the run's context."""
+
+    async def asking(*args: Any, **kwargs: Any) -> Any:
+        scope = _enter((*args, *kwargs.values()))
+        try:
+            return await ask(*args, **kwargs)
+        finally:
+            if scope is not None:
+                scope.close()
+
+    return asking
+
+
+def _has_answered() -> None:
+    """The model has answered: later calls are those of tools."""
+    scope = _asking.get()
+    if scope is not None:
+        scope.close()
+
+
+def _variables_of(context: Any) -> Mapping[str, Json] | None:
+    """The fields of a context that has names for them: a mapping, dataclass or pydantic model; the public ones."""
+    if isinstance(context, Mapping):
+        fields = dict(context)
+    elif dataclasses.is_dataclass(context) and not isinstance(context, type):
+        fields = {named.name: getattr(context, named.name, None) for named in dataclasses.fields(context)}
+    else:  # pydantic's names
+        fields = {name: getattr(context, name) for name in getattr(type(context), "model_fields", ())}
+    return {str(name): jsonable(value) for name, value in fields.items() if not str(name).startswith("_")}
+
+
+def _enter(given: tuple[Any, ...]) -> IdentityScope | None:
+    if current_attempt() is None:
+        return None
+    try:
+        wrapper = next((value for value in given if isinstance(value, RunContextWrapper)), None)
+        variables = _variables_of(wrapper.context) if wrapper else None
+    except Exception as error:
+        report_problem("Reading the context of a run", error)
+        return None
+    if not variables:
+        return None
+    around = current_scope()
+    scope = enter_identity(around.identity if around else Identity(), around.steps if around else None, variables)
+    _asking.set(scope)
+    return scope
 
 
 _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
@@ -227,6 +339,6 @@ _SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
     ("agents.run_internal.turn_resolution", "process_model_response", _sees_unknown_tools),
     ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _sees_failures),
     ("agents.mcp.util", "result_structured_content", _sees_mcp_results),
-    ("agents.run_internal.run_loop", "get_new_response", state.carries_context),
-    ("agents.run_internal.run_loop", "run_single_turn_streamed", state.carries_context),
+    ("agents.run_internal.run_loop", "get_new_response", _carries_context),
+    ("agents.run_internal.run_loop", "run_single_turn_streamed", _carries_context),
 )
