@@ -65,32 +65,22 @@ def repeated_step(run: TinyRun) -> None:
 
 
 FIRST = "seq = (SELECT min(seq) FROM {0})"
-
-
-def changed(table: str, field: str, value: str, which: str) -> str:
-    return f"UPDATE {table} SET body = json_set(body, '$.{field}', {value}) WHERE {which}"
-
-
-def another(array: str) -> str:
-    """Another first number in an array of the first call's first choice."""
-    start = f"(body ->> '$.choices[0].{array}[0]')"
-    changed = f"CAST(substr(arrays, 1, {start}) || x'01000000' || substr(arrays, {start} + 5) AS BLOB)"
-    return f"UPDATE calls SET arrays = {changed} WHERE {FIRST.format('calls')}"
-
-
+CHOICE = FIRST.format("choices")
+ANOTHER = "CAST(x'01000000' || substr({0}, 5) AS BLOB)"
 FAULTS = {
     "a call is gone": sql(f"DELETE FROM calls WHERE {FIRST.format('calls')}"),
-    "a token is another": sql(another("response_ids")),
-    "a probability is another": sql(another("logprobs")),
-    "a call does not count": sql(changed("calls", "late", "json('true')", FIRST.format("calls"))),
-    "a call was sampled by older weights": sql(changed("calls", "version", "0", "body ->> '$.version' = 1")),
+    "a token is another": sql(f"UPDATE choices SET response_ids = {ANOTHER.format('response_ids')} WHERE {CHOICE}"),
+    "a probability is another": sql(f"UPDATE choices SET logprobs = {ANOTHER.format('logprobs')} WHERE {CHOICE}"),
+    "a call does not count": sql(f"UPDATE calls SET late = 1 WHERE {FIRST.format('calls')}"),
+    "a call was sampled by older weights": sql("UPDATE calls SET version = 0 WHERE version = 1"),
     "a sample was not used": sql(f"DELETE FROM training_records WHERE {FIRST.format('training_records')}"),
     "a sample was used twice": sql(
-        "INSERT INTO training_records (attempt_key, call, choice, step, body) "
-        f"SELECT attempt_key, call, choice, 7, body FROM training_records WHERE {FIRST.format('training_records')}"
+        "INSERT INTO training_records (attempt_key, call, choice, step, credit, advantage, weight, dropped) "
+        "SELECT attempt_key, call, choice, 7, credit, advantage, weight, dropped FROM training_records "
+        f"WHERE {FIRST.format('training_records')}"
     ),
     "a rollout is open": sql(f"UPDATE rollouts SET state = 'running' WHERE {FIRST.format('rollouts')}"),
-    "a rollout was lost": sql(changed("rollouts", "ending", "'lost'", FIRST.format("rollouts"))),
+    "a rollout was lost": sql(f"UPDATE rollouts SET ending = 'lost' WHERE {FIRST.format('rollouts')}"),
     "a rollout is gone": sql(f"DELETE FROM rollouts WHERE {FIRST.format('rollouts')}"),
     "an update was forgotten": forgotten_update,
     "an update was made twice": repeated_update,

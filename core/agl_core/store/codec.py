@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from agl_core.errors import StoreRefusedError
 from agl_core.store.interface import Record
-from agl_core.store.pieces import BLOCK_BYTES, Data, Pieces, dump_numbers, join_request, join_tokens, numbers_in
-from agl_core.store.tables import ATTEMPT_KEYS, CALLS, RECORDS, Table
-from agl_core.types import Call
-from agl_core.types.forms import Field, dump_json, fields_of, from_json, load_json, values_of
+from agl_core.store.pieces import Data, Pieces, join_request, join_tokens
+from agl_core.store.tables import ATTEMPT_KEYS, CALLS, CHOICES, RECORDS, Table
+from agl_core.types import Call, Choice
+from agl_core.types.forms import Field, as_it_is, fields_of
 
 Kept = TypeVar("Kept")
 Row: TypeAlias = tuple[Any, ...]
@@ -18,6 +19,9 @@ Rows: TypeAlias = dict[Table[Any], list[Row]]
 """What one `put` writes, by table."""
 
 _TABLES: Mapping[type, Table[Any]] = {table.record: table for table in RECORDS}
+_REQUEST = slice(CALLS.values.index("request"), CALLS.values.index("n_choices") + 1)
+_PROMPT = slice(CALLS.values.index("prompt_blocks"), CALLS.values.index("prompt_tail") + 1)
+_PROMPT_IDS = fields_of(Call)["prompt_ids"].kind
 
 
 def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
@@ -28,12 +32,16 @@ def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
         if table is None:
             raise StoreRefusedError(f"The store keeps records (Run … TrainingRecord), not {type(record).__name__}.")
         try:
-            row = _dump(table, record, pieces)
+            row = _dump(table, record)
+            if "\0" in row[0]:  # SQLite looks rollouts up with its JSON functions, which end a text there
+                raise ValueError(f"the id {row[0]!r} contains a NUL character; leave it out")
+            if table.of_attempts:
+                rows.setdefault(ATTEMPT_KEYS, []).append((row[0], row[1]))
+            if isinstance(record, Call):
+                _add_parts(record, row, rows, pieces)
         except (AttributeError, TypeError, ValueError) as error:
-            raise StoreRefusedError(f"{name_of(record)} cannot be stored: {_explain(record, error)}.") from error
-        if table.of_attempts:
-            rows.setdefault(ATTEMPT_KEYS, []).append(row[:2])
-        rows.setdefault(table, []).append(row)
+            raise StoreRefusedError(f"{name_of(record)} cannot be stored: {error}.") from error
+        rows.setdefault(table, []).append(tuple(row))
     return rows
 
 
@@ -45,75 +53,82 @@ def name_of(record: Record) -> str:
 
 
 def decode(table: Table[Kept], rows: Iterable[Row]) -> list[Kept]:
-    """The records of these rows: rollout and attempt, then the table's columns. Calls need `decode_calls`."""
-    names, fills = table.names, table.fills
-    records = []
-    for row in rows:
-        values = load_json(row[-1])
-        values.update(zip(names, row, strict=False))
-        for name, text in zip(fills, row[len(names) :], strict=False):
-            values[name] = None if text is None else load_json(text)
-        records.append(from_json(table.record, values))
-    return records
+    """The records of these rows, whose values are as in `tables`. Calls need `decode_calls`."""
+    return list(map(_loader(table), rows))
 
 
-def decode_calls(rows: Iterable[Row], pieces: Mapping[int, Data]) -> list[Call]:
-    """Like `decode`, with the pieces that the calls refer to."""
+def decode_calls(rows: Iterable[Row], choices: Iterable[Row], pieces: Mapping[int, Data]) -> list[Call]:
+    """Rows of `calls`, their values as in `tables`; rows of `choices` by position; the pieces that they refer to."""
+    load_call, load_choice = _loader(CALLS), _loader(CHOICES)
+    of_call: dict[tuple[str, int, str], list[Choice]] = {}
+    for row in choices:
+        of_call.setdefault(row[:3], []).append(load_choice(row))
     calls = []
-    for rollout, attempt, id, sequence, _, references, arrays, body in rows:
-        values = load_json(body)
-        values.update(rollout=rollout, attempt=attempt, id=id, sequence=sequence)
-        numbers = iter(numbers_in(references))
-        values["request"] = join_request(values["request"], values.pop("lists"), numbers, pieces)
-        if prompt := values.get("prompt_ids"):
-            arrays = arrays[: prompt[0]] + join_tokens(numbers, pieces) + arrays[prompt[0] :]
-        calls.append(from_json(Call, values, arrays))
+    for row in rows:
+        rest, lengths, numbers, n_choices = row[_REQUEST]
+        blocks, tail = row[_PROMPT]
+        call = load_call(
+            row,
+            request=join_request(rest, lengths, numbers, pieces),
+            # Further choices are left from a call with the same key that this one replaced.
+            choices=tuple(of_call.get(row[:3], ())[:n_choices]),
+            prompt_ids=None if blocks is None else _PROMPT_IDS.load(join_tokens(blocks, tail, pieces)),
+        )
+        calls.append(call)
     return calls
 
 
-def _dump(table: Table[Any], record: Any, pieces: Pieces) -> Row:
-    arrays = bytearray()
-    row = [_cell(field, getattr(record, field.name)) for field in table.outside]
-    if "\0" in row[0]:  # SQLite looks rollouts up with its JSON functions, which end a text there
-        raise ValueError(f"the id {row[0]!r} contains a NUL character; leave it out")
-    for name in table.fills:
-        value = getattr(record, name)
-        row.append(None if value is None else dump_json(value))
-    values = values_of(record, table.inside, arrays)
-    if table is CALLS:
-        row += _add_pieces(record, values, arrays, pieces)
-    return (*row, dump_json(values))
+def _add_parts(call: Call, row: list[Any], rows: Rows, pieces: Pieces) -> None:
+    """Add to a call's row what refers to other tables, and to these what it refers to."""
+    row[_REQUEST] = (*pieces.split_request(call.request), len(call.choices))
+    if call.prompt_ids is not None:
+        row[_PROMPT] = pieces.split_tokens(_PROMPT_IDS.dump(call.prompt_ids))
+    for position, choice in enumerate(call.choices):
+        of_choice = _dump(CHOICES, choice)
+        of_choice[:4] = row[0], row[1], row[2], position
+        rows.setdefault(CHOICES, []).append(tuple(of_choice))
 
 
-def _cell(field: Field, value: Any) -> Any:
-    if value is None:
-        return None
-    cell = field.to_json(value, None)
-    if isinstance(cell, str):
-        try:
-            cell.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{cell!r:.60} is no UTF-8; leave surrogates out") from None
-    return cell
+def _dump(table: Table[Any], record: Any) -> list[Any]:
+    """The record's row, in which None stands for what is no field. ValueError names a field that cannot be stored."""
+    try:
+        return _dumper(table)(record)
+    except (AttributeError, TypeError, ValueError):
+        for _, field in _fields(table):
+            value = getattr(record, field.name)
+            try:
+                _ = None if value is None and field.optional else field.kind.dump(value)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(f"{field.name}: {error}") from error
+        raise
 
 
-def _add_pieces(call: Call, values: dict[str, Any], arrays: bytearray, pieces: Pieces) -> Row:
-    """Take what repeats out of a call's values and arrays; returns the columns before its body."""
-    values["request"], values["lists"], numbers = pieces.split_request(call.request)
-    if call.prompt_ids is not None:  # it is the last array
-        start = values["prompt_ids"][0]
-        end = start + (len(arrays) - start) // BLOCK_BYTES * BLOCK_BYTES
-        numbers += pieces.split_tokens(bytes(arrays[start:end]))
-        del arrays[start:end]
-    trace = None if call.trace is None or call.late or call.undelivered else call.trace.encode("utf-8", "surrogatepass")
-    return trace, dump_numbers(numbers), bytes(arrays)
+def _fields(table: Table[Any]) -> list[tuple[int, Field]]:
+    """The fields that have a column, with its place in a row."""
+    return [(place, column.field) for place, column in enumerate(table.described) if column.field]
 
 
-def _explain(record: Any, error: Exception) -> str:
-    """The error, with the field that has it."""
-    for field in fields_of(type(record)).values():  # type: ignore[arg-type]
-        try:
-            dump_json(values_of(record, [field], bytearray()))
-        except (AttributeError, TypeError, ValueError) as own:
-            return f"{field.name}: {own}"
-    return str(error)
+# Both are compiled for each table, from the names of its fields: loops over these take twice as long.
+@cache
+def _dumper(table: Table[Any]) -> Callable[[Any], list[Any]]:
+    values, functions = ["None"] * len(table.values), {}
+    for place, field in _fields(table):
+        functions[f"dump_{field.name}"] = field.kind.dump
+        values[place] = f"dump_{field.name}(record.{field.name})"
+        if field.optional:
+            values[place] = f"None if record.{field.name} is None else {values[place]}"
+    dumper: Callable[[Any], list[Any]] = eval(f"lambda record: [{', '.join(values)}]", functions)
+    return dumper
+
+
+@cache
+def _loader(table: Table[Any]) -> Callable[..., Any]:
+    """It makes a record of a row and of the fields that have no column."""
+    functions: dict[str, Any] = {"record": table.record}
+    values = []
+    for place, field in _fields(table):
+        functions[f"load_{field.name}"] = field.kind.load
+        value = f"row[{place}]" if field.kind.load is as_it_is else f"load_{field.name}(row[{place}])"
+        values.append(f"{field.name}=" + (f"None if row[{place}] is None else {value}" if field.optional else value))
+    loader: Callable[..., Any] = eval(f"lambda row, **apart: record({', '.join(values)}, **apart)", functions)
+    return loader

@@ -14,7 +14,7 @@ written again; that costs space and changes nothing.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TypeAlias, TypeVar
 
@@ -43,7 +43,7 @@ class Pieces:
 
     >>> pieces = Pieces(first=1)
     >>> pieces.split_request({"model": "m", "messages": [{"role": "user"}]})
-    ({'model': 'm', 'messages': None}, {'messages': 1}, [1])
+    ('{"model":"m","messages":null}', '{"messages":1}', b'\\x01\\x00\\x00\\x00\\x00\\x00\\x00\\x00')
     >>> pieces.take()
     [(1, '{"role":"user"}')]
     """
@@ -69,8 +69,8 @@ class Pieces:
         self._recent, self._older = {}, {}
         return self._next
 
-    def split_request(self, request: Mapping[str, Json]) -> tuple[dict[str, Json], dict[str, Json], list[int]]:
-        """A request body as (what is left without its lists of objects, their lengths, numbers of their items)."""
+    def split_request(self, request: Mapping[str, Json]) -> tuple[str, str, bytes]:
+        """A request body as (JSON without its lists of objects, their lengths as JSON, numbers of their items)."""
         rest: dict[str, Json] = {}
         lengths: dict[str, Json] = {}
         numbers: list[int] = []
@@ -84,14 +84,13 @@ class Pieces:
                 lengths[name] = {_ITEMS: len(value), _TEXTS: [path for path, _ in texts]} if texts else len(value)
             else:
                 rest[name] = value
-        return rest, lengths, numbers
+        return dump_json(rest), dump_json(lengths), _dump_numbers(numbers)
 
-    def split_tokens(self, tokens: bytes) -> list[int]:
-        """The numbers of the full blocks of these token bytes."""
-        return [
-            self._number_of_block(tokens[start : start + BLOCK_BYTES])
-            for start in range(0, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES)
-        ]
+    def split_tokens(self, tokens: bytes) -> tuple[bytes, bytes]:
+        """Token bytes as (numbers of the full blocks, the rest)."""
+        full = len(tokens) - len(tokens) % BLOCK_BYTES
+        blocks = (tokens[start : start + BLOCK_BYTES] for start in range(0, full, BLOCK_BYTES))
+        return _dump_numbers([self._number_of_block(block) for block in blocks]), tokens[full:]
 
     def _number_of_item(self, item: Json, place: int, texts: list[tuple[list[str | int], str]]) -> int:
         """Its number; its long texts, with the paths to them in the list, are added to `texts`, and are null in it."""
@@ -136,35 +135,33 @@ NUMBERS = np.dtype("<i8")
 """Of pieces, in a column of a call."""
 
 
-def dump_numbers(numbers: list[int]) -> bytes:
-    """The column of a call that refers to these pieces."""
-    return struct.pack(f"<{len(numbers)}q", *numbers)
+def numbers_in(column: bytes | None) -> tuple[int, ...]:
+    """The numbers of pieces in a column of a call."""
+    return () if column is None else struct.unpack(f"<{len(column) // _NUMBER_BYTES}q", column)
 
 
-def numbers_in(column: bytes) -> tuple[int, ...]:
-    """The inverse of `dump_numbers`."""
-    return struct.unpack(f"<{len(column) // _NUMBER_BYTES}q", column)
-
-
-def join_request(
-    request: dict[str, Json], lengths: Mapping[str, Json], numbers: Iterator[int], pieces: Mapping[int, Data]
-) -> dict[str, Json]:
-    """The inverse of `Pieces.split_request`; takes as many numbers as it needs."""
-    items = (load_json(_piece(str, number, pieces)) for number in numbers)
-    for name, length in lengths.items():
+def join_request(rest: str, lengths: str, numbers: bytes, pieces: Mapping[int, Data]) -> dict[str, Json]:
+    """The inverse of `Pieces.split_request`."""
+    request: dict[str, Json] = load_json(rest)
+    found = (load_json(_piece(str, number, pieces)) for number in numbers_in(numbers))
+    for name, length in load_json(lengths).items():
         count, paths = (length[_ITEMS], length[_TEXTS]) if isinstance(length, dict) else (length, ())
-        request[name] = [next(items) for _ in range(count)]
+        request[name] = [next(found) for _ in range(count)]
         for *path, last in paths:
             holder: Json = request[name]
             for step in path:
                 holder = holder[step]
-            holder[last] = next(items)
+            holder[last] = next(found)
     return request
 
 
-def join_tokens(numbers: Iterable[int], pieces: Mapping[int, Data]) -> bytes:
+def join_tokens(numbers: bytes, tail: bytes, pieces: Mapping[int, Data]) -> bytes:
     """The inverse of `Pieces.split_tokens`."""
-    return b"".join(_piece(bytes, number, pieces) for number in numbers)
+    return b"".join([*(_piece(bytes, number, pieces) for number in numbers_in(numbers)), tail])
+
+
+def _dump_numbers(numbers: list[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 def _piece(kind: type[Kind], number: int, pieces: Mapping[int, Data]) -> Kind:

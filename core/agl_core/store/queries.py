@@ -11,7 +11,7 @@ import orjson
 from agl_core.errors import StoreRefusedError
 from agl_core.store.codec import decode, decode_calls
 from agl_core.store.pieces import Data, numbers_in
-from agl_core.store.tables import ATTEMPTS, CALLS, ROLLOUTS, RUNS, Table, columns_of
+from agl_core.store.tables import ATTEMPTS, CALLS, CHOICES, ROLLOUTS, RUNS, Table
 from agl_core.types import Attempt, AttemptKey, Call, Rollout, Run
 
 Kept = TypeVar("Kept")
@@ -35,7 +35,7 @@ def rollouts(
 
     With `after`, only those that were made after that one.
     """
-    conditions = [f'"{column}" = ?' for column in wanted]
+    conditions = [f"{column} = ?" for column in wanted]
     if "step" in wanted and "run" not in wanted:
         conditions.append("run IN (SELECT DISTINCT run FROM rollouts)")  # The index of steps is below that of runs.
     values = list(wanted.values())
@@ -84,17 +84,18 @@ def calls(connection: sqlite3.Connection, keys: Iterable[AttemptKey]) -> list[Ca
     """Those of these attempts: by attempt as asked, then in the order they started."""
     unique = tuple(dict.fromkeys(keys))
     rows = _of_attempts(connection, CALLS, unique, "asked.key, calls.sequence, calls.seq").fetchall()
-    references = CALLS.names + CALLS.others
-    numbers = {number for row in rows for number in numbers_in(row[references.index("pieces")])}
-    return decode_calls(rows, _pieces(connection, numbers))
+    choices = _of_attempts(connection, CHOICES, unique, "choices.position")
+    references = [CALLS.values.index(name) for name in ("request_pieces", "prompt_blocks")]
+    numbers = {number for row in rows for value in references for number in numbers_in(row[value])}
+    return decode_calls(rows, choices, _pieces(connection, numbers))
 
 
 def traced(connection: sqlite3.Connection, trace: str) -> list[tuple[str, str]]:
     """Rollout and id of the calls of this trace that count, in the order they were recorded."""
     rows = connection.execute(
         "SELECT attempt_keys.rollout, calls.id FROM calls JOIN attempt_keys ON attempt_keys.seq = calls.attempt_key "
-        "WHERE calls.counted_trace = ? ORDER BY calls.seq",
-        (trace.encode("utf-8", "surrogatepass"),),
+        "WHERE calls.trace = ? AND NOT calls.late AND NOT calls.undelivered ORDER BY calls.seq",
+        (trace,),
     )
     return rows.fetchall()
 
@@ -111,14 +112,14 @@ def next_piece(connection: sqlite3.Connection) -> int:
 
 
 def _select(table: Table[Any]) -> str:
-    return f"SELECT {columns_of(table)} FROM {table.name}"
+    return f"SELECT {', '.join(table.columns)} FROM {table.name}"
 
 
 def _of_attempts(
     connection: sqlite3.Connection, table: Table[Any], keys: Iterable[AttemptKey], order: str
 ) -> sqlite3.Cursor:
     """One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
-    columns = ", ".join(f'{table.name}."{column}"' for column in table.columns[1:])
+    columns = ", ".join(f"{table.name}.{column}" for column in table.columns[1:])
     asked = orjson.dumps([[rollout_id, attempt] for rollout_id, attempt in dict.fromkeys(keys)]).decode()
     return connection.execute(
         f"SELECT attempt_keys.rollout, attempt_keys.attempt, {columns} FROM json_each(?) AS asked "

@@ -16,7 +16,9 @@ from agl_core.store.tables import RECORDS
 from agl_core.types import Json, Mode, RolloutState
 from agl_core.types.forms import dump_json, load_json
 
-_REFERENCES = "SELECT pieces FROM calls"
+_OF_ATTEMPTS = (*(table.name for table in RECORDS if table.of_attempts), "choices")
+_REFERENCES = "SELECT request_pieces, prompt_blocks FROM calls"
+_OLD = "attempt_key IN temp.old AND NOT pruned"
 
 
 def erase_rollouts(connection: sqlite3.Connection, ids: Sequence[str], first_new_piece: int) -> int:
@@ -40,7 +42,7 @@ def _erase(connection: sqlite3.Connection, ids: Sequence[str], first_new_piece: 
     )
     going = "SELECT seq FROM attempt_keys WHERE rollout IN (SELECT value FROM json_each(?))"
     pieces = _pieces(connection.execute(f"{_REFERENCES} WHERE attempt_key IN ({going})", (asked,)))
-    for table in (each.name for each in RECORDS if each.of_attempts):
+    for table in _OF_ATTEMPTS:
         connection.execute(f"DELETE FROM {table} WHERE attempt_key IN ({going})", (asked,))
     connection.execute("DELETE FROM attempt_keys WHERE rollout IN (SELECT value FROM json_each(?))", (asked,))
     removed = connection.execute("DELETE FROM rollouts WHERE id IN (SELECT value FROM json_each(?))", (asked,)).rowcount
@@ -55,9 +57,10 @@ def _drop_unused(connection: sqlite3.Connection, pieces: NDArray[np.int64]) -> N
     connection.executemany("DELETE FROM pieces WHERE seq = ?", ((number,) for number in pieces.tolist()))
 
 
-def _pieces(references: Iterable[tuple[bytes]]) -> NDArray[np.int64]:
+def _pieces(references: Iterable[tuple[bytes, bytes | None]]) -> NDArray[np.int64]:
     """The numbers of all of these: of every call of a store in the end, so not one by one."""
-    return np.unique(np.frombuffer(b"".join(column for (column,) in references), dtype=NUMBERS))
+    columns = b"".join(column for row in references for column in row if column is not None)
+    return np.unique(np.frombuffer(columns, dtype=NUMBERS))
 
 
 def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
@@ -67,43 +70,34 @@ def prune_calls(connection: sqlite3.Connection, up_to: int) -> int:
     it asked for. Rollouts, tool results, rewards and training records stay as they are. Sessions of real use are kept
     whole: they have a setting of their own. No writer may be there whose `Pieces` remember what this removes.
     """
-    pruned = 0
+    connection.create_function("pruned_message", 1, _pruned_message, deterministic=True)
     with transaction(connection):
-        old = connection.execute(
-            "SELECT calls.seq FROM rollouts JOIN attempt_keys ON attempt_keys.rollout = rollouts.id "
-            "JOIN calls ON calls.attempt_key = attempt_keys.seq "
+        connection.execute(
+            "CREATE TEMP TABLE old AS SELECT attempt_keys.seq FROM rollouts "
+            "JOIN attempt_keys ON attempt_keys.rollout = rollouts.id "
             "WHERE rollouts.step <= ? AND rollouts.state = ? AND rollouts.mode <> ?",
             (up_to, RolloutState.DONE.value, Mode.USE.value),
-        ).fetchall()
-        for call in old:
-            values = load_json(*connection.execute("SELECT body FROM calls WHERE seq = ?", call).fetchone())
-            if not values.get("pruned"):
-                body = dump_json(_pruned_call(values))
-                connection.execute("UPDATE calls SET pieces = x'', arrays = x'', body = ? WHERE seq = ?", (body, *call))
-                pruned += 1
+        )
+        connection.execute(
+            "UPDATE choices SET message = pruned_message(message), response_ids = NULL, logprobs = NULL, mask = NULL "
+            f"WHERE (attempt_key, call) IN (SELECT attempt_key, id FROM calls WHERE {_OLD})"
+        )
+        pruned = connection.execute(
+            "UPDATE calls SET request = '{}', request_lists = '{}', request_pieces = x'', prompt_blocks = NULL, "
+            f"prompt_tail = NULL, state = NULL, pruned = 1 WHERE {_OLD}"
+        ).rowcount
         every = (number for (number,) in connection.execute("SELECT seq FROM pieces"))
         _drop_unused(connection, np.fromiter(every, dtype=NUMBERS))
+        connection.execute("DROP TABLE temp.old")
     return pruned
 
 
-def _pruned_call(call: Mapping[str, Json]) -> dict[str, Json]:
-    gone = ("prompt_ids", "state")
-    return {
-        **{name: value for name, value in call.items() if name not in gone},
-        "request": {},
-        "lists": {},
-        "choices": [_pruned_choice(choice) for choice in call["choices"]],
-        "pruned": True,
-    }
-
-
-def _pruned_choice(choice: Mapping[str, Json]) -> dict[str, Json]:
+def _pruned_message(text: str) -> str:
     """A reply without its texts: tool results are joined with it by the ids of its tool calls."""
-    calls = choice["message"].get("tool_calls")
+    message = load_json(text)
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     kept = [_pruned_tool_call(each) for each in calls if isinstance(each, Mapping)] if isinstance(calls, list) else []
-    message = {"role": "assistant", "content": None, **({"tool_calls": kept} if kept else {})}
-    gone = ("response_ids", "logprobs", "mask")
-    return {**{name: value for name, value in choice.items() if name not in gone}, "message": message}
+    return dump_json({"role": "assistant", "content": None, **({"tool_calls": kept} if kept else {})})
 
 
 def _pruned_tool_call(tool_call: Mapping[str, Json]) -> dict[str, Json]:

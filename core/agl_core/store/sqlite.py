@@ -100,7 +100,7 @@ class SqliteStore(SessionStore):
         if unknown := {name: value for name, value in wanted.items() if not _is_wanted(name, value)}:
             raise TypeError(f"rollouts are chosen by {', '.join(Wanted.__annotations__)}, not by {unknown!r}")
         limit, newest, after = (wanted.pop("limit", None), wanted.pop("newest", None), wanted.pop("after", None))
-        equal = {name: value for name, value in wanted.items() if value is not None}
+        equal = {"grp" if name == "group" else name: value for name, value in wanted.items() if value is not None}
         return await self._read(queries.rollouts, equal, limit, newest, after)
 
     async def rollout(self, prefix: str) -> Rollout:

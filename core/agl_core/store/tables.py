@@ -1,100 +1,126 @@
-"""The tables of the SQLite store, and the statements that write them."""
+"""What a row of each of the SQLite store's tables is: the one description that both the file and the wire follow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from agl_core.types import Attempt, AttemptKey, Call, Feedback, Reward, Rollout, Run, ToolResult, TrainingRecord
+from agl_core.types import Attempt, AttemptKey, Call, Choice, Feedback, Reward, Rollout, Run, ToolResult, TrainingRecord
 from agl_core.types.forms import Field, fields_of
 
 Kept = TypeVar("Kept")
 
 
+class Column(NamedTuple):
+    """One value of a row."""
+
+    name: str
+    type: str
+    optional: bool
+    field: Field | None = None
+    """The field of the record that it holds, if it is one."""
+
+
 @dataclass(frozen=True, eq=False)
 class Table(Generic[Kept]):
-    """One table: columns for what is looked up, sorted or unique, and one with the rest of the record as JSON."""
+    """One table: its columns are the record's fields, in their order, each written as its type says.
+
+    Columns that are no fields are given with their types, with a question mark if they may be NULL.
+    """
 
     name: str
     record: type[Kept]
-    fields: tuple[str, ...]
-    """The record's fields that have a column of their own, without rollout and attempt."""
     key: tuple[str, ...]
-    """What its unique index is on."""
-    others: tuple[str, ...] = ("body",)
-    """The columns after them."""
+    """The columns that name a row."""
+    owner: Mapping[str, str] = field(default_factory=dict)
+    """Columns before the record's own."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """By field, its column where that has another name."""
+    instead: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By field, the columns that stand for it where its value is taken apart."""
+    index: str = ""
+    """What its unique index is on, where that is not just the key's columns."""
     again: Literal["replace", "keep", "fail"] = "replace"
     """What to do with an earlier row that has the same key."""
     fills: tuple[str, ...] = ()
-    """Of an earlier row that is kept: the fields that a later one fills in where they are NULL; each is JSON."""
+    """Of an earlier row that is kept: the columns that a later one fills in where they are null."""
 
     @property
     def of_attempts(self) -> bool:
-        """Whether its rows belong to attempts: their rollout and attempt are one column, the number that these have."""
+        """Whether its rows belong to attempts: they begin with rollout and attempt, for which the file has a number."""
         return self.key[0] == "attempt_key"
 
     @cached_property
+    def described(self) -> tuple[Column, ...]:
+        found = _apart(self.owner)
+        for each in fields_of(self.record).values():  # type: ignore[arg-type]
+            if each.name in self.instead:
+                found += _apart(self.instead[each.name])
+            else:
+                name = self.renamed.get(each.name, each.name)
+                found.append(Column(name, str(each.kind.column), each.optional, each))
+        return tuple(sorted(found, key=lambda column: column.name not in ("rollout", "attempt")))
+
+    @cached_property
+    def values(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.described)
+
+    @cached_property
     def columns(self) -> tuple[str, ...]:
-        return (*(("attempt_key",) if self.of_attempts else ()), *self.fields, *self.fills, *self.others)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The fields that a row begins with, outside of the file."""
-        return ("rollout", "attempt", *self.fields) if self.of_attempts else self.fields
-
-    @cached_property
-    def outside(self) -> tuple[Field, ...]:
-        """The fields of `names`."""
-        known = fields_of(self.record)  # type: ignore[arg-type]  # mypy takes no class as hashable
-        return tuple(known[name] for name in self.names)
-
-    @cached_property
-    def inside(self) -> tuple[Field, ...]:
-        """The fields that are in the body."""
-        known = fields_of(self.record).values()  # type: ignore[arg-type]
-        return tuple(field for field in known if field.name not in (*self.names, *self.fills))
+        return ("attempt_key", *self.values[2:]) if self.of_attempts else self.values
 
 
-ATTEMPT_KEYS = Table("attempt_keys", AttemptKey, ("rollout", "attempt"), ("rollout", "attempt"), (), again="keep")
-PIECES = Table("pieces", tuple, (), ("seq",), ("seq", "data"), again="fail")
-RUNS = Table("runs", Run, ("id", "restart"), ("id", "restart"))
-ROLLOUTS = Table("rollouts", Rollout, ("id", "run", "group", "mode", "step", "state"), ("id",))
-ATTEMPTS = Table("attempts", Attempt, ("ended",), ("attempt_key",))
+def _apart(columns: Mapping[str, str]) -> list[Column]:
+    return [Column(name, type_.rstrip("?"), type_.endswith("?")) for name, type_ in columns.items()]
+
+
+ATTEMPT_KEYS = Table("attempt_keys", AttemptKey, ("rollout", "attempt"), again="keep")
+PIECES = Table("pieces", tuple, ("seq",), {"seq": "INTEGER", "data": "TEXT OR BLOB"}, again="fail")
+RUNS = Table("runs", Run, ("id", "restart"))
+ROLLOUTS = Table("rollouts", Rollout, ("id",), renamed={"group": "grp"})
+ATTEMPTS = Table("attempts", Attempt, ("attempt_key",))
 CALLS = Table(
     "calls",
     Call,
-    ("id", "sequence"),
     ("attempt_key", "id"),
-    ("counted_trace", "pieces", "arrays", "body"),
+    instead={
+        "request": {"request": "TEXT", "request_lists": "TEXT", "request_pieces": "BLOB"},
+        "choices": {"n_choices": "INTEGER"},
+        "prompt_ids": {"prompt_blocks": "BLOB?", "prompt_tail": "BLOB?"},
+    },
+)
+CHOICES = Table(
+    "choices",
+    Choice,
+    ("attempt_key", "call", "position"),
+    {"rollout": "TEXT", "attempt": "INTEGER", "call": "TEXT", "position": "INTEGER"},
+    renamed={"index": "choice"},
 )
 TOOL_RESULTS = Table(
     "tool_results",
     ToolResult,
-    ("source", "id"),
     ("attempt_key", "source", "id"),
     # What the agent's side reported first stands: anything that the agent starts may report something else later.
     # Spans around a tool's own come after it, and may know whose it is and which call it answers.
     again="keep",
     fills=("tool_call_id", "agent", "parent_span"),
 )
-# NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
-_REWARD_KEY = ("attempt_key", "name", "source", "ifnull(call, x'')", "choice")
-REWARDS = Table("rewards", Reward, ("name", "source", "call", "choice"), _REWARD_KEY)
-TRAINING_RECORDS = Table(
-    "training_records", TrainingRecord, ("call", "choice", "step"), ("attempt_key", "call", "choice", "step")
+REWARDS = Table(
+    "rewards",
+    Reward,
+    ("attempt_key", "name", "source", "call", "choice"),
+    # NULLs are never equal in a unique index, but two terminal rewards of one name are the same row.
+    index="attempt_key, name, source, ifnull(call, x''), choice",
 )
-FEEDBACK = Table("feedback", Feedback, ("id",), ("attempt_key", "id"), again="keep")
+TRAINING_RECORDS = Table("training_records", TrainingRecord, ("attempt_key", "call", "choice", "step"))
+FEEDBACK = Table("feedback", Feedback, ("attempt_key", "id"), again="keep")
 
-RECORDS: tuple[Table[Any], ...] = (RUNS, ROLLOUTS, ATTEMPTS, CALLS, TOOL_RESULTS, REWARDS, TRAINING_RECORDS, FEEDBACK)
-"""Those whose rows are records."""
-TABLES: tuple[Table[Any], ...] = (ATTEMPT_KEYS, PIECES, *RECORDS)
+RECORDS: tuple[Table[Any], ...] = (RUNS, ROLLOUTS, ATTEMPTS, TOOL_RESULTS, REWARDS, TRAINING_RECORDS, FEEDBACK, CALLS)
+"""Those whose rows are records; a call's choices have a table of their own."""
+TABLES: tuple[Table[Any], ...] = (ATTEMPT_KEYS, PIECES, CHOICES, *RECORDS)
 """In the order of writing: what others refer to comes first."""
-
-
-def columns_of(table: Table[Any]) -> str:
-    """Its columns in a statement, quoted: `group` is a word of SQL."""
-    return ", ".join(f'"{column}"' for column in table.columns)
 
 
 @cache
@@ -108,14 +134,14 @@ def insertion(table: Table[Any], rows: int) -> str:
     if table.of_attempts:
         values[0] = "(SELECT seq FROM attempt_keys WHERE rollout = ? AND attempt = ?)"
     row = f"({', '.join(values)})"
-    insert = f"INSERT INTO {table.name} ({columns_of(table)}) VALUES {', '.join([row] * rows)}"
+    insert = f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {', '.join([row] * rows)}"
     if table.again == "fail":
         return insert
-    conflict = f"ON CONFLICT ({', '.join(table.key)})"
+    conflict = f"ON CONFLICT ({table.index or ', '.join(table.key)})"
     if table.again == "keep" and not table.fills:
         return f"{insert} {conflict} DO NOTHING"
     changes = ", ".join(
-        f"{column} = ifnull({column}, excluded.{column})" if table.fills else f'"{column}" = excluded."{column}"'
+        f"{column} = ifnull({column}, excluded.{column})" if table.again == "keep" else f"{column} = excluded.{column}"
         for column in table.fills or table.columns
         if column not in table.key
     )

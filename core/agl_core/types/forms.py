@@ -1,7 +1,6 @@
-"""How records are written, exactly: as JSON, for disk, wire, export and pages.
+"""How the fields of records are written, exactly: as JSON that anything can read, and as values of a table's row.
 
-The type of a field says which `Kind` of value it holds. For export and pages a record is JSON alone, with all of its
-fields. For the store its arrays are bytes beside the JSON, and a field that has its default is absent.
+The type of a field says which `Kind` of value it holds. A field that may be None is null in JSON and NULL in a row.
 """
 
 from __future__ import annotations
@@ -9,45 +8,45 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from agl_core.types.records import Json
+from agl_core.types.records import Json, Text, Time
 
 Record = TypeVar("Record")
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Kind:
     """One kind of value."""
 
-    plain: type | None
-    """Values of exactly this type are JSON as they are."""
-    to_json: Callable[[Any, bytearray | None], Json]
-    """TypeError or ValueError if the value is of another kind. Arrays are added to the bytes, if these are given."""
-    from_json: Callable[[Json, bytes | None], Any]
-    """The inverse. The ValueError of what is wrong begins with the path to it inside the value, or with a space."""
+    column: Literal["TEXT", "TEXT OR BLOB", "INTEGER", "REAL", "BLOB"] | None
+    """What it is in a row; None if it has tables of its own there."""
+    dump: Callable[[Any], Any]
+    """The value in a row. TypeError or ValueError if it is of another kind, or cannot be kept exactly."""
+    load: Callable[[Any], Any]
+    """The inverse of `dump`."""
+    to_json: Callable[[Any], Json]
+    from_json: Callable[[Json, str], Any]
+    """The inverse of `to_json`. The ValueError of what is wrong names the place, which is the second argument."""
 
 
 class Field(NamedTuple):
     """One field of a record."""
 
     name: str
-    plain: type | None
-    to_json: Callable[[Any, bytearray | None], Json]
-    from_json: Callable[[Json, bytes | None], Any]
-    """These three are of its kind."""
+    kind: Kind
     optional: bool
     """Whether it may be None."""
-    default: Any
-    """The default, or what makes it; `MISSING` if there is none."""
+    has_default: bool
 
 
 @cache
@@ -55,18 +54,18 @@ def fields_of(record: type) -> Mapping[str, Field]:
     """The fields of a dataclass or a NamedTuple, in their order.
 
     >>> from agl_core.types import Run
-    >>> [(each.name, each.optional, each.default) for each in fields_of(Run).values()][-1:]
-    [('resumed_step', True, None)]
+    >>> [(each.name, each.kind.column, each.optional) for each in fields_of(Run).values()][-2:]
+    [('config', 'TEXT', False), ('resumed_step', 'INTEGER', True)]
     """
-    defaults = dict(getattr(record, "_field_defaults", {}))
+    has_default = set(getattr(record, "_field_defaults", ()))
     if is_dataclass(record):
-        defaults = {e.name: e.default if e.default_factory is MISSING else e.default_factory for e in fields(record)}
-    known = {}
-    for name, hint in get_type_hints(record).items():
+        has_default = {e.name for e in fields(record) if (e.default, e.default_factory) != (MISSING, MISSING)}
+    found = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
         optional = NoneType in get_args(hint)
-        [of] = [each for each in get_args(hint) if each is not NoneType] if optional else [hint]
-        known[name] = Field(name, *_kind(of), optional, defaults.get(name, MISSING))
-    return known
+        [kind] = [each for each in get_args(hint) if each is not NoneType] if optional else [hint]
+        found[name] = Field(name, _kind(kind), optional, name in has_default)
+    return found
 
 
 def to_json(record: Any) -> dict[str, Json]:
@@ -79,67 +78,29 @@ def to_json(record: Any) -> dict[str, Json]:
     >>> to_json(Reward("r", 0, "right", 1.0, "rule"))["value"]
     1.0
     """
-    return values_of(record, fields_of(type(record)).values(), None)  # type: ignore[arg-type]
+    values = ((field, getattr(record, field.name)) for field in fields_of(type(record)).values())  # type: ignore[arg-type]
+    return {field.name: None if value is None else field.kind.to_json(value) for field, value in values}
 
 
-def values_of(record: Any, fields: Iterable[Field], arrays: bytearray | None) -> dict[str, Json]:
-    """These fields of the record, by name; with `arrays`, to which its arrays are added, only what is no default.
-
-    >>> from agl_core.types import Choice, FinishReason
-    >>> arrays = bytearray()
-    >>> choice = Choice(0, {}, FinishReason.STOP, np.array([5, 6], np.int32))
-    >>> values_of(choice, fields_of(Choice).values(), arrays), len(arrays)
-    ({'index': 0, 'message': {}, 'finish_reason': 'stop', 'response_ids': [0, 2]}, 8)
-    """
-    values = {}
-    for name, plain, to_json, _, optional, default in fields:
-        value = getattr(record, name)
-        if value is default and arrays is not None:
-            continue
-        is_plain = type(value) is plain or (value is None and optional)
-        values[name] = value if is_plain else to_json(value, arrays)
-    return values
-
-
-def from_json(record: type[Record], data: Json, arrays: bytes | None = None) -> Record:
-    """The inverse of `to_json`, or with `arrays` of `values_of`; fields with a default may be absent.
-
-    ValueError names the place of what is wrong.
+def from_json(record: type[Record], data: Json, place: str = "") -> Record:
+    """The inverse of `to_json`; fields with a default may be absent. ValueError names the place of what is wrong.
 
     >>> from agl_core.types import Reward
     >>> from_json(Reward, {"rollout": "r", "attempt": 0, "name": "right", "value": 1, "source": "rule"}).value
     1.0
     """
-    try:
-        return _from_json(record, data, arrays)
-    except ValueError as error:
-        subject = "it" if not isinstance(data, dict) else record.__name__
-        text = str(error)
-        raise ValueError(text[1:] if text[:1] == "." else f"{subject}{text}") from error
-
-
-def _from_json(record: type[Record], data: Json, arrays: bytes | None) -> Record:
     if not isinstance(data, dict):
-        raise _wrong(f"an object ({record.__name__})", data)
-    known, values = fields_of(record), {}  # type: ignore[arg-type]  # mypy takes no class as hashable
-    for name in _required(record):  # type: ignore[arg-type]
-        if name not in data:
-            raise ValueError(f" lacks the field '{name}'")
+        raise _wrong(place, f"an object ({record.__name__})", data)
+    known, found = fields_of(record), {}  # type: ignore[arg-type]  # mypy takes no class as hashable
+    for name in data.keys() - known.keys():
+        raise ValueError(f"{place or record.__name__} has no field '{name}'")
+    for name, field in known.items():
+        if name not in data and not field.has_default:
+            raise ValueError(f"{place or record.__name__} lacks the field '{name}'")
     for name, value in data.items():
-        if name not in known:
-            raise ValueError(f" has no field '{name}'")
-        _, plain, _, read, optional, _ = known[name]
-        try:
-            is_plain = type(value) is plain or (value is None and optional)
-            values[name] = value if is_plain else read(value, arrays)
-        except ValueError as error:
-            raise ValueError(f".{name}{error}") from error
-    return record(**values)
-
-
-@cache
-def _required(record: type) -> tuple[str, ...]:
-    return tuple(name for name, field in fields_of(record).items() if field.default is MISSING)
+        _, kind, optional, _ = known[name]
+        found[name] = None if value is None and optional else kind.from_json(value, f"{place}.{name}".lstrip("."))
+    return record(**found)
 
 
 def dump_json(value: Json) -> str:
@@ -174,50 +135,75 @@ def _as_dict(value: object) -> dict[Any, Any]:
 
 def _freely(value: Any) -> Json:
     if isinstance(value, Mapping):
-        return {key: _freely(item) for key, item in value.items()}
+        return {key: _freely(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_freely(item) for item in value]
+        return [_freely(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _wrong(wanted: str, data: Json) -> ValueError:
-    return ValueError(f" must be {wanted}, not {data!r:.60}")
+def as_it_is(value: Any) -> Any:
+    """The same value."""
+    return value
 
 
-def _any_to_json(value: Any, arrays: bytearray | None) -> Json:
-    return _freely(value) if arrays is None else value  # the store's `dump_json` does the same
+def _wrong(place: str, wanted: str, data: Json) -> ValueError:
+    return ValueError(f"{place or 'it'} must be {wanted}, not {data!r:.60}")
 
 
-def _float_to_json(value: float, arrays: bytearray | None) -> Json:
+def _exactly(kind: type, named: str) -> Callable[[Json, str], Any]:
+    def from_json(data: Json, place: str) -> Any:
+        if type(data) is not kind:
+            raise _wrong(place, named, data)
+        return data
+
+    return from_json
+
+
+def _dump_text(value: str) -> str | bytes:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-8", "surrogatepass")
+    return value
+
+
+def _dump_name(value: str) -> str:
+    if value.isascii() or isinstance(_dump_text(value), str):
+        return value
+    raise ValueError(f"{value!r:.60} is no UTF-8; leave surrogates out")
+
+
+def _load_text(value: str | bytes) -> str:
+    return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
+
+
+def _dump_float(value: float) -> float | str:
+    number = float(value)
+    return number if number == number else "nan"  # SQLite would make it NULL
+
+
+def _float_to_json(value: float) -> Json:
     return float(value) if math.isfinite(value) else str(float(value))
 
 
-def _float_from_json(data: Json, arrays: bytes | None) -> float:
+def _float_from_json(data: Json, place: str) -> float:
     if type(data) not in (int, float) and data not in ("nan", "inf", "-inf"):
-        raise _wrong("a number", data)
+        raise _wrong(place, "a number", data)
     return float(data)
 
 
-def _plain(kind: type, named: str, to_json: Callable[[Any], Any]) -> Kind:
-    def from_json(data: Json, arrays: bytes | None) -> Any:
-        raise _wrong(named, data)
-
-    return Kind(kind, lambda value, arrays: to_json(value), from_json)
-
-
-def _object_from_json(data: Json, arrays: bytes | None) -> dict[str, Json]:
-    if not isinstance(data, dict):
-        raise _wrong("an object", data)
-    return data
-
-
+_TEXT_IN_JSON = _exactly(str, "a text")
+_FLOAT = Kind("REAL", _dump_float, float, _float_to_json, _float_from_json)
 _KINDS: Mapping[Any, Kind] = {
-    str: _plain(str, "a text", str.__str__),
-    int: _plain(int, "an integer", operator.index),
-    bool: _plain(bool, "true or false", bool),
-    float: Kind(None, _float_to_json, _float_from_json),
-    Any: Kind(None, _any_to_json, lambda data, arrays: data),
-    Mapping[str, Json]: Kind(None, _any_to_json, _object_from_json),
+    str: Kind("TEXT", _dump_name, as_it_is, as_it_is, _TEXT_IN_JSON),
+    Text: Kind("TEXT OR BLOB", _dump_text, _load_text, as_it_is, _TEXT_IN_JSON),
+    int: Kind("INTEGER", operator.index, as_it_is, as_it_is, _exactly(int, "an integer")),
+    bool: Kind("INTEGER", int, bool, as_it_is, _exactly(bool, "true or false")),
+    float: _FLOAT,
+    Time: Kind("REAL", float, float, _float_to_json, _float_from_json),
+    Any: Kind("TEXT", dump_json, load_json, _freely, lambda data, place: data),
+    Mapping[str, Json]: Kind("TEXT", dump_json, load_json, _freely, _exactly(dict, "an object")),
 }
 
 
@@ -233,72 +219,76 @@ def _kind(hint: Any) -> Kind:
 
 
 def _enum(hint: type[Enum]) -> Kind:
-    members = {member.value: member for member in hint}
+    def from_json(data: Json, place: str) -> Enum:
+        try:
+            return hint(data)
+        except ValueError:
+            raise _wrong(place, f"one of {', '.join(str(each.value) for each in hint)}", data) from None
 
-    def from_json(data: Json, arrays: bytes | None) -> Enum:
-        if not isinstance(data, str) or data not in members:
-            raise _wrong(f"one of {', '.join(members)}", data)
-        return members[data]
-
-    return Kind(None, lambda value, arrays: value.value, from_json)
+    value = operator.attrgetter("value")
+    return Kind("TEXT", value, hint, value, from_json)
 
 
 def _record(hint: type) -> Kind:
+    """A record within a record. In a row it is JSON, without the fields that are None."""
+    known = tuple(fields_of(hint).values())
+
+    def dump(value: Any) -> str:
+        found = {}
+        for name, kind, optional, _ in known:
+            each = getattr(value, name)
+            if each is None and optional:
+                continue
+            if kind is _FLOAT and not math.isfinite(each):
+                raise ValueError(f"{name} is {each}; give a finite number, or None")
+            found[name] = each
+        return dump_json(found)
+
     return Kind(
-        None,
-        lambda value, arrays: values_of(value, fields_of(hint).values(), arrays),
-        lambda data, arrays: _from_json(hint, data, arrays),
+        *("TEXT", dump, lambda text: hint(**load_json(text))),
+        *(to_json, lambda data, place: from_json(hint, data, place)),
     )
 
 
 def _list(of: Kind) -> Kind:
-    def to_json(value: Iterable[Any], arrays: bytearray | None) -> Json:
-        return [item if type(item) is of.plain else of.to_json(item, arrays) for item in value]
-
-    def from_json(data: Json, arrays: bytes | None) -> tuple[Any, ...]:
+    def from_json(data: Json, place: str) -> tuple[Any, ...]:
         if not isinstance(data, list):
-            raise _wrong("a list", data)
-        items = []
-        for place, item in enumerate(data):
-            try:
-                items.append(item if type(item) is of.plain else of.from_json(item, arrays))
-            except ValueError as error:
-                raise ValueError(f"[{place}]{error}") from error
-        return tuple(items)
+            raise _wrong(place, "a list", data)
+        return tuple(of.from_json(each, f"{place}[{n}]") for n, each in enumerate(data))
 
-    return Kind(None, to_json, from_json)
+    return Kind(None, as_it_is, as_it_is, lambda value: [of.to_json(each) for each in value], from_json)
 
 
 def _array(dtype: np.dtype[Any]) -> Kind:
     """An array with one axis: token ids (int32), log-probabilities (float32) or a mask (bool).
 
-    Beside JSON it is little-endian bytes, of a mask eight values per byte; in its place are where these begin and how
-    many values it has. What is read is read-only.
+    In a row it is little-endian bytes. A mask is one byte with the number of unused bits at the end, then eight values
+    per byte. What is read is read-only.
     """
     element = _KINDS[{"i": int, "f": float, "b": bool}[dtype.kind]]
-    values = _list(element)
-    beside, is_mask = dtype.newbyteorder("<"), dtype.kind == "b"
+    in_row = dtype.newbyteorder("<")
 
-    def to_json(array: NDArray[Any], arrays: bytearray | None) -> Json:
-        if arrays is None:
-            return values.to_json(array.tolist(), None)
+    def dump(array: NDArray[Any]) -> bytes:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            named = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise ValueError(f"it must be a numpy array of {dtype} with one axis, not {named}; convert before")
-        start = len(arrays)
-        arrays += (np.packbits(array) if is_mask else array.astype(beside, copy=False)).tobytes()
-        return [start, len(array)]
+            found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ValueError(f"it must be a numpy array of {dtype} with one axis, not {found}; convert before")
+        if dtype == np.bool_:
+            return bytes((-len(array) % 8,)) + np.packbits(array).tobytes()
+        return array.astype(in_row, copy=False).tobytes()
 
-    def from_json(data: Json, arrays: bytes | None) -> NDArray[Any]:
-        if arrays is None:
-            try:
-                return np.array(values.from_json(data, None), dtype)
-            except OverflowError as error:
-                raise ValueError(f": {error}") from error
-        start, count = data
-        if is_mask:
-            bits = np.frombuffer(arrays, np.uint8, (count + 7) // 8, start)
-            return np.unpackbits(bits, count=count).view(np.bool_)
-        return np.frombuffer(arrays[start : start + count * beside.itemsize], beside).astype(dtype, copy=False)
+    def load(data: bytes) -> NDArray[Any]:
+        if dtype == np.bool_:
+            count = (len(data) - 1) * 8 - data[0]
+            return np.unpackbits(np.frombuffer(data, np.uint8, offset=1), count=count).astype(np.bool_)
+        return np.frombuffer(data, in_row).astype(dtype, copy=False)
 
-    return Kind(None, to_json, from_json)
+    def to_json(array: NDArray[Any]) -> Json:
+        return [element.to_json(each) for each in array.tolist()]
+
+    def from_json(data: Json, place: str) -> NDArray[Any]:
+        try:
+            return np.array(_list(element).from_json(data, place), dtype)
+        except OverflowError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+    return Kind("BLOB", dump, load, to_json, from_json)

@@ -83,7 +83,7 @@ async def test_old_calls_lose_texts_and_tokens_and_nothing_else_changes(
         (asked,) = call.choices[0].message["tool_calls"]
         assert (asked["id"], asked["function"]["name"]) == ("t1", "add")
     after = everything(path)
-    assert {name for name in before if before[name] != after[name]} == {"calls", "pieces"}
+    assert {name for name in before if before[name] != after[name]} == {"calls", "choices", "pieces"}
     assert "secret 1" not in str(after)
     assert "secret 3" in str(after)
 
