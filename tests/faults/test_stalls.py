@@ -93,7 +93,7 @@ def test_what_a_stopped_engine_keeps_waiting_is_dropped_and_not_scored(
 ) -> None:
     limits = {"workers.timeout": 8.0, "workers.attempts": 1, "train.patience": 0}
     run = stalling(tiny_run, tmp_path / "not-there", workers=1, **limits)
-    run.begin("training")
+    run.begin("trainer")
     run.until(lambda: (run.folder / "engine.pid").exists() and (run.folder / "engine.pid").read_text(), "an engine ran")
     engine = psutil.Process(int((run.folder / "engine.pid").read_text()))
     engine.send_signal(signal.SIGSTOP)

@@ -1,26 +1,23 @@
-"""The pages of a run while this process, or `agl serve`, writes it."""
+"""The pages of a run while this process, or another one, writes it."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-import tomli_w
 
 from agl_core.errors import ConfigError, StoreError
 from agl_core.store.files import is_written
 from agl_core.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 
-from .viewed_runs import CONFIG, Folder, rollout
+from .viewed_runs import Folder, rollout
 
 PATIENCE = 30.0
 
@@ -81,28 +78,41 @@ async def test_a_port_that_is_taken_is_named(runs: Folder) -> None:
                 pass
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_agl_serve_shows_its_run_and_the_pages_end_with_it(tmp_path: Path, end: signal.Signals) -> None:
-    (tmp_path / "serve.toml").write_text(tomli_w.dumps(CONFIG))
-    command = [Path(sys.executable).with_name("agl"), "serve", "serve.toml"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
+SHOWING = """
+import asyncio, sys
+from pathlib import Path
+from agl_core.store.sqlite import SqliteStore
+from agl_view.serving import shown_beside
+
+async def show(folder):
+    async with SqliteStore(folder / "store.sqlite"), shown_beside(folder, "127.0.0.1", 0, None) as pages:
+        print(pages.address, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(show(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_pages_end_with_the_process_that_shows_them(runs: Folder, end: signal.Signals) -> None:
+    folder = runs.trained()
+    command = [sys.executable, "-c", SHOWING, folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as showing:
+        assert showing.stdout is not None
         try:
-            line = next(line for line in server.stdout if line.startswith("view:"))
-            found = re.fullmatch(r"view:   (http://127\.0\.0\.1:\d+/runs/calc\?token=\S{30,})\n", line)
-            assert found is not None, line
-            assert "No step has ended yet" in opened(found[1])
-            assert is_written(tmp_path / "runs" / "calc" / "store.sqlite")
+            address = showing.stdout.readline().strip()
+            assert "calc" in opened(address)
+            assert is_written(folder / "store.sqlite")
         finally:
-            server.send_signal(end)
-            server.communicate()
+            showing.send_signal(end)
+            showing.communicate()
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
-            opened(found[1])
+            opened(address)
         except httpx.TransportError:
             break
         time.sleep(0.05)
     else:
         pytest.fail("the pages are still there")
-    assert not is_written(tmp_path / "runs" / "calc" / "store.sqlite")
+    assert not is_written(folder / "store.sqlite")

@@ -113,7 +113,7 @@ async def bench(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         monkeypatch.setattr(Source, "engine", engine)
         async with DeployedVersions(ledger.run, config) as deployed:
             online = Online(config.online, deployed, "calc", ledger.run)
-            async with running_stack(store=store, keys=KEYS, run="calc", online=online) as stack:
+            async with running_stack(store=store, keys=KEYS, online=online) as stack:
                 yield Bench(ledger, deployed, stack.server, store, model, made, http)
 
 

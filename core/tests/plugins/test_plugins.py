@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 import agl_core
 from agl_core import Capability, CreditKind, kinds
@@ -182,7 +183,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_installed_plugin_is_named_and_stops_nothing() -> None:
     plugins = Plugins.load()
     engines = plugins.components(kinds.ENGINE)
-    plugins.add_commands(object())
+    plugins.add_commands(typer.Typer())
 
     assert {"early", "whole"} <= set(engines)
     assert "late" not in engines
