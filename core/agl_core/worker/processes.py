@@ -48,7 +48,7 @@ class ForkerGoneError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """What a forker is told when it is started."""
+    """What a forker needs to know at its start."""
 
     folder: str
     """Where the agent's module is found too."""
