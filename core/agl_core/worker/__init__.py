@@ -4,7 +4,6 @@ from agl_core.worker.agent import Agent, AgentContext, load_agent
 from agl_core.worker.commands import CommandPerAttempt
 from agl_core.worker.environment import agent_environment, client_variables
 from agl_core.worker.processes import ProcessPerAttempt
-from agl_core.worker.remote import RemoteAgent
 from agl_core.worker.report import Ended
 from agl_core.worker.tasks import TaskPerAttempt
 from agl_core.worker.worker import Runner, Worker, WorkerThread, choose_runner
@@ -15,7 +14,6 @@ __all__ = [
     "CommandPerAttempt",
     "Ended",
     "ProcessPerAttempt",
-    "RemoteAgent",
     "Runner",
     "TaskPerAttempt",
     "Worker",

@@ -1,6 +1,6 @@
 """An agent that runs as a service elsewhere: it is sent the task, and where and with what key it may call models.
 
-Over plain HTTP the service gets one JSON object and returns one; over A2A both travel in messages. See docs/remote.md.
+Over plain HTTP the service gets one JSON object and returns one; over A2A both travel in messages. See the README.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from agl_core.errors import AgentError
 from agl_core.types import Json
 from agl_core.wire.headers import HEADER_ROLLOUT
 from agl_core.wire.workers import MAX_RESULT
-from agl_core.worker.agent import AgentContext
+from agl_core.worker import AgentContext
 
-_CONNECT = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds that a connection may take; how long the service may work, the attempt's own timeout says."""
-_POLL = 0.5
+POLL_INTERVAL = 0.5
 """Seconds between two questions after an A2A task that is still worked on."""
-_MAX_SHOWN = 300
-_UNDER_WAY = ("submitted", "working")
-_NO_METHOD = -32601
+MAX_SHOWN = 300
+"""Bytes of a wrong answer that the error quotes."""
+UNFINISHED = ("submitted", "working")
+METHOD_NOT_FOUND = -32601
 """JSON-RPC's code for a method that the service does not know."""
 
 
@@ -57,9 +58,19 @@ class RemoteAgent:
 
     async def __call__(self, task: Json, context: AgentContext) -> Json:
         """The service's result for a task; its rewards are reported as the agent's own."""
-        timeout = httpx.Timeout(None, connect=_CONNECT)
+        attempt = {
+            "task_id": context.task_id,
+            "split": context.split,
+            "mode": str(context.mode),
+            "rollout": context.rollout,
+            "attempt": context.attempt,
+            "base_url": context.base_url,
+            "api_key": context.api_key,
+            "headers": {HEADER_ROLLOUT: f"{context.rollout}/{context.attempt}"},
+        }
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT)
         async with httpx.AsyncClient(headers=self._headers, timeout=timeout) as client:
-            result, rewards = await self._ask(_Service(client, self._url), task, _attempt(context))
+            result, rewards = await self._ask(_Service(client, self._url), task, attempt)
         for name, value in (rewards if isinstance(rewards, dict) else {"reward": rewards}).items():
             if value is not None:
                 reward(value, name)
@@ -80,41 +91,27 @@ class _Service:
                 async for part in response.aiter_bytes():
                     received += part
                     if len(received) > MAX_RESULT:
-                        raise self.failed(f"returned more than {MAX_RESULT} bytes, which is the limit")
+                        raise self.failure(f"returned more than {MAX_RESULT} bytes, which is the limit")
         except httpx.HTTPError as error:
-            raise self.failed(f"cannot be reached ({type(error).__name__}: {error})") from error
+            raise self.failure(f"cannot be reached ({type(error).__name__}: {error})") from error
         if not response.is_success:
-            raise self.failed(f"answered with status {response.status_code}: {_shown(received)}")
+            raise self.failure(f"answered with status {response.status_code}: {_shown(received)}")
         try:
-            found = orjson.loads(received)
+            answer = orjson.loads(received)
         except ValueError as error:
-            raise self.failed(f"returned what is not JSON: {_shown(received)}") from error
-        if not isinstance(found, dict):
-            raise self.failed(f"returned JSON that is no object: {_shown(received)}")
-        return found
+            raise self.failure(f"returned what is not JSON: {_shown(received)}") from error
+        if not isinstance(answer, dict):
+            raise self.failure(f"returned JSON that is no object: {_shown(received)}")
+        return answer
 
-    def failed(self, what: str) -> AgentError:
-        return AgentError(f"The remote agent at {self._url} {what}")
-
-
-def _attempt(context: AgentContext) -> dict[str, Any]:
-    """What a service needs to call models for this attempt."""
-    return {
-        "task_id": context.task_id,
-        "split": context.split,
-        "mode": str(context.mode),
-        "rollout": context.rollout,
-        "attempt": context.attempt,
-        "base_url": context.base_url,
-        "api_key": context.api_key,
-        "headers": {HEADER_ROLLOUT: f"{context.rollout}/{context.attempt}"},
-    }
+    def failure(self, reason: str) -> AgentError:
+        return AgentError(f"The remote agent at {self._url} {reason}")
 
 
 async def _ask_http(service: _Service, task: Json, attempt: Mapping[str, Any]) -> tuple[Json, Json]:
     answer = await service.post({"task": task, **attempt})
     if "result" not in answer or set(answer) - {"result", "reward"}:
-        raise service.failed(f"has to return an object with 'result', and may add 'reward'; it has {sorted(answer)}")
+        raise service.failure(f"has to return an object with 'result', and may add 'reward'; it has {sorted(answer)}")
     return answer["result"], answer.get("reward")
 
 
@@ -141,18 +138,18 @@ class _A2A:
             "parts": [{**self._kind("text"), "text": text}],
             "metadata": {"agl": attempt},
         }
-        found = await self._call(service, self.send, {"message": message, "configuration": self.configuration})
-        while _state_of(found) in _UNDER_WAY:
-            await asyncio.sleep(_POLL)
-            found = await self._call(service, self.get, {"id": found["id"]})
-        answers, state = [found], _state_of(found)
+        answer = await self._call(service, self.send, {"message": message, "configuration": self.configuration})
+        while _state(answer) in UNFINISHED:
+            await asyncio.sleep(POLL_INTERVAL)
+            answer = await self._call(service, self.get, {"id": answer["id"]})
+        state, parts = _state(answer), [answer]
         if state is not None:
-            said = found["status"].get("message") or {}
+            message = answer["status"].get("message") or {}
             if state != "completed":
-                raise service.failed(f"ended its task as {state}: {_text_of([said])}")
-            answers = found.get("artifacts") or [said]
-        rewards = ((found.get("metadata") or answers[-1].get("metadata") or {}).get("agl") or {}).get("reward")
-        return _text_of(answers), rewards
+                raise service.failure(f"ended its task as {state}: {_text([message])}")
+            parts = answer.get("artifacts") or [message]
+        metadata = answer.get("metadata") or parts[-1].get("metadata") or {}
+        return _text(parts), (metadata.get("agl") or {}).get("reward")
 
     def _kind(self, kind: str) -> Mapping[str, str]:
         return {"kind": kind} if self.has_kinds else {}
@@ -160,34 +157,34 @@ class _A2A:
     async def _call(self, service: _Service, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """The task or the message that the service answers with."""
         body = {"jsonrpc": "2.0", "id": uuid.uuid4().hex, "method": method, "params": params}
-        answer = await service.post(body, **{"a2a-version": self.version})
-        if (error := answer.get("error")) is not None:
-            is_unknown = isinstance(error, dict) and error.get("code") == _NO_METHOD
+        reply = await service.post(body, **{"a2a-version": self.version})
+        if (error := reply.get("error")) is not None:
+            is_unknown = isinstance(error, dict) and error.get("code") == METHOD_NOT_FOUND
             hint = f'. It may speak another version of A2A: try protocol="{self.other}"' if is_unknown else ""
-            raise service.failed(f"refused {method}: {_shown(orjson.dumps(error))}{hint}")
-        result = answer.get("result")
+            raise service.failure(f"refused {method}: {_shown(orjson.dumps(error))}{hint}")
+        result = reply.get("result")
         # Version 1.0 wraps what version 0.3 answers with.
-        found = (result.get("task") or result.get("message") or result) if isinstance(result, dict) else result
-        if not isinstance(found, dict) or not (_state_of(found) or "parts" in found):
-            raise service.failed(
-                f"answered {method} with what is no A2A message or task: {_shown(orjson.dumps(answer))}"
+        answer = (result.get("task") or result.get("message") or result) if isinstance(result, dict) else result
+        if not isinstance(answer, dict) or not (_state(answer) or "parts" in answer):
+            raise service.failure(
+                f"answered {method} with what is no A2A message or task: {_shown(orjson.dumps(reply))}"
             )
-        return found
+        return answer
 
 
-def _state_of(found: Mapping[str, Any]) -> str | None:
+def _state(answer: Mapping[str, Any]) -> str | None:
     """The state of a task, in the words of version 0.3; None for a message."""
-    state = (found.get("status") or {}).get("state")
+    state = (answer.get("status") or {}).get("state")
     return None if state is None else str(state).removeprefix("TASK_STATE_").lower().replace("_", "-")
 
 
-def _text_of(answers: list[dict[str, Any]]) -> str:
-    parts = [part for answer in answers for part in answer.get("parts") or ()]
+def _text(messages: list[dict[str, Any]]) -> str:
+    parts = [part for message in messages for part in message.get("parts") or ()]
     return "".join(str(part["text"]) for part in parts if "text" in part)
 
 
 def _shown(data: bytes | bytearray) -> str:
-    return bytes(data[:_MAX_SHOWN]).decode("utf-8", "replace")
+    return bytes(data[:MAX_SHOWN]).decode("utf-8", "replace")
 
 
 _A2A_1_0 = _A2A("1.0", "SendMessage", "GetTask", "ROLE_USER", {"returnImmediately": False}, False, "a2a-0.3")

@@ -1,0 +1,199 @@
+"""Agents that run as services elsewhere: they get the task and the way to the model; their failures are the agent's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agl_core.errors import AgentError
+from agl_core.testing.readme import blocks
+from agl_core.testing.server import Stack, running_stack
+from agl_remote import RemoteAgent
+
+from .services import ask_model, roll_out, serving
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with running_stack() as stack:
+        yield stack
+
+
+def at(answer: Any) -> Any:
+    """A service that answers each request by `answer(request)`."""
+    return serving(Route("/", answer, methods=["POST"]))
+
+
+async def test_a_service_calls_the_model_for_its_attempt_and_reports_a_reward(stack: Stack) -> None:
+    async def solve(request: Request) -> Response:
+        body = await request.json()
+        assert request.headers["x-service-key"] == "secret"
+        await ask_model(body, f"hello {body['task']['number']}")
+        return JSONResponse({"result": {"doubled": 2 * body["task"]["number"]}, "reward": {"speed": 0.5}})
+
+    async with at(solve) as url:
+        agent = RemoteAgent(url, headers={"x-service-key": "secret"})
+        for number in (1, 2):
+            result, rewards, (call,) = await roll_out(stack, agent, {"number": number})
+            assert (result, rewards) == ({"doubled": 2 * number}, {"speed": 0.5})
+            assert (call.agent, call.request["messages"][0]["content"]) == ("far", f"hello {number}")
+
+
+async def test_the_documented_agent_and_service_work(stack: Stack) -> None:
+    names: dict[str, Any] = {}
+    agent, service = blocks(README, "python")
+    exec(compile(service, README.name, "exec"), names)
+    async with at(names["solve"]) as url:
+        exec(agent.replace("https://agents.example.com/solve", url), names)
+        result, _, (call,) = await roll_out(stack, names["solve"], "2 + 2?")
+    assert (call.agent, call.choices[0].message["content"]) == ("solver", result)
+
+
+FAILURES = {
+    "status 503: overloaded": Response("overloaded", 503),
+    "status 302": Response(status_code=302, headers={"location": "/elsewhere"}),
+    "what is not JSON: <html>": Response("<html>"),
+    "JSON that is no object: [1]": JSONResponse([1]),
+    "an object with 'result', and may add 'reward'; it has ['answer']": JSONResponse({"answer": 1}),
+    "more than 7340032 bytes": Response(b" " * (8 << 20)),
+    "'speed'": JSONResponse({"result": 1, "reward": {"speed": "fast"}}),
+}
+
+
+async def test_what_a_service_does_wrong_is_said(stack: Stack) -> None:
+    async def solve(request: Request) -> Response:
+        return FAILURES[(await request.json())["task"]]
+
+    async with at(solve) as url:
+        for words in FAILURES:
+            with pytest.raises(AgentError) as failure:
+                await roll_out(stack, RemoteAgent(url), words)
+            assert words in str(failure.value)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    with pytest.raises(AgentError, match=f"The remote agent at {url} cannot be reached .ConnectError"):
+        await roll_out(stack, RemoteAgent(url), 0)
+
+
+async def test_a_service_notices_that_its_attempt_was_ended(stack: Stack) -> None:
+    has_begun, has_left = asyncio.Event(), asyncio.Event()
+
+    async def solve(request: Request) -> Response:
+        await request.body()
+        has_begun.set()
+        while not await request.is_disconnected():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        has_left.set()
+        return Response()
+
+    async with at(solve) as url:
+        task = asyncio.create_task(roll_out(stack, RemoteAgent(url), 0))
+        await asyncio.wait_for(has_begun.wait(), 30)
+        task.cancel()
+        await asyncio.wait_for(has_left.wait(), 30)
+
+
+def text(*words: str, **fields: Any) -> dict[str, Any]:
+    return {"parts": [{"text": word} for word in words], **fields}
+
+
+@dataclass(frozen=True)
+class Version:
+    """How a service of one version of A2A answers."""
+
+    protocol: Any
+    other: str
+    send: str
+    get: str
+    state: Callable[[str], str]
+    is_wrapped: bool
+
+    def task(self, state: str, message: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+        task = {"id": "t1", "contextId": "c1", "status": {"state": self.state(state), "message": message}, **fields}
+        return {"task": task} if self.is_wrapped else {"kind": "task", **task}
+
+    def message(self, *words: str, **fields: Any) -> dict[str, Any]:
+        message = text(*words, messageId="m1", **fields)
+        return {"message": message} if self.is_wrapped else {"kind": "message", **message}
+
+
+def long_state(state: str) -> str:
+    return f"TASK_STATE_{state.upper().replace('-', '_')}"
+
+
+VERSIONS = (
+    Version("a2a", "a2a-0.3", "SendMessage", "GetTask", long_state, True),
+    Version("a2a-0.3", "a2a", "message/send", "tasks/get", str, False),
+)
+BOTH = pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.protocol)
+PAID = {"agl": {"reward": 1}}
+
+
+@BOTH
+async def test_an_a2a_agent_answers_with_a_message_or_a_task(stack: Stack, version: Version) -> None:
+    done = version.task("completed", artifacts=[text("four", artifactId="a1")], metadata=PAID)
+    answers = {
+        "a message": version.message("fo", "ur", metadata=PAID),
+        "a task": done,
+        "a task that takes its time": version.task("working"),
+    }
+
+    async def solve(request: Request) -> Response:
+        body = await request.json()
+        if body["method"] == version.get:
+            assert body["params"] == {"id": "t1"}
+            return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": done})
+        assert body["method"] == version.send
+        message = body["params"]["message"]
+        await ask_model(message["metadata"]["agl"], "hello")
+        answer = answers[json.loads(message["parts"][0]["text"])["kind"]]
+        return JSONResponse({"jsonrpc": "2.0", "id": body["id"], "result": answer})
+
+    async with at(solve) as url:
+        for kind in answers:
+            rolled = await roll_out(stack, RemoteAgent(url, protocol=version.protocol), {"kind": kind})
+            assert (rolled.result, rolled.rewards, len(rolled.calls)) == ("four", {"reward": 1}, 1)
+
+
+@BOTH
+async def test_what_an_a2a_agent_does_wrong_is_said(stack: Stack, version: Version) -> None:
+    failures = {
+        "ended its task as failed: no city": {"result": version.task("failed", text("no city"))},
+        "ended its task as input-required": {"result": version.task("input-required")},
+        f'another version of A2A: try protocol="{version.other}"': {"error": {"code": -32601, "message": "no method"}},
+        f'refused {version.send}: {{"code":-32603': {"error": {"code": -32603, "message": "out of order"}},
+        "what is no A2A message or task": {"result": 3},
+        f"answered {version.send} with what is no A2A": {"result": {"kind": "task", "id": "t1"}},
+    }
+
+    async def solve(request: Request) -> Response:
+        body = await request.json()
+        answer = failures[body["params"]["message"]["parts"][0]["text"]]
+        return JSONResponse({"jsonrpc": "2.0", "id": body["id"], **answer})
+
+    async with at(solve) as url:
+        for words in failures:
+            with pytest.raises(AgentError) as failure:
+                await roll_out(stack, RemoteAgent(url, protocol=version.protocol), words)
+            assert words in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"url": "agents.example.com"}, "'agents.example.com' is no address"), ({"protocol": "grpc"}, "protocol 'grpc'")],
+)
+def test_a_wrong_address_or_protocol_is_refused_at_once(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(AgentError, match=words):
+        RemoteAgent(**{"url": "http://agents.example.com", **given})
