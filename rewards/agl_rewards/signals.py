@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 import agl_core
-from agl_core.capture.status_rules import message_text
+from agl_core.capture.status import message_text
 from agl_core.learning.health import has_failed, response_text
 from agl_core.types import Episode, Transition, TransitionKey
 

@@ -16,7 +16,7 @@ import pytest
 from agl_core import kinds
 from agl_core.capture import StatusRule, message_status
 from agl_core.capture import status as capture_status
-from agl_core.capture.status_rules import REPORTED, WORDS, Seen
+from agl_core.capture.status import REPORTED, WORDS, Seen
 from agl_core.plugins import Component, Plugins
 from agl_core.training.alarms import paragraphs, rollouts, stall, steps
 from agl_core.types import AlarmName, Evidence, Symptom

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import agl_core
 from agl_core.types import Identity
+from agl_otel.words import AGNO, OTHERS, SEMANTIC_KERNEL, STRANDS
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 
-@agl_core.adapter("opentelemetry.sdk.trace")
+@agl_core.adapter("opentelemetry.sdk.trace", status_rules=OTHERS)
 def otel() -> Callable[[], Identity | None]:
     """Any agent that makes OpenTelemetry spans in this process: agent names, and tool results."""
     from agl_otel.watching import watch
@@ -44,7 +45,7 @@ def pydantic_ai() -> None:
     Agent.instrument_all(InstrumentationSettings(tracer_provider=_default_provider()))
 
 
-@agl_core.adapter("strands")
+@agl_core.adapter("strands", status_rules=STRANDS)
 def strands() -> None:
     """Strands: its spans, which need a tracer provider."""
     _default_provider()
@@ -57,14 +58,14 @@ def google_adk() -> None:
 
 
 # While Semantic Kernel is being imported, before the part that reads the variable.
-@agl_core.adapter("semantic_kernel.utils.telemetry", name="semantic-kernel")
+@agl_core.adapter("semantic_kernel.utils.telemetry", name="semantic-kernel", status_rules=SEMANTIC_KERNEL)
 def semantic_kernel() -> None:
     """Semantic Kernel: what its variable for diagnostics switches on."""
     os.environ.setdefault("SEMANTICKERNEL_EXPERIMENTAL_GENAI_ENABLE_OTEL_DIAGNOSTICS", "true")
     _default_provider()
 
 
-@agl_core.adapter("agno.agent", name="agno")
+@agl_core.adapter("agno.agent", name="agno", status_rules=AGNO)
 def agno() -> None:
     """agno: its instrumentor of OpenInference, if that is installed."""
     try:

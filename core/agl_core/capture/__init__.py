@@ -29,8 +29,7 @@ from agl_core.capture.reports import (
     tool_result_report,
 )
 from agl_core.capture.standalone import Capture, CapturedRollout, ids_of, load_episodes, logprobs_of, save_episodes
-from agl_core.capture.status import Decided, failure_status, message_status, status_of
-from agl_core.capture.status_rules import StatusRule, begins
+from agl_core.capture.status import Decided, StatusRule, begins, failure_status, message_status, status_of
 from agl_core.types import Identity
 
 __all__ = [

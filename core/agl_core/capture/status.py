@@ -4,16 +4,23 @@ The first rule that matches decides, and its name is kept with the tool result (
 failure counts: an exception, or a status "error". A reported success counts only if the tool's author set it, because
 frameworks call every tool that did not raise a "success". Otherwise the result decides.
 
-The table is in `status_rules`.
+docs/tool-status.md shows the table. A framework's own words are brought by its adapter
+(`agl_core.adapter(…, status_rules=…)`), which names the version in whose source they were read.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import re
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeAlias
 
-from agl_core.capture.status_rules import Seen, message_text, status_rules
+from agl_core import kinds
+from agl_core.plugins import Plugins
 from agl_core.types import Json, ToolStatus
 
 UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
@@ -21,6 +28,298 @@ UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
 _TIMEOUT = re.compile(r"time[ds]?[\s_-]?out|deadline[\s_-]?exceeded", re.IGNORECASE)
 _HEAD = 200
 """Characters of an error in which a timeout is looked for: its type and message, not what it quotes."""
+_EMPTY = frozenset({"", "null", "None", "[]", "{}", "()", "set()", '""', "''"})
+_NO_ERROR = frozenset({"", "none", "null", "nil", "no", "false", "0"})
+"""Words for nothing."""
+_SETTING = r"\s* \d+(?:\.\d+)? \s* \w* \s* \n"
+"""What follows "timeout:" where it is one of several settings."""
+_REASON = "|".join(re.escape(each.phrase) for each in HTTPStatus if each >= 400)
+"""What stands beside the number of an HTTP error."""
+_WHO = r"""
+    (?: (?: the | your | this | a | an ) \s )?
+    (?: (?! (?: of | in | on | at | by | that | this | the | and | or | but | sa(?:id|ys) ) \b )
+        [a-z][\w/'-]{0,40} \s ){0,2}
+    (?: api | call | code | command | connection | download | execution | fetch | function | gateway | handshake | host
+      | job | lookup | operation | page | process | query | read | request | response | script | search | server
+      | socket | task | tool | transaction | url | write )
+    (?: \s ["'`[] .{0,200}? ["'`\])] | \s (?: to | for | from | of | with ) \s \S{1,200} )?
+"""
+"""What can time out: "The read operation", "Command '['sleep', '9']'", "Request to https://…"."""
+_MAX_PRINTED = 20_000
+"""Characters of a printed dictionary that is read: Python's own reader is slow."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of one run of a tool."""
+
+    text: str = ""
+    """Its result, if that is a text."""
+    value: Any = None
+    """Its result, if that is another value."""
+    raised: BaseException | None = None
+    reported: Json = None
+    """"error", or "success" if the tool's author set it."""
+    is_known: bool = True
+    """Whether its result is known."""
+
+    @cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of its result, if that is a JSON object, or a dictionary as Python prints it."""
+        return self.value if isinstance(self.value, Mapping) else _object(self.text)
+
+    @property
+    def is_empty(self) -> bool:
+        if isinstance(self.value, bytes | Mapping | Sequence | Set):
+            return len(self.value) == 0
+        return self.value is None and self.text in _EMPTY
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        if text.startswith("{'") and len(text) <= _MAX_PRINTED:
+            found = ast.literal_eval(text)
+        else:
+            found = json.loads(text) if text.startswith("{") else {}
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def message_text(content: Json) -> str:
+    """A message's content as text: a string, or the text of its parts; other parts (images) as their type.
+
+    >>> message_text([{"type": "text", "text": "22 °C"}, {"type": "image_url", "image_url": {"url": "…"}}])
+    '22 °C[image_url]'
+    """
+    if isinstance(content, list):
+        return "".join(_part_text(part) for part in content)
+    return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def _part_text(part: Json) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    text = part.get("text")
+    return text if isinstance(text, str) else f"[{part.get('type')}]"
+
+
+Finder: TypeAlias = Callable[[Seen], str | None]
+"""The words of the failure, which may be none; None if the rule does not match."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRule:
+    """One rule of the table."""
+
+    name: str
+    when: str
+    """What it matches, in words; what is in backticks is an example."""
+    status: ToolStatus
+    """An ERROR whose beginning names a timeout is a TIMEOUT."""
+    finds: Finder
+    read_from: str = ""
+    """The frameworks, with their versions, whose source or documentation has these words."""
+
+
+def begins(pattern: str) -> Finder:
+    """Matches the beginning of a text (a verbose pattern); the group `error`, if there is one, is what failed."""
+    compiled = re.compile(pattern, re.VERBOSE)
+
+    def find(seen: Seen) -> str | None:
+        match = compiled.match(seen.text)
+        return None if match is None else match.groupdict().get("error") or seen.text
+
+    return find
+
+
+def _if(condition: Callable[[Seen], bool]) -> Finder:
+    return lambda seen: seen.text if condition(seen) else None
+
+
+def _status_error(seen: Seen) -> str | None:
+    if seen.fields.get("status") != "error":
+        return None
+    said = (seen.fields.get(name) for name in ("error_message", "content", "message", "error"))
+    return next((message_text(each) for each in said if each), "")
+
+
+def _error_field(seen: Seen) -> str | None:
+    error = seen.fields.get("error")
+    said = str(error).strip()
+    is_none = not error or said.casefold() in _NO_ERROR or (isinstance(error, float) and not error.is_integer())
+    return None if is_none else said
+
+
+_LOOKS_LIKE_ERROR = re.compile(
+    r"""
+    (?: errors? | failed | failure | exception | fatal | invalid | unable\ to | cannot | could\ n[o']t | couldn't
+      | no\ such | not\ found | (?: access | permission )\ denied | timed?[\ -]?outs?
+      | (?: integer\ | float\ )? (?: division | modulo )\ by\ zero | maximum\ recursion\ depth | math\ domain
+      | can\ only\ concatenate | unsupported\ operand | unhashable\ type | no\ module\ named | fetch\ failed
+      | (?: not\ enough | too\ many )\ values | \d+\ validation\ errors?\ for ) \b
+  | \[Errno\ -?\d+\]
+  | (?: expecting | unexpected ) \b .{1,60} (?: :\ line\ \d+ | \bJSON\b )
+  | '[^'\n]{0,200}' \s*\Z
+  | (?: [^\n.;!?] | \.(?=\S) ){1,120}? \ (?:
+        (?: was\ | is\ )? not\ (?: found | defined | callable | iterable | subscriptable | a\ function
+          | available | allowed | permitted | supported | implemented | reachable )
+      | (?: does\ not | doesn't )\ exist | (?: index\ | is\ )? out\ of\ range | refused | unreachable | unavailable
+      | has\ no\ attribute\ '[^'\n]{1,200}' | missing\ \d+\ required\ [^\n]{1,300}
+      | got\ an\ unexpected\ keyword\ [^\n]{1,300} | takes\ [^\n]{1,40}\ positional\ [^\n]{1,300} )
+    (?: \s*\Z | [.!:;,] )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Python's and JavaScript's own words in exceptions are among it: some frameworks send an exception's bare text."""
+
+
+def _looks_like_error(seen: Seen) -> str | None:
+    is_no_success = any(seen.fields.get(name) is False for name in ("success", "ok"))
+    return "" if is_no_success or seen.fields.get("errors") or _LOOKS_LIKE_ERROR.match(seen.text) else None
+
+
+def _is_timeout(error: BaseException) -> bool:
+    # HTTP clients and subprocess have timeouts that are no TimeoutError; they are known by name, without their import.
+    names = (kind.__name__ for kind in type(error).__mro__)
+    if isinstance(error, TimeoutError) or any("Timeout" in name for name in names):
+        return True
+    return error.__cause__ is not None and _is_timeout(error.__cause__)
+
+
+REPORTED = (
+    StatusRule(
+        "raised-timeout",
+        "an exception that is a timeout, or was raised from one",
+        ToolStatus.TIMEOUT,
+        lambda seen: "" if seen.raised is not None and _is_timeout(seen.raised) else None,
+    ),
+    StatusRule("raised", "any other exception", ToolStatus.ERROR, lambda seen: None if seen.raised is None else ""),
+    StatusRule(
+        "reported-error",
+        "a status `error` of the message, the span, the MCP server or the framework",
+        ToolStatus.ERROR,
+        _if(lambda seen: seen.reported == "error"),
+    ),
+    StatusRule(
+        "unknown",
+        "nothing is known of the result: it was left out of the span, or of the `with` block",
+        ToolStatus.OK,
+        _if(lambda seen: not seen.is_known),
+    ),
+    StatusRule("empty", "nothing, `null`, `None`, `[]`, `{}`", ToolStatus.EMPTY, _if(lambda seen: seen.is_empty)),
+    StatusRule(
+        "reported-success",
+        "a status `success` that the tool's author set",
+        ToolStatus.OK,
+        _if(lambda seen: seen.reported is not None),
+    ),
+)
+"""What somebody said of the tool call."""
+
+WORDS = (
+    StatusRule(
+        "traceback",
+        "`Traceback (most recent call last) …`",
+        ToolStatus.ERROR,
+        begins(r"Traceback\ \(most\ recent\ call\ last\)"),
+        "Python",
+    ),
+    StatusRule(
+        "exception",
+        "the name of an exception: `ValueError: …`, `KeyError('x')`, `HTTPError 404`, `TimeoutError`",
+        ToolStatus.ERROR,
+        begins(rf"""
+            (?: [\w.]{{1,200}}Error | [\w.]{{0,200}}Exception ) \s*:
+          | (?: \w{{1,40}}\. ){{0,9}} [A-Z]\w{{0,60}} (?: Error | Exception | Timeout | TimeoutExpired )
+            (?: \.?\Z | \(["'\d)] | \s+["'\d] | : (?! {_SETTING} ) )
+        """),
+        "Python",
+    ),
+    StatusRule(
+        "error",
+        "`Error: …` and `Error` alone; but not `Error: none`",
+        ToolStatus.ERROR,
+        begins(
+            r"(?i: error ) (?: [.!]?\Z"
+            r" | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )"
+        ),
+        "autogen-core 0.7.5, autogen-agentchat 0.7.5, langgraph-prebuilt 1.1.2",
+    ),
+    StatusRule(
+        "http",
+        "the number of an error: `Error 404: …`, `404 Not Found`, `Client error '404 Not Found' for url …`",
+        ToolStatus.ERROR,
+        begins(rf"""(?i:
+            (?: (?: http | api | server | client ) \s )? error \s (?: code \s )? [1-9]\d{{0,4}} \s*
+            (?: \Z | [:;\n] | \.(?!\d) | [-–—([]? \s* (?: {_REASON} )\b | \(\w{{1,20}}\) \s* : )
+          | error \s code: \s [1-9]\d{{0,4}} \b
+          | (?: client | server ) \s error \s '[45]\d\d\s
+          | [45]\d\d \s (?: client | server ) \s error:
+          | (?: http \s )? [45]\d\d \s (?: {_REASON} ) \s* (?: [.:\n] | \Z )
+        )"""),
+        "openai 3.52, httpx 0.28, requests 2.34",
+    ),
+    StatusRule(
+        "timed-out",
+        "`Timed out after 5 s`, `The request timed out.`, `Timeout: …`",
+        ToolStatus.TIMEOUT,
+        begins(rf"""(?i:
+            (?! (?: no | not | none | neither | never | zero | if | when | why | how | whether | what | once | until
+                  | unless | because | after | before | each | every | any ) \b )
+            (?: {_WHO} \s (?: ha[sd] \s )? )?
+            (?: timed[ -]out
+                (?: \s*\Z | \s?[.:;,!(–—-] | \s (?: after | during | trying | waiting | when | while ) \b )
+              | time-?out
+                (?: \s error )? (?: \s*\Z | \s?[.;!] | \s \(\d | \s?: (?! {_SETTING} )
+                  | \s (?: after | during | expired | occurred | reached | trying | waiting | when | while ) \b
+                  | \s (?: of \s )? \d\S* \s (?: \w+ \s )? exceeded \b ) )
+        )"""),
+        "Python (subprocess, socket)",
+    ),
+    StatusRule(
+        "status-field",
+        'a JSON object: `{"status": "error", "error_message": "no city"}`',
+        ToolStatus.ERROR,
+        _status_error,
+        "google-adk 2.13.0",
+    ),
+    StatusRule(
+        "is-error-field",
+        'a JSON object: `{"isError": true}`, `{"is_error": true}`',
+        ToolStatus.ERROR,
+        lambda seen: "" if any(seen.fields.get(name) is True for name in ("isError", "is_error")) else None,
+        "MCP, llama-index-core 0.14.25",
+    ),
+    StatusRule(
+        "error-field",
+        'a JSON object: `{"error": "no city"}`; but not `null`, `false`, `0`, an empty value, a word for these, or a '
+        "fraction (a measurement)",
+        ToolStatus.ERROR,
+        _error_field,
+        "google-adk 2.13.0",
+    ),
+    StatusRule(
+        "looks-like-error",
+        'no rule of a framework, but it may well be a failure: `Failed to open it`, `{"success": false}`, or the bare '
+        "text of an exception: `no such city`, `division by zero`, `'Bern'` (a missing key)",
+        ToolStatus.OK,
+        _looks_like_error,
+    ),
+    StatusRule("ok", "everything else", ToolStatus.OK, lambda seen: ""),
+)
+"""What the result itself says; the last one always matches."""
+
+
+@cache
+def status_rules() -> tuple[StatusRule, ...]:
+    """The whole table: in the middle are the rules of the installed adapters, by the adapter's name.
+
+    A framework's own words come before those that anybody may use.
+    """
+    adapters = sorted(Plugins.load().components(kinds.ADAPTER).items())
+    brought = [rule for _, adapter in adapters for rule in adapter.status_rules]
+    return (*REPORTED, *brought, *WORDS)
 
 
 class Decided(NamedTuple):

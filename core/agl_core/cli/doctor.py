@@ -41,17 +41,6 @@ UpstreamOption = Annotated[
     typer.Option("--upstream", metavar="URL", help="Check an OpenAI-compatible server."),
 ]
 
-FRAMEWORKS = {
-    "autogen-agentchat": "autogen_agentchat",
-    "crewai": "crewai",
-    "dspy": "dspy",
-    "haystack-ai": "haystack.tracing.tracer",
-    "langchain-core": "langchain_core",
-    "llama-index-core": "llama_index.core",
-    "openai-agents": "agents",
-    "smolagents": "smolagents",
-}
-"""Agent frameworks that are worth a note if no adapter for them is installed: distribution and module."""
 SERVER_MODULES = ("httptools", "starlette", "uvicorn")
 """What agl-core imports of its extra `server`."""
 
@@ -163,12 +152,9 @@ def _attaching() -> Iterator[Finding]:
         failed = attachment.failed.get(framework)
         remedy = f"install a version of {framework.split('.')[0]} that the adapter's package asks for" if failed else ""
         yield Finding(framework, failed or "agl attaches to it", remedy)
-    attached = {each.framework for each in adapters}
-    installed = importlib.metadata.packages_distributions()
-    for distribution, module in FRAMEWORKS.items():
-        if module not in attached and distribution in installed.get(module.split(".")[0], ()):
-            remedy = "if an agent uses it, install an adapter for it (README, Where everything is)"
-            yield Finding(module, "is installed, and no adapter for it", remedy, is_needed=False)
+    if not adapters:
+        remedy = "if the agent uses a framework, install the adapter for it (README, Where everything is)"
+        yield Finding("frameworks", "no adapter is installed", remedy, is_needed=False)
 
 
 def _configured(config: Path) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agl_core.capture.status_rules import message_text
+from agl_core.capture.status import message_text
 from agl_core.learning.tool_results import tool_calls_of
 from agl_core.types import (
     DropReason,

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agl_core.capture.spans.tree import SPANS
-from agl_core.capture.status import UNCERTAIN, message_status
-from agl_core.capture.status_rules import message_text
+from agl_core.capture.status import UNCERTAIN, message_status, message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
 
 FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)

@@ -94,14 +94,14 @@ def test_what_is_broken_is_an_error_with_a_remedy(running: Bench, agl: Agl, monk
     assert "FAIL  token ids: 1 prompt ids, but the reply counts 2 tokens\n      → training on them" in found.stdout
 
 
-def test_a_framework_without_an_adapter_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_adapters_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "installed_adapters", list)
 
     found = CliRunner().invoke(app, ["doctor", "--json"])
 
-    notes = [each for each in json.loads(found.output) if each["what"] == "langchain_core"]
-    assert [(each["mark"], each["said"]) for each in notes] == [("note", "is installed, and no adapter for it")]
-    assert "install an adapter" in notes[0]["remedy"]
+    [note] = [each for each in json.loads(found.output) if each["what"] == "frameworks"]
+    assert (note["mark"], note["said"]) == ("note", "no adapter is installed")
+    assert "install the adapter" in note["remedy"]
 
 
 def test_a_framework_that_is_not_there_is_nothing_to_report() -> None:

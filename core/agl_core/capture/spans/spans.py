@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl_core.capture.jsonable import jsonable
-from agl_core.capture.status import Decided, failure_status, message_status, status_of, unknown_status
-from agl_core.capture.status_rules import message_text
+from agl_core.capture.status import Decided, failure_status, message_status, message_text, status_of, unknown_status
 from agl_core.types import Json, ToolStatus
 
 _CALLS = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
