@@ -39,7 +39,7 @@ from server_load import TURNS, Connection, Load, Worker, at_once, chat, cores, p
 from server_peers import AGENTS
 from tables import machine, table, write
 
-from agl_core.capture.attach.environment import bootstrap_variables
+from agl_core.capture.attaching import bootstrap_variables
 from agl_core.server.http.event_loop import run
 from agl_core.types import AttemptKey
 from agl_core.worker.environment import client_variables

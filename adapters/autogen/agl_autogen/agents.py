@@ -15,6 +15,7 @@ from autogen_core import AgentId, BaseAgent, SingleThreadedAgentRuntime
 from autogen_core.models import FunctionExecutionResult
 from autogen_core.tools import BaseTool, ToolResult, Workbench
 
+from agl_autogen.watching import Arguments, Watch, argument, watch
 from agl_core.capture import (
     Decided,
     Identity,
@@ -27,8 +28,8 @@ from agl_core.capture import (
     report_answer,
     tool_result_report,
 )
-from agl_core.capture.attach.methods import Arguments, Watch, argument, watch, wrap_once
 from agl_core.capture.context import Carried, holding
+from agl_core.capture.wrapping import wrap_once
 
 
 class _Turn(Watch):

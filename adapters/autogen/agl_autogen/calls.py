@@ -25,6 +25,7 @@ from autogen_core.models import (
 )
 from autogen_core.tools import Tool, ToolSchema
 
+from agl_autogen.watching import Arguments, Watch, argument, watch
 from agl_core.capture import (
     ActiveAttempt,
     CapturedRollout,
@@ -36,9 +37,9 @@ from agl_core.capture import (
     ids_of,
     jsonable,
 )
-from agl_core.capture.attach.methods import Arguments, Watch, argument, watch, wrap_once
 from agl_core.capture.context import holding
-from agl_core.capture.spans.spans import loads
+from agl_core.capture.spans import loads
+from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Choice, FinishReason, Json
 
 _MAX_REQUEST = 1 << 24

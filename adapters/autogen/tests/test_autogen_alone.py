@@ -25,7 +25,6 @@ from autogen_ext.models.cache import ChatCompletionCache
 from autogen_ext.models.replay import ReplayChatCompletionClient
 from PIL import Image as Pixels
 
-import agl_core
 from agl_autogen import record
 from agl_core.capture import current_attempt
 from agl_core.testing.scripts import CallTools, Fail, Say
@@ -102,20 +101,6 @@ async def test_streaming_teams_are_text(world: Any, trial: Any, model_client: An
     assert [call.agent for call in stored] == [None, None]
 
 
-async def test_concurrent_records_see_their_own(endpoint: Any, model_client: Any) -> None:
-    client = model_client(endpoint.url, **SETTINGS)
-
-    async def one(name: str) -> Any:
-        with record(name) as recorded:
-            await RoundRobinGroupChat([AssistantAgent(name, client)], max_turns=2).run(task=name)
-        return recorded
-
-    for recorded in await asyncio.gather(*(one(name) for name in ("alice", "bob", "carol"))):
-        name = recorded.episode().task.input
-        assert [t.agent for t in recorded.transitions()] == [name, name]
-        assert all(t.messages[-1]["role"] != "tool" and name in str(t.messages) for t in recorded.transitions())
-
-
 async def test_an_agent_that_crashes(endpoint: Any, model_client: Any) -> None:
     endpoint.script(Say("before"), Fail(400))
     agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS))
@@ -125,12 +110,6 @@ async def test_an_agent_that_crashes(endpoint: Any, model_client: Any) -> None:
     assert recorded.episode().ending is Ending.CRASHED
     assert [t.response["content"] for t in recorded.transitions()] == ["before"]
     assert current_attempt() is None
-
-
-async def test_no_call_is_an_ending_too() -> None:
-    with record() as recorded:
-        agl_core.reward(1.0)
-    assert recorded.episode().ending is Ending.NO_CALL
 
 
 async def test_a_cached_reply_is_no_call(endpoint: Any, model_client: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from crewai.events import crewai_event_bus
 
 from agl_core.capture import ToolRun, current_attempt, failure_status, guarded, status_of
-from agl_core.capture.attach.methods import wrap_once
 from agl_core.capture.marking import AgentRun
+from agl_core.capture.wrapping import wrap_once
 
 _Function: TypeAlias = Callable[..., Any]
 

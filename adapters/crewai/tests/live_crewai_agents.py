@@ -3,31 +3,77 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import textwrap
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from crewai import Process
-from pydantic import BaseModel
+from crewai import LLM, Agent, Crew, Process, Task
+from crewai.tools import BaseTool, tool
 
-from agl_core.capture import installed_adapters
 from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import Stack
+from agl_core.testing.server import Stack, attached_stack
+from agl_core.types import Episode
+from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_crewai import plugin
 
-from .world import (  # noqa: F401
-    a_stack,
-    add,
-    agent_of,
-    broken,
-    calls,
-    crew_of,
-    llm_of,
-    play,
-    slow,
-    task_of,
-)
+
+@tool("add")
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@tool("broken")
+def broken(reason: str) -> str:
+    """Fail."""
+    raise ValueError(reason)
+
+
+@tool("slow")
+def slow() -> str:
+    """Take too long."""
+    raise TimeoutError("no answer in 5 seconds")
+
+
+def calls(*asked: tuple[Any, ...]) -> CallTools:
+    return CallTools(asked)
+
+
+def llm_of(root: str, key: str = PLACEHOLDER_KEY, **options: Any) -> LLM:
+    """A model that any number of attempts may share: which of them calls, the headers of its requests must say."""
+    return LLM("default", provider="openai", base_url=root, api_key=key, **{"max_retries": 0, **options})
+
+
+def agent_of(llm: Any, role: str, tools: tuple[BaseTool, ...] = (), **options: Any) -> Agent:
+    return Agent(role=role, goal="Answer.", backstory="You know it.", llm=llm, tools=list(tools), **options)
+
+
+def task_of(agent: Agent | None, text: str = "Answer it.", **options: Any) -> Task:
+    return Task(description=text, expected_output="An answer.", agent=agent, **options)
+
+
+def crew_of(*tasks: Task, **options: Any) -> Crew:
+    agents = [each.agent for each in tasks if each.agent is not None]
+    return Crew(**{"agents": agents, "tasks": list(tasks), "verbose": False, "cache": False, **options})
+
+
+async def play(stack: Stack, run: Callable[[], Any], *script: Any) -> Episode:
+    """The episode of what `run` starts while the model says this."""
+    stack.upstream.script(*script)
+    attempt = await stack.attempt()
+    with attempt.running():
+        await run()
+    episode = await attempt.close()
+    assert episode.unjoined == ()
+    return episode
+
+
+@pytest.fixture(name="stack")
+async def a_stack() -> AsyncIterator[Stack]:
+    async with attached_stack(plugin.crewai, timeout=300) as running:
+        yield running
+
 
 ADDS = calls(("add", {"a": 1, "b": 2}))
 WAYS = ("kickoff", "kickoff_async", "akickoff")
@@ -105,62 +151,3 @@ async def test_tools_that_are_asked_for_in_crewais_text_format(stack: Stack, mon
     script = (said, Say("Thought: I now know it.\nFinal Answer: 3"))
     episode = await play(stack, crew_of(task_of(agent)).kickoff_async, *script)
     assert tools_by_call(episode) == [("Solver", ("add", "ok")), ("Solver",)]
-
-
-class Number(BaseModel):
-    """A number."""
-
-    value: int
-
-
-async def test_an_agent_alone_and_a_call_that_makes_json_of_its_answer(stack: Stack) -> None:
-    llm = llm_of(stack.url())
-    alone = agent_of(llm, "Loner", (add,))
-    episode = await play(stack, lambda: alone.kickoff_async("1 + 2?"), ADDS, Say("3"))
-    assert tools_by_call(episode) == [("Loner", ("add", "ok")), ("Loner",)]
-    crew = crew_of(task_of(agent_of(llm, "Clerk"), output_pydantic=Number))
-    episode = await play(stack, crew.kickoff_async, *[Say('{"value": 3}')] * 3)
-    assert {each.agent for each in episode.transitions} == {"Clerk"}
-
-
-async def test_outside_any_rollout_nothing_changes(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(calls(("broken", {"reason": "no city"})), Say("Sorry."))
-    agent = agent_of(llm_of(stack.url(key), stack.key(key)), "Solver", (broken,))
-    assert (await crew_of(task_of(agent)).kickoff_async()).raw == "Sorry."
-    assert [call.agent for call in await stack.calls(key)] == [None, None]
-
-
-PROGRAM = """
-    import sys
-    import agl_core
-    from agl_core.capture import ActiveAttempt, Recording, running
-
-    url, key, rollout = sys.argv[1:]
-    active = ActiveAttempt(rollout, 0, url, key, Recording())
-    agl_core.attach()
-    assert "crewai" not in sys.modules
-
-    from crewai import LLM, Agent, Crew, Task
-
-    llm = LLM("default", provider="openai", base_url=url + "/v1", api_key=key)
-    solver = Agent(role="Solver", goal="Answer.", backstory="You know it.", llm=llm)
-    with running(active):
-        Crew(agents=[solver], tasks=[Task(description="Answer.", expected_output="A word.", agent=solver)]).kickoff()
-    assert not active.recording.problems, active.recording.problems
-"""
-
-
-async def test_an_agent_is_seen_without_a_change(stack: Stack) -> None:
-    stack.upstream.script(Say("done"))
-    attempt = await stack.attempt()
-    given = (attempt.active.base_url, attempt.active.api_key, attempt.key.rollout)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", textwrap.dedent(PROGRAM), *given),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, wrong = await process.communicate()
-    assert process.returncode == 0, wrong.decode()
-    assert await attempt.agents() == ["Solver"]
-    assert "crewai" in [each.framework for each in installed_adapters()]

@@ -13,10 +13,10 @@ import dspy
 from dspy.clients.cache import Cache
 
 from agl_core.capture import current_attempt, current_identity, report_problem
-from agl_core.capture.attach.methods import wrap_once
-from agl_core.capture.attach.requests import Outgoing, Stamping, goes_to_the_server
 from agl_core.capture.context import holding
-from agl_core.capture.marking import AgentRun, ToolRun, started, within
+from agl_core.capture.marking import AgentRun, ToolRun, started
+from agl_core.capture.requests import Outgoing, Stamping, goes_to_the_server
+from agl_core.capture.wrapping import within, wrap_once
 
 _ANSWERS = ("finish", "submit")
 """How `ReAct` and `ReActV2` name the tool that ends a run."""

@@ -27,8 +27,8 @@ from agl_core.capture import (
     report_problem,
     tool_result_report,
 )
-from agl_core.capture.attach.methods import wrap_once
 from agl_core.capture.context import holding
+from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Identity
 
 _AGENT, _COMPONENT, _STEP, _TOOL = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from langchain.agents import create_agent
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.graph import START, MessagesState, StateGraph
 
-from agl_core.testing.scripts import CallTools, Received, Say, Step, in_turn
+from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.types import Ending, FinishReason
 from agl_langchain import AglCallback
 
@@ -52,30 +51,6 @@ def test_an_agent_with_a_tool(asynchronous: bool, streaming: bool, server: Any) 
     assert callback.transitions()[0].response == first.response
 
 
-def test_each_run_is_an_episode(server: Any) -> None:
-    server.answer = lambda received: Say(f"re: {received.said}")
-    callback = AglCallback()
-    agent = create_agent(ChatOpenAI(model="m"), name="echo")
-    agent.batch([{"messages": [("user", str(i))]} for i in range(5)], {"callbacks": [callback]})
-    episodes = callback.episodes()
-    assert sorted(e.transitions[0].response["content"] for e in episodes) == [f"re: {i}" for i in range(5)]
-    assert all(len(e.transitions) == 1 for e in episodes)
-    assert len({e.rollout for e in episodes}) == 5
-
-
-def test_two_agents_in_one_episode(server: Any) -> None:
-    llm = ChatOpenAI(model="m")
-    graph = StateGraph(MessagesState)
-    for name in ("write", "check"):
-        graph.add_node(name, lambda state: {"messages": [llm.invoke(state["messages"])]})
-    graph.add_edge(START, "write")
-    graph.add_edge("write", "check")
-    graph.add_edge("check", END)
-    callback = AglCallback()
-    graph.compile().invoke(QUESTION, {"callbacks": [callback]})
-    assert [(t.agent, t.turn, t.agent_turn) for t in callback.transitions()] == [("write", 0, 0), ("check", 1, 0)]
-
-
 def test_a_model_called_by_itself(server: Any) -> None:
     callback = AglCallback()
     ChatOpenAI(model="m").invoke("hi", {"callbacks": [callback]})
@@ -102,25 +77,6 @@ def test_only_the_latest_runs_are_kept(server: Any) -> None:
     assert [t.messages[0]["content"] for t in callback.transitions()] == ["b", "c"]
     callback.clear()
     assert callback.episodes() == []
-
-
-def test_a_run_that_has_not_ended_is_no_episode_yet(server: Any) -> None:
-    arrived, go_on = threading.Event(), threading.Event()
-
-    def wait(received: Received) -> Step:
-        arrived.set()
-        go_on.wait(20)
-        return Say("done")
-
-    server.answer = wait
-    callback = AglCallback()
-    thread = threading.Thread(target=lambda: ChatOpenAI(model="m").invoke("hi", {"callbacks": [callback]}))
-    thread.start()
-    assert arrived.wait(20)
-    assert callback.episodes() == []
-    go_on.set()
-    thread.join()
-    assert len(callback.episodes()) == 1
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -16,10 +16,9 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import create_react_agent
 from langgraph.types import Send
-from langgraph_supervisor import create_supervisor
 from pydantic import BaseModel
 
-from agl_core.capture import current_identity, running
+from agl_core.capture import running
 from agl_core.testing.scripts import CallTools, Say
 
 from .identity_cases import QUESTION, overlapping
@@ -30,16 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been move
 class Draft(TypedDict):
     question: str
     notes: Annotated[list[str], operator.add]
-
-
-def two_nodes(llm: ChatOpenAI) -> Any:
-    graph = StateGraph(MessagesState)
-    graph.add_node("write_query", lambda state: {"messages": [llm.invoke(state["messages"])]})
-    graph.add_node("check_query", lambda state: {"messages": [llm.invoke(state["messages"])]})
-    graph.add_edge(START, "write_query")
-    graph.add_edge("write_query", "check_query")
-    graph.add_edge("check_query", END)
-    return graph.compile()
 
 
 def invoke(agent: Any, value: Any, config: Any) -> None:
@@ -75,26 +64,6 @@ def abatch(agent: Any, value: Any, config: Any) -> None:
 def call(request: pytest.FixtureRequest) -> Any:
     """Each way to call a runnable, as `call(agent, input, config)`."""
     return request.param
-
-
-def test_two_nodes_of_a_graph_are_told_apart(call: Any, config: Any, server: Any, attempt: Any) -> None:
-    with running(attempt("r7")):
-        call(two_nodes(ChatOpenAI(model="m")), QUESTION, config)
-    assert server.agents() == ["write_query", "check_query"]
-    assert {request.rollout for request in server.received} == {"r7/0"}
-    assert current_identity() is None
-
-
-def test_agents_without_a_name_are_named_after_their_node(call: Any, config: Any, server: Any, attempt: Any) -> None:
-    graph = StateGraph(MessagesState)
-    inner = create_agent(ChatOpenAI(model="m"))
-    graph.add_node("alice", create_agent(ChatOpenAI(model="m")))
-    graph.add_node("bob", lambda state: inner.invoke(state))
-    graph.add_edge(START, "alice")
-    graph.add_edge("alice", "bob")
-    with running(attempt()):
-        call(graph.compile(), QUESTION, config)
-    assert server.agents() == ["alice", "bob"]
 
 
 def test_agents_of_langgraphs_own_prebuilt(call: Any, config: Any, server: Any, attempt: Any) -> None:
@@ -168,62 +137,6 @@ def test_the_innermost_named_agent_counts(outer: Any, inner: Any, config: Any, s
         outer(ChatOpenAI(model="m"), [consult], name="boss").invoke(QUESTION, config)
     assert server.agents() == ["boss", "expert", "boss"]
     assert [each.agent for each in active.recording.tool_results] == ["boss"]
-
-
-def test_langgraph_supervisor(config: Any, server: Any, attempt: Any) -> None:
-    """The team of its documentation: two experts, and a supervisor that hands over to them."""
-    llm = ChatOpenAI(model="m")
-
-    @tool
-    def add(a: float, b: float) -> float:
-        """Add two numbers."""
-        return a + b
-
-    @tool
-    def web_search(query: str) -> str:
-        """Search the web for information."""
-        return "Apple has 164,000 employees."
-
-    math = create_react_agent(llm, [add], name="math_expert", prompt="You are a math expert.")
-    research = create_react_agent(llm, [web_search], name="research_expert", prompt="You are a researcher.")
-    team = create_supervisor([research, math], model=llm, prompt="You manage a team.").compile()
-
-    steps = iter(
-        [
-            CallTools([("transfer_to_research_expert", {})]),
-            CallTools([("web_search", {"query": "Apple"})]),
-            Say("164,000."),
-            CallTools([("transfer_to_math_expert", {})]),
-            CallTools([("add", {"a": 1, "b": 2})]),
-            Say("3."),
-            Say("All done."),
-        ]
-    )
-    server.answer = lambda received: next(steps)
-    active = attempt()
-    with running(active):
-        team.invoke(QUESTION, config)
-    assert server.agents() == [
-        "supervisor",
-        "research_expert",
-        "research_expert",
-        "supervisor",
-        "math_expert",
-        "math_expert",
-        "supervisor",
-    ]
-    assert [(each.tool, each.agent) for each in active.recording.tool_results] == [
-        ("transfer_to_research_expert", "supervisor"),
-        ("web_search", "research_expert"),
-        ("transfer_to_math_expert", "supervisor"),
-        ("add", "math_expert"),
-    ]
-
-
-def test_a_name_that_is_not_ascii(config: Any, server: Any, attempt: Any) -> None:
-    with running(attempt()):
-        create_agent(ChatOpenAI(model="m"), name="Übersetzer").invoke(QUESTION, config)
-    assert server.agents() == ["%C3%9Cbersetzer"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from langgraph.types import interrupt
 
 import agl_langchain
 from agl_core.capture import running
-from agl_core.testing.scripts import CallTools, Received, Say, Step, in_turn
+from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.types import ToolStatus
 
 QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
@@ -224,49 +223,3 @@ def quoting(tool_call_id: Annotated[str, InjectedToolCallId]) -> ToolMessage:
 def test_the_text_decides_where_the_tools_author_told_no_status(said: Any, status: ToolStatus, run: Any) -> None:
     (tool_result,) = run(("c1", said.name, {}), tools=[said])
     assert tool_result.status is status
-
-
-def test_conversations_whose_tool_call_ids_repeat(config: Any, server: Any, attempt: Any) -> None:
-    """Two agents, one after the other and both at once, each of whose endpoints numbers its calls from 0."""
-    both_asked = threading.Barrier(2)
-
-    @tool
-    def meet(name: str) -> str:
-        """Wait for the other agent's tool."""
-        both_asked.wait(20)
-        return name
-
-    def script(received: Received) -> Step:
-        name = received.said
-        tool_name = "add" if "add" in name else "meet"
-        arguments = {"a": 1, "b": len(name)} if tool_name == "add" else {"name": name}
-        return in_turn(CallTools([(tool_name, arguments, "call_0")]), Say("done"))(received)
-
-    server.answer = script
-
-    def sub_agent(name: str) -> Any:
-        agent = create_agent(ChatOpenAI(model="m"), [add, meet], name=name)
-        return lambda state, config: {"messages": agent.invoke({"messages": [("user", name)]}, config)["messages"][-1:]}
-
-    graph = StateGraph(MessagesState)
-    for name in ("add", "one", "another"):
-        graph.add_node(name, sub_agent(name))
-    graph.add_edge(START, "add")
-    for name in ("one", "another"):
-        graph.add_edge("add", name)
-        graph.add_edge(name, END)
-    active = attempt()
-    with running(active):
-        graph.compile().invoke(QUESTION, config)
-
-    firsts = [r for r in server.received if not any(m["role"] == "tool" for m in r.body["messages"])]
-    asked = {r.agent: r.headers["x-agl-parent-span"] for r in firsts}
-    told = {
-        tool_result.agent: (tool_result.result, tool_result.parent_span)
-        for tool_result in active.recording.tool_results
-    }
-    assert told == {
-        "add": ("4", asked["add"]),
-        "one": ("one", asked["one"]),
-        "another": ("another", asked["another"]),
-    }

@@ -1,10 +1,10 @@
 """What is particular to LlamaIndex: who calls and what the tools did, in agents, workflows and tools of the user's."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import AgentWorkflow
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock
 from llama_index.core.tools import BaseTool, FunctionTool, ToolMetadata, ToolOutput
 from llama_index.core.workflow import (
@@ -20,8 +20,11 @@ from llama_index.core.workflow import (
 from pydantic import BaseModel
 from workflows.errors import WorkflowCancelledByUser
 
-from agl_core.testing.adapters.tools import ASK_WEATHER, WEATHER_STATUSES, weather, weather_statuses
+from agl_core.testing.adapters.tools import weather
+from agl_core.testing.readme import blocks, run_snippets
 from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
+
+README = Path(__file__).parent.parent / "README.md"
 
 
 async def test_a_tool_that_does_not_exist(world: Any, attempt: Any, agent: Any) -> None:
@@ -50,22 +53,6 @@ async def test_results_that_are_no_text(world: Any, attempt: Any, agent: Any) ->
         ("look", "ok", "[image]"),
         ("find", "empty", ""),
     ]
-
-
-async def test_llama_index_own_handoff(world: Any, attempt: Any, agent: Any) -> None:
-    handoff = ("handoff", {"to_agent": "bob", "reason": "He knows."}, "c1")
-    # Alice's reply is the first of bob's conversation.
-    bob = in_turn(Say("That was alice."), ASK_WEATHER, Say("Warm."))
-    world.stack.upstream.answer = by_agent(alice=in_turn(CallTools([handoff])), bob=bob)
-    workflow = AgentWorkflow([agent("alice"), agent("bob", [weather])], root_agent="alice")
-    with attempt.running():
-        await workflow.run("How warm is it?")
-    episode = await attempt.close()
-    assert [each.agent for each in episode.transitions] == ["alice", "bob", "bob"]
-    assert [(each.tool, str(each.status), each.agent) for each in episode.transitions[0].tool_results] == [
-        ("handoff", "ok", "alice")
-    ]
-    assert weather_statuses(episode.transitions[1].tool_results) == WEATHER_STATUSES
 
 
 async def test_an_agent_as_a_tool_and_what_comes_after_it(world: Any, attempt: Any, agent: Any) -> None:
@@ -192,23 +179,17 @@ async def test_a_cancelled_run_has_no_tool_result(world: Any, attempt: Any, agen
     assert attempt.tool_results == ()
 
 
-async def test_synchronous_calls_in_threads(world: Any, attempt: Any) -> None:
-    world.stack.upstream.answer = lambda _: Say("Bern")
+async def test_the_snippets(world: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_BASE", world.stack.url(attempt.key))
+    monkeypatch.setenv("OPENAI_API_KEY", world.stack.key(attempt.key))
+    world.stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+    assert len(blocks(README, "python")) == 2
 
-    class Asking(Workflow):
-        @step
-        def ask(self, event: StartEvent) -> StopEvent:
-            return StopEvent(result=world.llm().complete("Which city?").text)
+    def run() -> None:
+        with attempt.running():
+            run_snippets(README)
 
-    with attempt.running():
-        await Asking(timeout=60).run()
-    assert await attempt.agents() == ["Asking"]
-
-
-async def test_outside_a_rollout_nothing_is_kept(world: Any, agent: Any) -> None:
-    attempt = await world.attempt()
-    world.stack.upstream.answer = in_turn(ASK_WEATHER, Say("Warm."))
-    llm = world.llm().model_copy(update={"api_base": world.stack.upstream.url, "api_key": "key"})
-    await agent("solver", [weather], llm=llm).run("How warm is it?")
-    assert [each.agent for each in world.stack.upstream.received] == [None, None]
-    assert await attempt.calls() == []
+    # The snippets start an event loop of their own.
+    await asyncio.to_thread(run)
+    assert await attempt.agents() == ["solver", "solver"]
+    assert [(each.tool, str(each.status), each.result) for each in attempt.tool_results] == [("add", "ok", "3")]

@@ -45,9 +45,9 @@ from agl_core.capture import (
     report_problem,
     tool_result_report,
 )
-from agl_core.capture.attach.methods import wrap_once
 from agl_core.capture.context import current_scope, holding
-from agl_core.capture.spans.spans import loads
+from agl_core.capture.spans import loads
+from agl_core.capture.wrapping import wrap_once
 from agl_core.types import Json
 
 _Function: TypeAlias = Callable[..., Any]

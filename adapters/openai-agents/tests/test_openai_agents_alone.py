@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from typing import Any
 
 import agents
@@ -12,7 +11,7 @@ import openai
 import pytest
 from agents import Agent, ModelSettings, RunConfig
 
-from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
+from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.testing.upstream import END_TOKEN
 from agl_core.types import Ending, FinishReason
 from agl_openai_agents import AglProcessor
@@ -76,17 +75,6 @@ def test_token_ids_where_the_endpoint_returned_them_and_the_sdk_kept_them(
             list(json.dumps(server.received[0].items).encode()),
             [*b"done", END_TOKEN],
         )
-
-
-def test_two_agents_in_one_episode(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
-    bob = Agent(name="bob", instructions="bob", model="m")
-    alice = Agent(name="alice", instructions="alice", model="m", handoffs=[bob])
-    server.answer = by_agent(alice=in_turn(CallTools([("transfer_to_bob", {}, "c1")])), bob=lambda seen: Say("done"))
-    run_briefly(alice, "hello")
-    first, second = processor.transitions()
-    assert [(t.agent, t.turn, t.agent_turn) for t in (first, second)] == [("alice", 0, 0), ("bob", 1, 0)]
-    # Read from the conversation that was handed over.
-    assert [(o.tool, str(o.status)) for o in first.tool_results] == [("transfer_to_bob", "ok")]
 
 
 def test_each_run_is_an_episode_and_so_is_a_workflow_of_several(
@@ -161,37 +149,10 @@ def test_only_the_latest_traces_are_kept(run_briefly: Any, detached: None, serve
     assert processor.episodes() == []
 
 
-def test_a_trace_that_has_not_ended_is_no_episode_yet(processor: AglProcessor, server: Any) -> None:
-    arrived, go_on = threading.Event(), threading.Event()
-
-    def wait(seen: Any) -> Any:
-        arrived.set()
-        go_on.wait(20)
-        return Say("done")
-
-    server.answer = wait
-    thread = threading.Thread(target=lambda: asyncio.run(agents.Runner.run(solver(), "hello")))
-    thread.start()
-    assert arrived.wait(20)
-    assert processor.episodes() == []
-    go_on.set()
-    thread.join()
-    assert len(processor.episodes()) == 1
-
-
 def test_what_is_not_in_the_trace_is_not_made_up(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
     run_briefly(solver(), "hello", run_config=RunConfig(trace_include_sensitive_data=False))
     run_briefly(solver(), "hello", run_config=RunConfig(tracing_disabled=True))
     assert [e.ending for e in processor.episodes()] == [Ending.NO_CALL]
-
-
-def test_two_processors_each_keep_everything(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
-    second = AglProcessor()
-    agents.add_trace_processor(second)
-    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
-    run_briefly(solver(add), "hello")
-    for each in (processor, second):
-        assert [[o.result for o in t.tool_results] for t in each.transitions()] == [[3], []]
 
 
 def test_items_that_are_no_chat_messages_are_kept_as_they_are(processor: AglProcessor, server: Any, loop: Any) -> None:

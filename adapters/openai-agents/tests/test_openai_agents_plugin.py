@@ -8,9 +8,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import agl_core
-from agl_core.testing.scripts import CallTools, Say, in_turn
-
 
 def run(program: str, *arguments: str, folder: Path | None = None) -> None:
     command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
@@ -51,23 +48,3 @@ def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None
         assert not attachment.failed, attachment.failed
     """
     run(program, folder=tmp_path)
-
-
-def test_attaching_again_changes_nothing(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
-    from agents import Agent, function_tool
-
-    import agl_openai_agents
-
-    @function_tool
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
-
-    agl_openai_agents.attach()
-    agl_core.attach()
-    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
-    active = attempt()
-    with agl_core.capture.running(active):
-        run_briefly(Agent(name="solver", model="m", tools=[add]), "hello")
-    assert [o.result for o in active.recording.tool_results] == [3]
-    assert server.agents() == ["solver", "solver"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import agents
 import openai
 import pydantic
 import pytest
@@ -95,25 +93,6 @@ def test_what_the_user_tells_wins_and_outlives_the_run(
         {"budget": "none", "plan": "ask"},
     ]
     assert server.agents() == ["critic", "critic"]
-
-
-def test_concurrent_runs_have_their_own(attached: None, server: Any, attempt: Any) -> None:
-    async def main() -> None:
-        solver = Agent(name="solver", model="m", instructions="solver")
-        await asyncio.gather(
-            *(agents.Runner.run(solver, f"{n}", context={"number": n}) for n in range(5)),
-        )
-
-    with running(attempt()):
-        asyncio.run(main())
-    assert sorted(
-        (request.said, state["number"]) for request, state in zip(server.received, states(server), strict=True)
-    ) == [(f"{n}", n) for n in range(5)]
-
-
-def test_outside_any_rollout_nothing_is_told(run_briefly: Any, attached: None, server: Any) -> None:
-    run_briefly(Agent(name="solver", model="m"), "hello", context=Notes())
-    assert states(server) == [None]
 
 
 @pytest.mark.expects_problems

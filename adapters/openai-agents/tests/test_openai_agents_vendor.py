@@ -20,11 +20,6 @@ def sent(exports: Any) -> int:
     return len(exports.items)
 
 
-def test_without_agl_the_sdk_sends_every_trace(run_briefly: Any, server: Any, exports: Any) -> None:
-    run_briefly(SOLVER, "hello")
-    assert sent(exports) > 0
-
-
 def test_nothing_of_a_rollout_is_sent(run_briefly: Any, observed: Any, server: Any, attempt: Any, exports: Any) -> None:
     with running(attempt()):
         run_briefly(SOLVER, "hello")

@@ -75,24 +75,6 @@ async def test_agents_and_tool_results(
     assert episode.unjoined == ()
 
 
-async def test_an_agent_inside_a_tool_of_another(attached: None, stack: Any, provider: TracerProvider) -> None:
-    tracer, attempt, client = provider.get_tracer("agent"), await stack.attempt(), stack.client()
-    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
-        with tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
-            await ask(client)
-        with (
-            tracer.start_as_current_span("add", attributes=tool("c1")),
-            tracer.start_as_current_span("invoke_agent", attributes=agent("expert")),
-        ):
-            await ask(client)
-    with attempt.running(), tracer.start_as_current_span("node", attributes={"graph.node.id": "plan"}):
-        await ask(client)
-    (tool_result,) = attempt.tool_results
-    episode = await attempt.close()
-    assert [t.agent for t in episode.transitions] == ["solver", "expert", "plan"]
-    assert tool_result.agent == "solver"
-
-
 async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
     attached: None, stack: Any, provider: TracerProvider
 ) -> None:
@@ -111,33 +93,6 @@ async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
     found = attempt.tool_results
     assert [(o.tool_call_id, o.result) for o in found] == [("c1", "3"), (None, None), ("c3", None), ("c2", None)]
     assert found[0].span == f"{outer.get_span_context().span_id:016x}"
-
-
-@pytest.mark.parametrize(
-    ("attributes", "error", "status"),
-    [
-        ({"output.value": "None"}, None, ToolStatus.EMPTY),
-        ({"error.type": "timeout"}, None, ToolStatus.TIMEOUT),
-        ({"error.type": "httpx.ReadTimeout"}, None, ToolStatus.TIMEOUT),
-        ({"error.type": "500"}, None, ToolStatus.ERROR),
-        ({}, TimeoutError("5 s"), ToolStatus.TIMEOUT),
-        ({}, KeyError("timeout"), ToolStatus.ERROR),
-    ],
-)
-async def test_error_timeout_and_empty_are_told_apart(
-    attributes: Any, error: Any, status: ToolStatus, attached: None, stack: Any, provider: TracerProvider
-) -> None:
-    attempt = await stack.attempt()
-    with attempt.running():
-        try:
-            with provider.get_tracer("agent").start_as_current_span("add", attributes=tool("c1", **attributes)):
-                if error:
-                    raise error
-        except type(error):
-            pass
-    (tool_result,) = attempt.tool_results
-    assert tool_result.status is status
-    assert (tool_result.error is not None) == (status in (ToolStatus.ERROR, ToolStatus.TIMEOUT))
 
 
 @pytest.mark.parametrize("adapter_first", [True, False])
@@ -234,14 +189,3 @@ async def test_an_adapter_that_fails_does_not_break_the_agent(
     assert [t.agent for t in episode.transitions] == [None]
     assert any("on_end failed: KeyError" in problem for problem in problems)
     assert any("who makes a call failed: KeyError" in problem for problem in problems)
-
-
-async def test_outside_any_rollout_nothing_is_told(
-    attached: None, stack: Any, instrument: Any, provider: TracerProvider
-) -> None:
-    instrument(OpenLLMetry, provider)
-    key = await stack.lease()
-    with provider.get_tracer("agent").start_as_current_span("invoke_agent", attributes=agent("solver")):
-        await ask(stack.client(key))
-    (call,) = await stack.calls(key)
-    assert call.agent is None

@@ -73,8 +73,8 @@ def test_reading_spans_needs_no_sdk_and_no_server() -> None:
 
         for absent in ("opentelemetry", "google", "grpc", "starlette", "openai", "torch"):
             sys.modules[absent] = None
-        from agl_core.capture.spans.tree import SpanTree
-        from agl_core.capture.spans.spans import Span, see
+        from agl_core.capture.spans import SpanTree
+        from agl_core.capture.spans import Span, see
 
         span = Span("1" * 32, "1" * 16, None, "execute_tool add", {"gen_ai.operation.name": "execute_tool"})
         (tool_result,) = SpanTree([see(span)]).tool_results()

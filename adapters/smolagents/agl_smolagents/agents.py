@@ -27,9 +27,9 @@ from agl_core.capture import (
     status_of,
     tool_result_report,
 )
-from agl_core.capture.attach.methods import wrap_once
 from agl_core.capture.context import current_scope, holding
 from agl_core.capture.marking import AgentRun, ToolRun, started
+from agl_core.capture.wrapping import wrap_once
 
 _Function: TypeAlias = Callable[..., Any]
 

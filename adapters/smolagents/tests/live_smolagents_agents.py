@@ -3,21 +3,85 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import textwrap
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import openai
 import pytest
-from smolagents import CodeAgent, LocalPythonExecutor, ToolCallingAgent
+from smolagents import CodeAgent, LocalPythonExecutor, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 
-from agl_core.capture import identify, installed_adapters
+from agl_core.capture import identify
 from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.scripts import Say
-from agl_core.testing.server import Stack
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import RunningAttempt, Stack, attached_stack
+from agl_core.types import Episode
+from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_smolagents import plugin
 
-from .world import ANSWER, a_stack, add, broken, calls, code, in_attempt, made, model_of, play  # noqa: F401
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+@tool
+def broken(reason: str) -> str:
+    """Fail.
+
+    Args:
+        reason: Why.
+    """
+    raise ValueError(reason)
+
+
+def code(text: str) -> Say:
+    """What a model says that writes this code."""
+    return Say(f"Thought: I write code.\n```py\n{text}\n```")
+
+
+def calls(*asked: tuple[Any, ...]) -> CallTools:
+    return CallTools(asked)
+
+
+ANSWER = calls(("final_answer", {"answer": "done"}))
+
+
+def made(kind: Callable[..., Any], model: Any, **options: Any) -> Any:
+    """An agent that prints nothing."""
+    return kind(**{"tools": [add, broken], "model": model, "verbosity_level": LogLevel.OFF, **options})
+
+
+def model_of(stack: Stack) -> OpenAIServerModel:
+    """A model that any number of attempts may share: which of them calls, the headers of its requests must say."""
+    return OpenAIServerModel("default", stack.url(), PLACEHOLDER_KEY, client_kwargs={"max_retries": 0})
+
+
+async def play(stack: Stack, agent: Any, *script: Any, run: Callable[[Any], Any] | None = None) -> Episode:
+    """The episode of an agent whose model says this."""
+    stack.upstream.script(*script)
+    attempt = await stack.attempt()
+    await in_attempt(attempt, agent, run)
+    episode = await attempt.close()
+    assert episode.unjoined == ()
+    return episode
+
+
+async def in_attempt(attempt: RunningAttempt, agent: Any, run: Callable[[Any], Any] | None = None) -> None:
+    with attempt.running():
+        await asyncio.to_thread(run or (lambda agent: agent.run("hello")), agent)
+
+
+@pytest.fixture(name="stack")
+async def a_stack() -> AsyncIterator[Stack]:
+    async with attached_stack(plugin.smolagents, timeout=300) as running:
+        yield running
 
 
 async def test_tools_that_code_calls_belong_to_the_call_that_wrote_the_code(stack: Stack) -> None:
@@ -99,13 +163,6 @@ async def test_failures_in_smolagents_own_words(stack: Stack) -> None:
     assert "rgument" in errors[2]
 
 
-async def test_calls_of_one_tool_with_the_same_arguments_keep_their_ids(stack: Stack) -> None:
-    agent = made(ToolCallingAgent, model_of(stack), name="solver")
-    same = calls(("add", {"a": 1, "b": 2}, "c1"), ("add", {"a": 1, "b": 2}, "c2"))
-    episode = await play(stack, agent, same, ANSWER)
-    assert sorted(str(each.tool_call_id) for each in episode.transitions[0].tool_results) == ["c1", "c2"]
-
-
 async def test_a_tool_call_in_text_belongs_to_the_call_that_said_it(stack: Stack) -> None:
     agent = made(ToolCallingAgent, model_of(stack), name="solver")
     said = Say('Action:\n{"name": "add", "arguments": {"a": 1, "b": 2}}')
@@ -135,50 +192,3 @@ async def test_code_that_reads_a_stream_is_not_the_agent(stack: Stack) -> None:
     agent = made(ToolCallingAgent, model_of(stack), name="solver", stream_outputs=True)
     episode = await play(stack, agent, calls(("add", {"a": 1, "b": 2})), Say("Hm."), ANSWER, run=between_steps)
     assert tools_by_call(episode) == [("solver", ("add", "ok")), ("reader",), ("solver",)]
-
-
-async def test_outside_any_rollout_nothing_changes(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(code("broken('a')"), code("final_answer(add(1, 2))"))
-    agent = made(CodeAgent, model_of(stack))
-    agent.model.client.base_url, agent.model.client.api_key = stack.url(key), stack.key(key)
-    assert await asyncio.to_thread(agent.run, "hello") == 3
-    assert [call.agent for call in await stack.calls(key)] == [None, None]
-    assert await stack.store.tool_results([key]) == []
-
-
-PROGRAM = """
-    import sys
-    import agl_core
-    from agl_core.capture import ActiveAttempt, Recording, running
-
-    url, key, rollout, line = sys.argv[1:]
-    active = ActiveAttempt(rollout, 0, url, key, Recording())
-    exec(line)
-    assert "smolagents" not in sys.modules
-
-    from smolagents import OpenAIServerModel, ToolCallingAgent
-
-    agent = ToolCallingAgent([], OpenAIServerModel("default", url + "/v1", key), name="solver", verbosity_level=-1)
-    with running(active):
-        agent.run("hello")
-    assert not active.recording.problems, active.recording.problems
-    print(*(f"{each.agent}:{each.tool}:{each.status}" for each in active.recording.tool_results))
-"""
-
-
-@pytest.mark.parametrize("line", ["agl_core.attach()", "import agl_smolagents; agl_smolagents.attach()"])
-async def test_an_agent_is_seen_without_a_change_and_with_one_line(line: str, stack: Stack) -> None:
-    stack.upstream.script(calls(("nowhere", {})), ANSWER)
-    attempt = await stack.attempt()
-    given = (attempt.active.base_url, attempt.active.api_key, attempt.key.rollout, line)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", textwrap.dedent(PROGRAM), *given),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    said, wrong = await process.communicate()
-    assert process.returncode == 0, wrong.decode()
-    assert said.decode().split() == ["solver:nowhere:error"]
-    assert await attempt.agents() == ["solver", "solver"]
-    assert "smolagents" in [each.framework for each in installed_adapters()]

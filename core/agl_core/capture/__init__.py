@@ -4,7 +4,7 @@ The gateway alone records tokens. This package adds who made a call (a header of
 did (in the attempt's recording, which the worker sends when the attempt ends).
 """
 
-from agl_core.capture.attach.attach import Attachment, attach, installed_adapters
+from agl_core.capture.attaching import Attachment, attach, installed_adapters
 from agl_core.capture.context import (
     ActiveAttempt,
     IdentityScope,
@@ -16,9 +16,8 @@ from agl_core.capture.context import (
     state,
     unpack_variables,
 )
-from agl_core.capture.jsonable import jsonable
 from agl_core.capture.marking import Marker, ToolRun, agent, tool
-from agl_core.capture.recording import Recording, ToolRequest, describe_error
+from agl_core.capture.recording import Recording, ToolRequest, describe_error, jsonable
 from agl_core.capture.reports import (
     Latest,
     guarded,

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from agl_core.capture.jsonable import jsonable
-from agl_core.capture.recording import Recording
+from agl_core.capture.recording import Recording, jsonable
 from agl_core.types import Identity, Json
 
 V = TypeVar("V")
@@ -46,37 +45,19 @@ def new_span() -> str:
 class Step:
     """A call, and what follows until the next one."""
 
-    __slots__ = ("_is_running", "agent", "followed", "later", "loop", "span", "steps", "thread")
+    __slots__ = ("_is_running", "agent", "is_followed", "span", "steps", "thread")
 
     def __init__(self, steps: Steps, agent: str | None) -> None:
-        self.steps, self.agent, self.span = steps, agent, new_span()
-        self.followed = False
+        self.steps, self.agent, self.span, self.thread = steps, agent, new_span(), threading.get_ident()
+        self.is_followed = False
         """Whether a context that inherited this step has begun another."""
-        self.later: Step | None = None
-        """The step that followed, if no other one may have."""
-        self.loop, self.thread = asyncio._get_running_loop(), threading.get_ident()
         self._is_running = True
-
-    def follow(self, step: Step) -> None:
-        """A context that inherited this step has begun that one; two of one event loop may be of two tasks."""
-        is_alone = not self.followed or (self.later is not None and self.later.loop is not step.loop)
-        self.followed, self.later = True, step if is_alone else None
-
-    def latest(self) -> Step | None:
-        """This step, or the one that followed it in an `asyncio.run` that this context waited for; None: not clear."""
-        step: Step | None = self
-        while step is not None and step.followed:
-            step = step.later
-            # Where no event loop runs, one that ran in this thread has come back.
-            if step is None or step.thread != threading.get_ident() or asyncio._get_running_loop() is not None:
-                return None
-        return step
 
     def end_call(self) -> None:
         """The call has its reply, or failed; a second time changes nothing."""
         if self._is_running:
             self._is_running = False
-            self.steps.ended()
+            self.steps.end_call()
 
 
 _step: ContextVar[Step | None] = ContextVar("agl_step", default=None)
@@ -98,44 +79,44 @@ class Steps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running = 0
-        self._elsewhere: Step | None = None
-        """The latest step whose call was made in a task or thread of its own, for instance by `asyncio.wait_for`."""
-        self._is_ambiguous = False
+        self._latest: Step | None = None
+        self._have_overlapped = False
 
     def begin(self, agent: str | None) -> Step:
         """A call of this agent is sent from here."""
-        step, before = Step(self, agent), self._here()
+        step, before = Step(self, agent), self._inherited()
         with self._lock:
             if before is not None:
-                before.follow(step)
-            else:
-                self._is_ambiguous |= self._running > 0
-                self._elsewhere = step
+                before.is_followed = True
+            self._have_overlapped |= self._running > 0
+            self._latest = step
             self._running += 1
         _step.set(step)
         return step
 
-    def ended(self) -> None:
+    def end_call(self) -> None:
         """One of the calls has ended."""
         with self._lock:
             self._running -= 1
 
     def span(self) -> str | None:
-        """The span of the step that a tool run here belongs to; None before any call, and if it is not clear."""
+        """The span of `step`, if there is one."""
         step = self.step()
         return None if step is None else step.span
 
     def step(self) -> Step | None:
         """The step that a tool run here belongs to; None before any call, and if it is not clear."""
-        here = self._here()
-        if here is not None:
-            step = here.latest()
-            if step is not None:
-                _step.set(step)
+        step, latest = self._inherited(), self._latest
+        if step is not None and not step.is_followed:
             return step
-        return None if self._is_ambiguous else self._elsewhere
+        if latest is None or self._have_overlapped:
+            return None
+        # A call of another context: that context was waited for where it began with no step, as in `asyncio.wait_for`,
+        # or where it was of this thread, in which no event loop runs any more, as after `asyncio.run`.
+        has_come_back = latest.thread == threading.get_ident() and asyncio._get_running_loop() is None
+        return latest if step is None or has_come_back else None
 
-    def _here(self) -> Step | None:
+    def _inherited(self) -> Step | None:
         step = _step.get()
         return step if step is not None and step.steps is self else None
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, overload
 from agl_core.capture import context
 from agl_core.capture.reports import guarded, record_tool_result, tool_result_report
 from agl_core.capture.status import Decided, unknown_status
+from agl_core.capture.wrapping import routine_of, within
 from agl_core.errors import AgentError
 from agl_core.types import Identity
 
@@ -71,7 +72,7 @@ class Marker(Generic[R]):
 
     def __call__(self, function: F) -> F:
         """The function, each call of it one run. AgentError for a generator: it has no clear end."""
-        routine = _routine(function)
+        routine = routine_of(function)
         if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
             raise AgentError(
                 f"agl_core.{self._word} cannot mark {_name_of(function)}, which is a generator: "
@@ -91,25 +92,6 @@ def started(run: R, arguments: Callable[[], Any] = lambda: None) -> Iterator[R]:
         run.end(error)
         raise
     run.end(None)
-
-
-def within(enter: Callable[..., AbstractContextManager[_Run]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of functions, sync or async: each call is made inside `enter(*args, **kwargs)`, and is its result."""
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with enter(*args, **kwargs) as run:
-                run.result = function(*args, **kwargs)
-            return run.result
-
-        async def inside_async(*args: Any, **kwargs: Any) -> Any:
-            with enter(*args, **kwargs) as run:
-                run.result = await function(*args, **kwargs)
-            return run.result
-
-        return inside_async if inspect.iscoroutinefunction(_routine(function)) else inside
-
-    return wrap
 
 
 class AgentRun:
@@ -168,7 +150,7 @@ class ToolRun:
         if around is not None:
             step = around.steps.step() if around.steps is not None else None
             self._agent = around.identity.agent if step is None else step.agent
-            self._parent_span = around.identity.parent_span if around.steps is None else around.steps.span()
+            self._parent_span = around.identity.parent_span if around.steps is None else step.span if step else None
         if self._arguments is None:
             self._arguments = arguments()
         self._outer, self._started = context.current_step(), time.time()
@@ -241,11 +223,6 @@ def tool(tool: F | str, *, call_id: str | None = None, arguments: Any = None) ->
 
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _routine(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or the method by which an object is called."""
-    return function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
 from agl_core.capture.context import current_attempt
-from agl_core.capture.jsonable import jsonable
-from agl_core.capture.recording import Recording, describe_error
+from agl_core.capture.recording import Recording, describe_error, jsonable
 from agl_core.capture.status import Decided, status_of
 from agl_core.errors import AgentError
 from agl_core.types import Identity

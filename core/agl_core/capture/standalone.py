@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from agl_core.capture.jsonable import jsonable
-from agl_core.capture.recording import Recording
+from agl_core.capture.recording import Recording, jsonable
 from agl_core.capture.reports import Latest
 from agl_core.errors import EpisodesError
 from agl_core.types import (

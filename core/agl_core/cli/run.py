@@ -237,7 +237,7 @@ async def _launch(
     command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
 ) -> tuple[_Exit, Recording]:
     from agl_core.capture import Recording
-    from agl_core.capture.attach.environment import bootstrap_variables
+    from agl_core.capture.attaching import bootstrap_variables
     from agl_core.capture.recording import read_spool
     from agl_core.types import AttemptKey
     from agl_core.worker.environment import OTHER_KEY, attempt_variables

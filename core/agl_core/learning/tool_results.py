@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agl_core.capture.spans.tree import SPANS
+from agl_core.capture.spans import SPANS
 from agl_core.capture.status import UNCERTAIN, message_status, message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
 

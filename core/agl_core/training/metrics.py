@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from agl_core import private
-from agl_core.capture.jsonable import jsonable
+from agl_core.capture.recording import jsonable
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning import health_of, staleness
 from agl_core.learning.health import answer, has_failed, is_gibberish, is_refusal, is_repetitive, response_text

@@ -16,7 +16,7 @@ from typing import IO, Any
 import orjson
 
 from agl_core.capture import Recording
-from agl_core.capture.attach.environment import bootstrap_variables
+from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.errors import AgentError
 from agl_core.types import AttemptKey, Ending

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import orjson
 
 from agl_core.capture import Recording
-from agl_core.capture.jsonable import jsonable
+from agl_core.capture.recording import jsonable
 from agl_core.client.http import RefusedError
 from agl_core.errors import last_frames
 from agl_core.types import Ending, Json

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agl_core.capture.attach.environment import SITE, bootstrap_variables
-from agl_core.capture.attach.libraries import HTTP_LIBRARIES
+from agl_core.capture.attaching import SITE, bootstrap_variables
+from agl_core.capture.requests import HTTP_LIBRARIES
 from agl_core.testing.server import StackInThread, stack_in_thread
 from agl_core.types import AttemptKey
 
@@ -142,7 +142,7 @@ print(json.dumps("agl_core" in sys.modules))
 
 def test_the_bootstrap_knows_the_same_libraries_and_what_agl_imports() -> None:
     assert tuple(of_site("_SENDING")) == HTTP_LIBRARIES
-    program = f"import sys, agl_core.capture.attach.environment; print(*{FOREIGN})"
+    program = f"import sys, agl_core.capture.attaching; print(*{FOREIGN})"
     done = subprocess.run([sys.executable, "-S", "-c", _with_path(program)], capture_output=True, text=True, check=True)
     imported = {name for name in done.stdout.split() if not name.startswith(("_", "sitecustomize"))}
     assert imported - of_site("_NEEDED") == set()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.capture.spans.spans import Span, ToolExecution, see
+from agl_core.capture.spans import Span, ToolExecution, see
 
 AGENT, TOOL = {"openinference.span.kind": "AGENT"}, {"openinference.span.kind": "TOOL"}
 

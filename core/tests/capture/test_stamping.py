@@ -16,9 +16,8 @@ import pytest
 
 import agl_core
 from agl_core.capture import ActiveAttempt, Identity, Recording, identify, running
-from agl_core.capture.attach.libraries import stamp_library
-from agl_core.capture.attach.methods import Patches
-from agl_core.capture.attach.requests import Stamping
+from agl_core.capture.requests import Stamping, stamp_library
+from agl_core.capture.wrapping import Patches
 
 BASE = "http://127.0.0.1:8000"
 

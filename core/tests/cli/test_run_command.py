@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agl_core.capture.attach.environment import SITE, bootstrap_variables
+from agl_core.capture.attaching import SITE, bootstrap_variables
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.types import AttemptKey, Ending, Mode

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from agl_core.capture.spans.spans import Span
+from agl_core.capture.spans import Span
 from agl_core.server.errors import ApiError
 from agl_core.types import Json
 

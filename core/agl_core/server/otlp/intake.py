@@ -7,8 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from agl_core.capture.spans.spans import Span, see
-from agl_core.capture.spans.tree import SeenCall, SpanTree
+from agl_core.capture.spans import SeenCall, Span, SpanTree, see
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Source, ToolResult

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from starlette.requests import Request
 
-from agl_core.capture.spans.spans import Span
+from agl_core.capture.spans import Span
 from agl_core.server.gateway.attribution import attempt_of
 from agl_core.server.keys import Keys
 from agl_core.server.otlp.decoding import spans_of

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.trace import StatusCode, Tracer
 
-from agl_core.capture.spans.spans import see
-from agl_core.capture.spans.tree import SpanTree
+from agl_core.capture.spans import SpanTree, see
 from agl_core.errors import StoreError
 from agl_core.server.errors import ApiError
 from agl_core.server.otlp import decoding

@@ -1,5 +1,7 @@
-"""Where each HTTP library sends a request, so that what goes to the Lightning Server is stamped.
+"""Headers that say who calls, and for which attempt, on requests that HTTP libraries send to the Lightning Server.
 
+A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
+that sends it. Requests to any other host are left alone; those to a model API are counted, for agl does not see them.
 `requests` sends through urllib3, and `urllib.request` through `http.client`. A request that passes through several of
 them is stamped by the first.
 
@@ -11,19 +13,58 @@ how much of it was handed to the agent, so events are handed on one by one.
 from __future__ import annotations
 
 import functools
+import hashlib
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
+from urllib.parse import quote, urlsplit
 
-from agl_core.capture.attach.methods import Patches
-from agl_core.capture.attach.requests import Outgoing, Stamping, goes_to_the_server
-from agl_core.capture.context import current_attempt
+from agl_core.capture.context import (
+    ActiveAttempt,
+    Step,
+    current_attempt,
+    current_identity,
+    current_scope,
+    current_step,
+    packed_variables,
+)
 from agl_core.capture.recording import Recording
 from agl_core.capture.reports import report_problem
-from agl_core.wire.headers import HEADER_CALL, HEADER_ROLLOUT
+from agl_core.capture.wrapping import Patches, within
+from agl_core.types import Identity
+from agl_core.wire.headers import (
+    HEADER_AGENT,
+    HEADER_CALL,
+    HEADER_PARENT_SPAN,
+    HEADER_RETRY,
+    HEADER_ROLLOUT,
+    HEADER_STATE,
+)
 
+Resolver: TypeAlias = Callable[[], Identity | None]
+"""Asks a framework who makes the request that is being sent; None if it does not know."""
+
+_RETRY_COUNT = "x-stainless-retry-count"
+"""How the clients of OpenAI and Anthropic number the retries of a request, 0 first."""
+_MAX_HEADER = 512
+MODEL_CALL = re.compile(
+    r"/chat/completions$|/v1/(?:completions|responses)$|:(?:stream)?(?:G|g)enerateContent$|:(?:streamR|r)awPredict$"
+    r"|(?:anthropic\.com|localhost|127\.0\.0\.1|\[::1\])(?::\d+)?/(?:.*/)?messages$"
+    r"|\.azure\.com(?::\d+)?/.*/(?:completions|responses)$|cohere\.(?:com|ai)/v\d/chat$"
+    r"|amazonaws\.com(?::\d+)?/model/.*/(?:converse|invoke)(?:-stream|-with-response-stream)?$|:11434/api/(?:chat|generate)$"
+)
+"""Addresses, without their query, at which models are called: also those of servers of one's own.
+
+`messages` alone may be anybody's: it counts at Anthropic's host and on this machine.
+"""
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
 _STEP = "_agl_step"
 _END = b"\n\n"
@@ -31,34 +72,194 @@ _LAST = 2
 """Events at a stream's end that carry no part of the reply: its usage, and its end."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The latest first try of this context."""
+
+    marker: str
+    digest: bytes
+
+
+_sent: ContextVar[_Sent | None] = ContextVar("agl_sent", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request that a library is about to send."""
+
+    method: str
+    headers: MutableMapping[str, str]
+    """They are found by names in lower case. What is set here is sent."""
+    body: Callable[[], bytes | None] = lambda: None
+    """None if it cannot be known; it is asked for only of clients that number their retries."""
+
+
+class Stamping:
+    """Stamps the requests of the libraries that are patched."""
+
+    def __init__(self) -> None:
+        self.resolvers: list[Resolver] = []
+        """Asked where no adapter has entered an identity; in this order, the first answer counts."""
+
+    @contextmanager
+    def stamped(self, request: Outgoing) -> Iterator[None]:
+        """Stamp a request to the server (see `goes_to_the_server`), which is sent inside."""
+        step = self.stamp(request)
+        try:
+            yield
+        finally:
+            if step is not None:
+                step.end_call()
+
+    def stamp(self, request: Outgoing) -> Step | None:
+        """Stamp a request to the server; the step that it begins, if it begins one, which its reply has to end."""
+        active, step = current_attempt(), None
+        if active is None:
+            return None
+        try:
+            step = _begun_step(request)
+            request.headers.update(self._headers(request, active, step))
+            _authorize(request, active)
+        except Exception as error:
+            report_problem("Stamping a request", error)
+        return step
+
+    def _headers(self, request: Outgoing, active: ActiveAttempt, step: Step | None) -> dict[str, str]:
+        who = current_identity() or Identity()
+        if who.agent is None and who.parent_span is None:
+            who = self._resolved() or who
+        headers = {
+            HEADER_ROLLOUT: f"{active.rollout}/{active.attempt}",
+            HEADER_AGENT: who.agent,
+            HEADER_PARENT_SPAN: who.parent_span or (step and step.span),
+            HEADER_RETRY: _retry_marker(request),
+        }
+        stamped = {name: header_value(value) for name, value in headers.items() if value}
+        variables = packed_variables()
+        return {**stamped, HEADER_STATE: variables} if variables else stamped
+
+    def _resolved(self) -> Identity | None:
+        """The first answer that names an agent, else the first answer."""
+        answered: Identity | None = None
+        for resolver in self.resolvers:
+            try:
+                identity = resolver()
+            except Exception as error:
+                report_problem("Asking a framework who makes a call", error)
+                continue
+            if identity is not None and identity.agent is not None:
+                return identity
+            answered = answered or identity
+        return answered
+
+
+def header_value(text: str) -> str:
+    """Text as the value of a header; other characters than ASCII are percent-encoded (`urllib.parse.unquote`).
+
+    >>> header_value("write_query"), header_value("Übersetzer")
+    ('write_query', '%C3%9Cbersetzer')
+    """
+    return quote(text, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").strip()[:_MAX_HEADER]
+
+
+def goes_to_the_server(url: str) -> bool:
+    """Whether a request belongs to an attempt of this context: its URL is below the base URL of the server.
+
+    A call to a model API elsewhere is reported.
+    """
+    active = current_attempt()
+    if active is None:
+        return False
+    try:
+        if _is_below(url, active.base_url):
+            return True
+        if MODEL_CALL.search(address := _address(url)):
+            active.recording.bypassed(address)
+        return False
+    except ValueError as error:
+        report_problem("Reading the URL of a request", error)
+        return False
+
+
+def _is_below(url: str, base_url: str) -> bool:
+    found, base = urlsplit(url), urlsplit(base_url)
+    hosts = {"127.0.0.1" if each.hostname == "localhost" else each.hostname for each in (found, base)}
+    return (
+        found.scheme == base.scheme
+        and len(hosts) == 1
+        and (found.port or _DEFAULT_PORTS.get(found.scheme)) == (base.port or _DEFAULT_PORTS.get(base.scheme))
+        and (found.path.startswith(f"{base.path.rstrip('/')}/") or found.path == base.path)
+    )
+
+
+def _address(url: str) -> str:
+    """A URL without what may be secret in it: user, password and query."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2].removesuffix(f":{_DEFAULT_PORTS.get(parts.scheme)}")
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
+
+
+def _authorize(request: Outgoing, active: ActiveAttempt) -> None:
+    """Send the attempt's own key, whatever key the client has: one client may serve many attempts."""
+    if "x-api-key" in request.headers:
+        request.headers["x-api-key"] = active.api_key
+    request.headers["authorization"] = f"Bearer {active.api_key}"
+
+
+def _begun_step(request: Outgoing) -> Step | None:
+    """The step that a call begins, if its scope has steps; a retry stays in the step of its first try."""
+    scope = current_scope()
+    if scope is None or scope.steps is None or request.method != "POST":
+        return None
+    step = current_step()
+    is_retry = request.headers.get(_RETRY_COUNT, "0") != "0"
+    return (
+        step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin(scope.identity.agent)
+    )
+
+
+def _retry_marker(request: Outgoing) -> str | None:
+    """One value for a request and its retries, if the client numbers them; None if it cannot be known.
+
+    A client retries in the context of its first try, with the same body; nothing else counts as a retry.
+    """
+    count = request.headers.get(_RETRY_COUNT)
+    if count is None:
+        return None
+    body = request.body()
+    if body is None:
+        return None
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    if count == "0":
+        sent = _Sent(uuid.uuid4().hex, digest)
+        _sent.set(sent)
+        return sent.marker
+    first = _sent.get()
+    return first.marker if first is not None and first.digest == digest else None
+
+
 def stamp_library(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
     """Patch an HTTP library; doing it again changes nothing."""
     _INSTALL[library.__name__](library, stamping, patches)
 
 
+class _Reply:
+    result: Any = None
+
+
 def _httpx(library: ModuleType, stamping: Stamping, patches: Patches) -> None:
-    def stamping_send(send: _Send) -> _Send:
-        def stamped_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            if not goes_to_the_server(str(request.url)):
-                return send(client, request, *args, **kwargs)
-            with stamping.stamped(_of_httpx(request)):
-                response = send(client, request, *args, **kwargs)
-            return _watched(library, response)
+    @contextmanager
+    def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[_Reply]:
+        reply = _Reply()
+        if not goes_to_the_server(str(request.url)):
+            yield reply
+            return
+        with stamping.stamped(_of_httpx(request)):
+            yield reply
+        reply.result = _watched(library, reply.result)
 
-        return stamped_send
-
-    def stamping_async_send(send: _Send) -> _Send:
-        async def stamped_async_send(client: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            if not goes_to_the_server(str(request.url)):
-                return await send(client, request, *args, **kwargs)
-            with stamping.stamped(_of_httpx(request)):
-                response = await send(client, request, *args, **kwargs)
-            return _watched(library, response)
-
-        return stamped_async_send
-
-    patches.replace(library.Client, "send", stamping_send)
-    patches.replace(library.AsyncClient, "send", stamping_async_send)
+    for client in (library.Client, library.AsyncClient):
+        patches.replace(client, "send", within(sending))
     _poll_when_used(import_module(library.__name__.replace("httpx", "httpcore")), patches)
 
 

@@ -1,4 +1,4 @@
-"""Wrapping functions of frameworks and libraries, where they have no hook; what they do stays as it is."""
+"""Watching methods of a class and of all its subclasses, the user's own included, while they run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
-from agl_core.capture.reports import report_problem
+from agl_core.capture import report_problem
 
 
 class Watch:
@@ -23,50 +23,6 @@ class Watch:
 
     def closed(self, error: Exception | None) -> None:
         """The method came to its end, or raised. It is not called when the run was cancelled or left early."""
-
-
-def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function `name` of a module, class or object by `wrap` of it; a second time changes nothing.
-
-    >>> import types
-    >>> tools = types.SimpleNamespace(add=lambda a, b: a + b)
-    >>> for _ in range(2):
-    ...     wrap_once(tools, "add", lambda add: lambda *numbers: 10 * add(*numbers))
-    >>> tools.add(1, 2)
-    30
-    """
-    function = getattr(owner, name)
-    if not hasattr(function, _WRAPPED):
-        wrapped = functools.wraps(function)(wrap(function))
-        setattr(wrapped, _WRAPPED, True)
-        setattr(owner, name, wrapped)
-
-
-_WRAPPED = "_agl_wrapped"
-"""Marks a function that `wrap_once` made; `functools.wraps` copies the mark to wrappers around it."""
-
-
-class Patches:
-    """Functions of modules and classes that are replaced until `restore`."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, str], tuple[Any, Any]] = {}
-        """The original and what replaced it, by owner and name."""
-
-    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Replace the function `name` of `owner` by `wrap` of it; a second time changes nothing."""
-        if (owner, name) not in self._made:
-            original = getattr(owner, name)
-            patched = functools.wraps(original)(wrap(original))
-            setattr(owner, name, patched)
-            self._made[owner, name] = original, patched
-
-    def restore(self) -> None:
-        """Put the originals back, except where somebody else has replaced the function since."""
-        for (owner, name), (original, patched) in self._made.items():
-            if getattr(owner, name) is patched:
-                setattr(owner, name, original)
-        self._made.clear()
 
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]

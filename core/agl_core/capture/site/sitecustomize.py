@@ -116,7 +116,7 @@ class _Attaching:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         try:
-            from agl_core.capture.attach.environment import attach_to_attempt
+            from agl_core.capture.attaching import attach_to_attempt
 
             attach_to_attempt(os.environ)
         except Exception as error:

@@ -1,1 +1,0 @@
-"""Attaching to agents without a change to their code."""

@@ -1,1 +1,0 @@
-"""OpenTelemetry spans, in any vocabulary."""
