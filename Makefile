@@ -195,7 +195,7 @@ docs: install ## Write the generated pages of docs/ anew
 	@$(BIN)/python -m tests.conformance.make_page
 
 screenshots: install ## Take the pictures of docs/pictures in Chromium, of a short training (some minutes)
-	@$(BIN)/python docs/make_screenshots.py
+	@PYTHONPATH=tests/support $(BIN)/python docs/make_screenshots.py
 
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml

@@ -1,9 +1,10 @@
 """For all tests of the repository: how many examples are drawn, how long a test may take, and one thread a process.
 
-What tests of several packages share is public, in `agl_core.testing`. What one package's tests share lies beside them
-and is imported relatively (`from .road import …`, `from ..posting import …`). This needs no `__init__.py`, because
-pytest names each test module by its path. A module that is a script too is run by its name, for instance with
-`python -m tests.faults.nightly`; `tests/__init__.py` is for these. No test adds to `sys.path`.
+What tests of several packages share is public, in `agl_core.testing`, or, if plugin authors do not need it, in
+`tests/support`. What one package's tests share lies beside them and is imported relatively (`from .road import …`,
+`from ..posting import …`). This needs no `__init__.py`, because pytest names each test module by its path. A module
+that is a script too is run by its name, for instance with `python -m tests.faults.nightly`; `tests/__init__.py` is for
+these. No test adds to `sys.path`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from agl_core.testing.clients import certificates_read_once
+from testing_aids import certificates_read_once
 
 VERL = Path(__file__).parent / "algorithms" / "verl"
 

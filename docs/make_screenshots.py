@@ -1,5 +1,6 @@
 """Makes the pictures in docs/pictures: the pages of a short run of examples/calc, as Chromium shows them.
 
+    export PYTHONPATH=tests/support                # for the browser
     python docs/make_screenshots.py                # trains for some minutes
     python docs/make_screenshots.py runs/calc      # of a run that is there
 
@@ -16,11 +17,11 @@ import tempfile
 from pathlib import Path
 
 import httpx
+from chromium import CHROMIUM, MISSING, Page, opened
 
 from agl_core.analysis.filters import Query
 from agl_core.analysis.groups import Group, find_groups
 from agl_core.analysis.runs import open_store, read_entry
-from agl_core.testing.browser import CHROMIUM, MISSING, Page, opened
 from agl_core.types import Mode
 from agl_view.serving import shown_beside
 

@@ -42,7 +42,7 @@ from tables import machine, table, write
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.server.http.event_loop import run
 from agl_core.types import AttemptKey
-from agl_core.worker.environment import client_variables
+from agl_core.worker.agent import client_variables
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = "tests/benchmarks"

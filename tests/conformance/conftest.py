@@ -10,10 +10,12 @@ from types import ModuleType
 import pytest
 import pytest_asyncio
 
-from agl_core.testing.adapters.bench import Bench, running_bench
+from agl_core.testing.adapters.catalogue import cells
 from agl_core.testing.adapters.driver import Driver
-from agl_core.testing.adapters.matrix import cells, pairwise
-from agl_core.testing.clients import fast_clients
+from agl_core.testing.adapters.playing import Bench, running_bench
+
+from ..support.testing_aids import fast_clients
+from .page import pairwise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,7 @@ import openai
 
 import agl_core.capture
 from agl_core.testing.adapters import CHAT, Driver, Gap, InexpressibleError
-from agl_core.testing.adapters.tools import TOOLS
+from agl_core.testing.adapters.catalogue import TOOLS
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agl_core.testing.adapters.catalogue import SCENARIOS
-from agl_core.testing.adapters.driver import Driver
-from agl_core.testing.adapters.matrix import Cell, cells
+from agl_core.testing.adapters.catalogue import SCENARIOS, cells
+from agl_core.testing.adapters.driver import Cell, Driver
 
 _HEAD = """# Conformance
 
@@ -56,10 +56,10 @@ Then the matrix is your driver's alone. A driver is one class; this one is `test
 {example}```
 
 `build` makes the agents as a user of your framework would, from `scenario.agents`. Each agent has a `prompt` (the
-scripted model recognises the agent by it), `tools` (functions in `agl_core.testing.adapters.tools.TOOLS`), `experts`
-(agents called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). All agents are
-answered by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is set. What
-`build` returns is awaited once for each rollout, inside it.
+scripted model recognises the agent by it), `tools` (functions in `TOOLS` of `agl_core.testing.adapters.catalogue`),
+`experts` (agents called as tools, by their name, with one argument `task`) and `handoffs` (`transfer_to_NAME`). All
+agents are answered by a model client for `setting.api` at `setting.base_url`, which streams if `setting.streaming` is
+set. What `build` returns is awaited once for each rollout, inside it.
 
 In the form `attach`, all installed adapters are attached, including yours if it is registered as a plugin. Name your
 one-line forms in `forms`, and use the form that `setting.form` names. If your framework cannot express a scenario,
@@ -149,3 +149,28 @@ def _shown(played: Sequence[Cell], gaps: dict[str, int]) -> str:
             reason = f"Form `{cell.form}`: {cell.gap}" if several else cell.gap
             texts[f"gap {gaps.setdefault(reason, len(gaps) + 1)}"] = None
     return ", ".join(texts)
+
+
+def pairwise(cells: Sequence[Cell]) -> set[str]:
+    """The names of few cells in which every pair is played that is played in any: scenario and API, driver and form, …
+
+    A gap plays nothing, and is not chosen.
+    """
+    pairs = {str(cell): _pairs(cell) for cell in cells if cell.gap is None}
+    left, chosen = set().union(*pairs.values()), set()
+    while left:
+        best = max(pairs, key=lambda name: len(pairs[name] & left))
+        chosen.add(best)
+        left -= pairs.pop(best)
+    return chosen
+
+
+def _pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
+    values = {
+        "scenario": str(cell.scenario),
+        "driver": cell.driver.name,
+        "api": cell.api,
+        "streaming": cell.streaming,
+        "form": cell.form,
+    }
+    return set(itertools.combinations(values.items(), 2))

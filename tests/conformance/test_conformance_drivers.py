@@ -15,8 +15,8 @@ import pytest
 
 import agl_core.capture
 from agl_core.capture import current_attempt, tool_result_report
+from agl_core.testing.adapters.catalogue import cells
 from agl_core.testing.adapters.driver import Driver, Gap
-from agl_core.testing.adapters.matrix import cells
 
 from .example_driver import TinyDriver
 

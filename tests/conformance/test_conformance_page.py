@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from agl_core.testing.adapters.catalogue import SCENARIOS
+from agl_core.testing.adapters.catalogue import SCENARIOS, cells
 from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES
-from agl_core.testing.adapters.matrix import cells, pairwise
 
 from .apart import APART
 from .drivers import DRIVERS
-from .page import render
+from .page import pairwise, render
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from agl_core.testing.privacy import only_this_machine
+from ..support.testing_aids import only_this_machine
 
 
 def test_another_machine_is_not_found_and_fails_the_test_even_if_the_framework_hides_it() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.testing.browser import CHROMIUM, MISSING, Page, opened
-
+from ..support.chromium import CHROMIUM, MISSING, Page, opened
 from .conftest import ROOT
 
 pytestmark = [pytest.mark.storm, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]

@@ -21,7 +21,7 @@ from agl_core.errors import ConfigError
 from agl_core.learning import score
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.testing.http import served
+from agl_core.testing.upstream import served
 from agl_core.training.rollouts.episodes import scoring_rules
 from agl_core.training.run_folder import make_run_dir
 from agl_core.types import (

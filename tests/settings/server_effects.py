@@ -19,7 +19,7 @@ from agl_core.cli.shared.screen import Screen
 from agl_core.cli.shared.viewing import shown
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
-from agl_core.testing.http import served
+from agl_core.testing.upstream import served
 from agl_core.training.progress import Silent
 from agl_core.training.run_folder import new_run_dir
 from agl_core.training.server import local_server

@@ -16,7 +16,7 @@ from agl_autogen import plugin
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import RunningAttempt, Stack, attached_stack
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.agent import PLACEHOLDER_KEY
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.teams import RoundRobinGroupChat
-from autogen_core import EVENT_LOGGER_NAME, Image
+from autogen_core import Image
 from autogen_core.models import (
     AssistantMessage,
     CreateResult,
@@ -151,15 +150,6 @@ async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(world: Any, 
     assert recorded.transitions() == []
     assert await trial.agents() == ["solver"]
     assert [o.tool for o in trial.tool_results] == ["add"]
-
-
-async def test_the_users_logging_is_left_alone(endpoint: Any, model_client: Any) -> None:
-    events = logging.getLogger(EVENT_LOGGER_NAME)
-    before = (events.level, list(events.handlers), list(events.filters))
-    with record() as recorded:
-        await AssistantAgent("solver", model_client(endpoint.url, **SETTINGS)).run(task="hello")
-    assert recorded.transitions()[0].has_ids
-    assert (events.level, list(events.handlers), list(events.filters)) == before
 
 
 async def test_what_comes_after_the_block_is_not_kept(endpoint: Any, model_client: Any) -> None:

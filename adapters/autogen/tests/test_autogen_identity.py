@@ -23,7 +23,7 @@ from autogen_core.models import SystemMessage, UserMessage
 
 from agl_core.capture import current_identity
 from agl_core.testing.scripts import CallTools, Fail, Hold, Say
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.agent import PLACEHOLDER_KEY
 
 QUESTION = [TextMessage(content="hello", source="user")]
 

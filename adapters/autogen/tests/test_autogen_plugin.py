@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_aids import blocks, run_snippets
+
+from agl_core.testing.scripts import CallTools, Say
 
 AGENT = """
     import asyncio
@@ -86,3 +90,18 @@ async def test_autogens_core_does_without_the_rest(trial: Any) -> None:
         import autogen_agentchat.teams
     """
     assert await run(trial, START, program) == []
+
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+async def test_the_snippets(
+    world: Any, trial: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", world.stack.url(trial.key))
+    monkeypatch.setenv("OPENAI_API_KEY", world.stack.key(trial.key))
+    world.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+    assert len(blocks(README, "python")) == 2
+    # The snippets start an event loop of their own.
+    await asyncio.to_thread(run_snippets, README)
+    assert capsys.readouterr().out == blocks(README)[-1]

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
-from autogen_agentchat.base import Response
-from autogen_agentchat.messages import BaseChatMessage, TextMessage, ToolCallExecutionEvent
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.messages import ToolCallExecutionEvent
 from autogen_core import AgentId, CancellationToken, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
 from autogen_core.models import UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
 from autogen_core.tools import (
     FunctionTool,
     StaticWorkbench,
+    TextResultContent,
+    ToolOverride,
+    ToolResult,
+    ToolSchema,
+    Workbench,
 )
+from autogen_ext.tools.mcp import McpWorkbench, StdioServerParams
 from pydantic import BaseModel
 
 import agl_autogen.agents
@@ -56,48 +61,6 @@ async def test_arguments_that_are_no_json(world: Any, trial: Any) -> None:
     (tool_result,) = trial.tool_results
     assert (tool_result.tool, tool_result.status, tool_result.arguments) == ("add", ToolStatus.ERROR, "{a")
     assert tool_result.tool_call_id == "call_broken"
-
-
-class ReAct(BaseChatAgent):
-    """Asks the model once and runs a tool by the text of the answer: there are no tool call ids."""
-
-    def __init__(self, client: Any, tool: FunctionTool, arguments: Mapping[str, Any]) -> None:
-        super().__init__("react", "")
-        self._client, self._tool, self._arguments = client, tool, arguments
-
-    @property
-    def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
-        return (TextMessage,)
-
-    async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: Any) -> Response:
-        await self._client.create([UserMessage(content="hello", source="user")])
-        found = await self._tool.run_json(self._arguments, cancellation_token)
-        return Response(chat_message=TextMessage(content=str(found), source=self.name))
-
-    async def on_reset(self, cancellation_token: Any) -> None: ...
-
-
-async def test_a_tool_that_calls_another_handles_its_failure(world: Any, trial: Any) -> None:
-    inner = FunctionTool(broken, "Fail.")
-
-    async def careful() -> str:
-        """Try."""
-        try:
-            return str(await inner.run_json({}, CancellationToken()))
-        except ValueError:
-            return "handled"
-
-    world.upstream.script(CallTools([("careful", {})]))
-    with trial.running():
-        await AssistantAgent("solver", world.client(), tools=[careful]).run(task="hello")
-        await ReAct(world.client(), FunctionTool(careful, "Try."), {}).run(task="hello")
-    for transition in (await trial.close()).transitions:
-        (joined,) = transition.tool_results
-        assert (joined.tool, joined.status, joined.result) == ("careful", ToolStatus.OK, "handled")
-    assert Counter((o.tool, str(o.status)) for o in trial.tool_results) == {
-        ("careful", "ok"): 2,
-        ("broken", "error"): 2,
-    }
 
 
 @dataclass
@@ -207,3 +170,83 @@ async def test_an_adapter_that_fails_does_not_break_the_agent(
     assert "Watching AssistantAgent.on_messages failed: KeyError" in problems
     assert "item failed: KeyError" in problems
     assert await trial.agents() == [None]
+
+
+async def test_an_override_goes_by_the_name_that_the_model_knows(run: Any) -> None:
+    tool = FunctionTool(add, "Add.")
+    workbench = StaticWorkbench([tool], tool_overrides={"add": ToolOverride(name="plus")})
+    (tool_result,) = await run(("plus", {"a": 1, "b": 2}), workbench=workbench)
+    assert (tool_result.tool, tool_result.result) == ("plus", "3")
+
+
+class Remote(Workbench):
+    """A workbench whose tools are elsewhere, as those of an MCP server are."""
+
+    def __init__(self, result: str | Exception, is_error: bool = False) -> None:
+        self._result, self._is_error = result, is_error
+
+    async def list_tools(self) -> list[ToolSchema]:
+        return [ToolSchema(name="fetch", description="Fetch.")]
+
+    async def call_tool(
+        self, name: str, arguments: Any = None, cancellation_token: Any = None, call_id: str | None = None
+    ) -> ToolResult:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return ToolResult(name=name, result=[TextResultContent(content=self._result)], is_error=self._is_error)
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def reset(self) -> None: ...
+    async def save_state(self) -> Mapping[str, Any]:
+        return {}
+
+    async def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+MCP_SERVER = """
+from mcp.server.fastmcp import FastMCP
+
+server = FastMCP("test")
+
+@server.tool()
+def double(number: int) -> int:
+    return 2 * number
+
+@server.tool()
+def refuse() -> str:
+    raise ValueError("refused")
+
+server.run()
+"""
+
+
+async def test_the_tools_of_an_mcp_server(run: Any) -> None:
+    parameters = StdioServerParams(command=sys.executable, args=["-c", MCP_SERVER], read_timeout_seconds=60)
+    async with McpWorkbench(parameters) as workbench:
+        told = await run(("double", {"number": 21}), ("refuse", {}), workbench=workbench)
+    doubled, refused = sorted(told, key=lambda tool_result: tool_result.tool)
+    assert (doubled.tool, doubled.status, doubled.result) == ("double", ToolStatus.OK, "42")
+    assert (refused.tool, refused.status) == ("refuse", ToolStatus.ERROR)
+    assert "refused" in refused.result
+
+
+@pytest.mark.parametrize(
+    ("text", "is_error", "status"),
+    [
+        ("Error: said the page", False, ToolStatus.ERROR),
+        ("no such page", True, ToolStatus.ERROR),
+    ],
+)
+async def test_a_workbench_of_the_users_own(text: str, is_error: bool, status: ToolStatus, run: Any) -> None:
+    (tool_result,) = await run(("fetch", {"url": "x"}), workbench=Remote(text, is_error))
+    assert (tool_result.tool, tool_result.status, tool_result.result) == ("fetch", status, text)
+
+
+async def test_a_workbench_that_raises_is_recorded_and_still_raises(trial: Any) -> None:
+    with trial.running(), pytest.raises(ConnectionError, match="gone"):
+        # Not in an AssistantAgent: AutoGen 0.7.5 waits forever for a workbench that raises.
+        await Remote(ConnectionError("gone")).call_tool("fetch", {}, call_id="c1")
+    assert [(o.tool, str(o.status), o.error) for o in trial.tool_results] == [
+        ("fetch", "error", "ConnectionError: gone")
+    ]

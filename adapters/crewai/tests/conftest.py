@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testing_aids import NO_TELEMETRY, only_this_machine
 
 from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.privacy import NO_TELEMETRY, only_this_machine
 
 # Before a test imports CrewAI.
 os.environ.update(NO_TELEMETRY)

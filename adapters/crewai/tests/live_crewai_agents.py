@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from crewai import LLM, Agent, Crew, Process, Task
 from crewai.tools import BaseTool, tool
+from testing_aids import tools_by_call
 
-from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack, attached_stack
 from agl_core.types import Episode
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_crewai import plugin
 
 

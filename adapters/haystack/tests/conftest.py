@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from testing_aids import NO_TELEMETRY
 
 from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.privacy import NO_TELEMETRY
 from agl_core.testing.server import RunningAttempt, Stack, attached_stack
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.agent import PLACEHOLDER_KEY
 
 os.environ.update(NO_TELEMETRY)
 

@@ -10,9 +10,8 @@ import pytest
 from haystack import Pipeline, tracing
 from haystack.dataclasses import ChatMessage
 from haystack.tracing.tracer import NullTracer, Span, Tracer
+from testing_aids import blocks, run_snippets, weather
 
-from agl_core.testing.adapters.tools import weather
-from agl_core.testing.readme import blocks, run_snippets
 from agl_core.testing.scripts import CallTools, Say
 
 README = Path(__file__).parent.parent / "README.md"

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import operator
+import threading
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
+import openai
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import before_model
+from langchain_core.messages import AnyMessage
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.graph.message import add_messages
 from langgraph.prebuilt import create_react_agent
 from langgraph.types import Send
 from pydantic import BaseModel
 
-from agl_core.capture import running
-from agl_core.testing.scripts import CallTools, Say
-
-from .identity_cases import QUESTION, overlapping
+import agl_core
+from agl_core.capture import current_identity, running, unpack_variables
+from agl_core.testing.scripts import CallTools, Received, Say, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 
@@ -160,3 +166,115 @@ def test_parallel_nodes_and_send(asynchronous: bool, config: Any, server: Any, a
     with running(attempt()):
         asyncio.run(agent.ainvoke(value, config)) if asynchronous else agent.invoke(value, config)
     assert Counter(server.agents()) == {"left": 1, "right": 1, "mapped": 3}
+
+
+def test_the_openai_client_called_in_a_node(config: Any, server: Any, attempt: Any) -> None:
+    client = openai.OpenAI()
+
+    def raw(state: MessagesState) -> Any:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "raw"}])
+        return {"messages": []}
+
+    graph = StateGraph(MessagesState).add_node("raw", raw).add_edge(START, "raw").compile()
+    with running(attempt()):
+        graph.invoke(QUESTION, config)
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "outside"}])
+    assert [(request.said, request.agent) for request in server.received] == [("raw", "raw"), ("outside", None)]
+
+
+def test_identity_does_not_leak_from_one_call_to_the_next(config: Any, server: Any, attempt: Any) -> None:
+    async def both() -> None:
+        await create_agent(ChatOpenAI(model="m"), name="first").ainvoke(QUESTION, config)
+        await ChatOpenAI(model="m").ainvoke("alone", config)
+        create_agent(ChatOpenAI(model="m"), name="second").invoke(QUESTION, config)
+        await openai.AsyncOpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "raw"}])
+
+    with running(attempt()):
+        asyncio.run(both())
+    assert server.agents() == ["first", None, "second", None]
+
+
+def test_a_stream_that_is_left_early_leaves_no_identity(config: Any, server: Any, attempt: Any) -> None:
+    async def leave() -> None:
+        chunks = create_agent(ChatOpenAI(model="m"), name="cut").astream(QUESTION, config, stream_mode="messages")
+        async for _ in chunks:
+            break
+        await chunks.aclose()
+        assert current_identity() is None
+
+    with running(attempt()):
+        for _ in ChatOpenAI(model="m").stream("hello", config):
+            break
+        assert current_identity() is None
+        asyncio.run(leave())
+    assert server.agents() == [None, "cut"]
+
+
+class QueryDraft(TypedDict):
+    messages: Annotated[list[AnyMessage], add_messages]
+    query: str
+    attempts: int
+
+
+@dataclass
+class QueryObject:
+    messages: Annotated[list[AnyMessage], add_messages] = field(default_factory=list)
+    query: str = ""
+    attempts: int = 0
+
+
+def states(server: Any) -> list[Mapping[str, Any] | None]:
+    return [unpack_variables(request.headers.get("x-agl-state")) for request in server.received]
+
+
+@pytest.mark.parametrize("schema", [QueryDraft, QueryObject])
+def test_each_call_carries_the_channels_that_its_node_starts_from(
+    schema: Any, server: Any, attempt: Any, config: dict[str, Any]
+) -> None:
+    llm = ChatOpenAI(model="m")
+
+    def write(state: Any) -> dict[str, Any]:
+        # A chain inside the node has inputs of its own, which are no channel values.
+        reply = (RunnableLambda(lambda text: f"write {text}") | llm).invoke("it")
+        return {"messages": [reply], "query": "SELECT 1", "attempts": 1}
+
+    def check(state: Any) -> dict[str, Any]:
+        agl_core.state(attempts="two", verdict="unknown")
+        return {"messages": [llm.invoke("check")]}
+
+    graph = StateGraph(schema)
+    graph.add_node("write", write)
+    graph.add_node("check", check)
+    graph.add_edge(START, "write")
+    graph.add_edge("write", "check")
+    graph.add_edge("check", END)
+    with running(attempt()):
+        graph.compile().invoke({"messages": [], "query": "none", "attempts": 0}, config)
+        llm.invoke("afterwards", config)
+    assert states(server) == [
+        {"query": "none", "attempts": 0},
+        {"query": "SELECT 1", "attempts": "two", "verdict": "unknown"},
+        None,
+    ]
+
+
+def test_an_agent_without_channels_of_its_own_has_no_state(server: Any, attempt: Any, config: dict[str, Any]) -> None:
+    from langchain.agents import create_agent
+
+    with running(attempt()):
+        create_agent(ChatOpenAI(model="m"), []).invoke({"messages": [{"role": "user", "content": "a"}]}, config)
+    assert states(server) == [None]
+
+
+QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def overlapping(server: Any, parties: int) -> None:
+    """No request is answered before `parties` of them have arrived."""
+    barrier, reply = threading.Barrier(parties), server.answer
+
+    def script(received: Received) -> Step:
+        barrier.wait(20)
+        return reply(received)
+
+    server.answer = script

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_aids import blocks, run_snippets
 
 from agl_core.testing.scripts import CallTools, Say, in_turn
 
@@ -81,3 +83,14 @@ def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(s
         assert transition.response["content"] == "hi"
     """
     run(program, server)
+
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_snippets(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
+    assert len(blocks(README, "python")) == 3
+    names = run_snippets(README)
+    assert names["result"]["messages"][-1].content == "3"
+    assert capsys.readouterr().out == blocks(README)[-1]

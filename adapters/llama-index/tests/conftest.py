@@ -10,7 +10,7 @@ import pytest
 
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.server import RunningAttempt, Stack, attached_stack
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.agent import PLACEHOLDER_KEY
 
 
 @dataclass

@@ -18,10 +18,9 @@ from llama_index.core.workflow import (
     step,
 )
 from pydantic import BaseModel
+from testing_aids import blocks, run_snippets, weather
 from workflows.errors import WorkflowCancelledByUser
 
-from agl_core.testing.adapters.tools import weather
-from agl_core.testing.readme import blocks, run_snippets
 from agl_core.testing.scripts import CallTools, Say, by_agent, in_turn
 
 README = Path(__file__).parent.parent / "README.md"

@@ -139,16 +139,6 @@ def test_an_agent_that_crashes(run_briefly: Any, processor: AglProcessor, no_ret
     assert (finished.ending, len(finished.transitions)) == (Ending.FINISHED, 1)
 
 
-def test_only_the_latest_traces_are_kept(run_briefly: Any, detached: None, server: Any) -> None:
-    processor = AglProcessor(keep=2)
-    agents.set_trace_processors([processor])
-    for question in ("a", "b", "c"):
-        run_briefly(solver(), question)
-    assert [t.messages[1]["content"] for t in processor.transitions()] == ["b", "c"]
-    processor.clear()
-    assert processor.episodes() == []
-
-
 def test_what_is_not_in_the_trace_is_not_made_up(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
     run_briefly(solver(), "hello", run_config=RunConfig(trace_include_sensitive_data=False))
     run_briefly(solver(), "hello", run_config=RunConfig(tracing_disabled=True))

@@ -132,12 +132,6 @@ def test_a_tool_that_does_not_exist(run_briefly: Any, attached: None, server: An
     assert (tool_result.arguments, tool_result.agent) == ({"a": 1}, "solver")
 
 
-def test_a_tool_that_does_not_exist_and_the_model_is_told(tool_results: Any) -> None:
-    config = RunConfig(tool_not_found_behavior="return_error_to_model")
-    found = tool_results(("c1", "add", {"a": 1, "b": 2}), ("c2", "divide", {}), tools=[add], config=config)
-    assert sorted((o.tool_call_id, str(o.status)) for o in found) == [("c1", "ok"), ("c2", "error")]
-
-
 def test_a_tool_whose_guardrail_answers_in_its_place(tool_results: Any) -> None:
     @tool_input_guardrail
     def never(data: Any) -> agents.ToolGuardrailFunctionOutput:
@@ -160,26 +154,6 @@ def test_a_tool_that_calls_a_failing_tool_by_itself_has_not_failed(tool_results:
 
     (tool_result,) = tool_results(("c1", "careful", {}), tools=[careful])
     assert (tool_result.tool, tool_result.status) == ("careful", ToolStatus.OK)
-
-
-def test_an_agent_used_as_a_tool_that_fails(run_briefly: Any, attached: None, server: Any, attempt: Any) -> None:
-    expert = Agent(name="expert", instructions="expert", model="m", tools=[broken])
-    boss = Agent(
-        name="boss", instructions="boss", model="m", tools=[expert.as_tool("consult", "Ask the expert.", max_turns=1)]
-    )
-    server.answer = by_agent(
-        boss=in_turn(CallTools([("consult", {"input": "why"}, "c1")]), Say("done")),
-        expert=lambda seen: CallTools([("broken", {}, f"e{seen.turns}")]),
-    )
-    active = attempt()
-    with running(active):
-        run_briefly(boss, "hello")
-    assert [
-        (o.agent, o.tool_call_id, str(o.status), o.error.partition(":")[0]) for o in active.recording.tool_results
-    ] == [
-        ("expert", "e0", "error", "ValueError"),
-        ("boss", "c1", "error", "MaxTurnsExceeded"),
-    ]
 
 
 def test_an_agent_used_as_a_tool_that_waits_for_approval_has_no_tool_result_yet(

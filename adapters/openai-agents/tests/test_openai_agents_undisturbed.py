@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import agents
 import pytest
-from agents import RunConfig, function_tool
+from agents import Agent, RunConfig, function_tool
+from agents.tracing.processors import BatchTraceProcessor
+from testing_aids import blocks, run_snippets
 
+import agl_openai_agents
 from agl_core.capture import running
 from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_openai_agents import runs
@@ -101,3 +108,97 @@ def test_a_version_of_the_sdk_without_one_of_the_functions(
         run_briefly(solver(add), "hello")
     assert [o.result for o in active.recording.tool_results] == [3]
     assert server.agents() == ["solver", "solver"]
+
+
+SOLVER = Agent(name="solver", model="m")
+
+
+def sent(exports: Any) -> int:
+    agents.flush_traces()
+    return len(exports.items)
+
+
+def test_nothing_of_a_rollout_is_sent(run_briefly: Any, observed: Any, server: Any, attempt: Any, exports: Any) -> None:
+    with running(attempt()):
+        run_briefly(SOLVER, "hello")
+    assert sent(exports) == 0
+
+
+def test_outside_rollouts_it_goes_on_as_before(
+    run_briefly: Any, detached: None, server: Any, attempt: Any, exports: Any
+) -> None:
+    run_briefly(SOLVER, "hello")
+    before = sent(exports)
+    agl_openai_agents.attach()
+    with running(attempt()):
+        run_briefly(SOLVER, "hello")
+    run_briefly(SOLVER, "hello")
+    assert sent(exports) == 2 * before
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_users_own_processors_stay(
+    when: str, run_briefly: Any, detached: None, server: Any, attempt: Any, exports: Any
+) -> None:
+    own = type(exports)()
+    if when == "after":
+        agl_openai_agents.attach()
+    agents.add_trace_processor(BatchTraceProcessor(own))
+    if when == "before":
+        agl_openai_agents.attach()
+    with running(attempt()):
+        run_briefly(SOLVER, "hello")
+    assert sent(exports) == 0
+    assert len(own.items) > 0
+
+
+def run(program: str, *arguments: str, folder: Path | None = None) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unmodified_agent_is_seen_after_agl_attaches(server: Any) -> None:
+    program = """
+        import sys
+        import agl_core
+        from agl_core.capture import ActiveAttempt, Recording, running
+
+        attachment = agl_core.attach()
+        assert "agents" not in sys.modules
+
+        from agents import Agent, Runner
+
+        with running(ActiveAttempt("r1", 0, sys.argv[1], "key", Recording())):
+            Runner.run_sync(Agent(name="solver", model="m"), "hello")
+        assert not attachment.failed
+    """
+    run(program, server.root)
+    assert [(request.rollout, request.agent) for request in server.received] == [("r1/0", "solver")]
+
+
+def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text("names = ['alice']\n")
+    program = """
+        import logging, sys
+        import agl_core
+
+        logging.basicConfig(stream=sys.stdout)
+        attachment = agl_core.attach()
+        import agents
+
+        assert agents.names == ["alice"]
+        assert not attachment.failed, attachment.failed
+    """
+    run(program, folder=tmp_path)
+
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_snippets(use: str, detached: None, server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
+    assert len(blocks(README, "python")) == 3
+    names = run_snippets(README)
+    assert names["result"].final_output == "3"
+    assert capsys.readouterr().out == blocks(README)[-1]

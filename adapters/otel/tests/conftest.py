@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from testing_aids import instrumenting
 
 import agl_core
 from agl_core.testing.fixtures import no_problems  # noqa: F401
-from agl_core.testing.instrumenting import instrumenting
 from agl_core.testing.server import Stack, running_stack
 from agl_otel import plugin, watching
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from typing import Any
 
 import pytest
 from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
-from opentelemetry import context, trace
+from opentelemetry import trace
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
@@ -132,33 +130,6 @@ async def test_the_processor_alone_names_agents(stack: Any) -> None:
     episode = await attempt.close()
     assert [t.agent for t in episode.transitions] == ["solver", "solver"]
     assert [[str(o.status) for o in t.tool_results] for t in episode.transitions] == [["ok"], []]
-
-
-async def test_work_that_goes_on_after_its_span_and_in_a_thread(
-    attached: None, stack: Any, provider: TracerProvider
-) -> None:
-    tracer, attempt, client = provider.get_tracer("agent"), await stack.attempt(), stack.client()
-    ended = asyncio.Event()
-
-    async def later() -> None:
-        await ended.wait()
-        await ask(client)
-
-    def in_thread(carried: context.Context) -> None:
-        context.attach(carried)
-        tracer.start_span("add", attributes=tool("c1")).end()
-
-    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent("solver")):
-        with tracer.start_as_current_span("step"):
-            task = asyncio.create_task(later())
-            thread = threading.Thread(target=in_thread, args=(context.get_current(),))
-            thread.start()
-        ended.set()
-        await task
-        thread.join()
-    episode = await attempt.close()
-    assert [t.agent for t in episode.transitions] == ["solver"]
-    assert [(o.tool_call_id, o.agent) for o in episode.unjoined] == [("c1", "solver")]
 
 
 async def test_a_global_provider_that_was_there_before(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+from testing_aids import blocks, run_snippets
+
+from agl_core.testing.scripts import Say
+from agl_core.testing.server import running_stack
 
 
 def test_an_unmodified_agent_is_seen_after_agl_attaches() -> None:
@@ -82,3 +91,22 @@ def test_reading_spans_needs_no_sdk_and_no_server() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+async def test_the_snippets(
+    instrument: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(blocks(README, "python")) == 2
+    async with running_stack() as stack:
+        monkeypatch.setenv("OPENAI_BASE_URL", stack.url(key := await stack.lease()))
+        monkeypatch.setenv("OPENAI_API_KEY", stack.key(key))
+        stack.upstream.script(Say("look up 1 + 2"), Say("3"))
+        try:
+            names = await asyncio.to_thread(run_snippets, README)
+        finally:
+            OpenAIInstrumentor().uninstrument()
+    assert names["answer"] == "3"
+    assert capsys.readouterr().out in blocks(README)

@@ -14,9 +14,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from testing_aids import blocks
 
 from agl_core.errors import AgentError
-from agl_core.testing.readme import blocks
 from agl_core.testing.server import Stack, running_stack
 from agl_remote import RemoteAgent
 

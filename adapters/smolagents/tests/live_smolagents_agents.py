@@ -9,14 +9,14 @@ from typing import Any
 import openai
 import pytest
 from smolagents import CodeAgent, LocalPythonExecutor, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
+from testing_aids import tools_by_call
 
 from agl_core.capture import identify
-from agl_core.testing.adapters.tools import tools_by_call
 from agl_core.testing.fixtures import no_problems  # noqa: F401
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import RunningAttempt, Stack, attached_stack
 from agl_core.types import Episode
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_smolagents import plugin
 
 

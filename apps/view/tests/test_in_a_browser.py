@@ -10,10 +10,10 @@ from pathlib import Path
 import orjson
 import pytest
 from axe_core_python.base import AXE_FILE_PATH
+from chromium import CHROMIUM, MISSING, Page, opened
 
 from agl_core.protocols import Upstream
 from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.browser import CHROMIUM, MISSING, Page, opened
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_view.serving import shown_beside

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from agl_core.testing.browser import CHROMIUM, MISSING
+from chromium import CHROMIUM, MISSING
 
 from .viewed_runs import HOSTILE, Folder, rollout
 

@@ -185,8 +185,8 @@ def _parts(loaded: LoadedConfig) -> Iterator[Finding]:
 
 def _agent(loaded: LoadedConfig) -> Iterator[Finding]:
     from agl_core.worker import load_agent
+    from agl_core.worker.agent import agent_environment, client_variables
     from agl_core.worker.commands import has_program
-    from agl_core.worker.environment import agent_environment, client_variables
 
     agent = loaded.config.agent
     if agent is None:

@@ -240,7 +240,7 @@ async def _launch(
     from agl_core.capture.attaching import bootstrap_variables
     from agl_core.capture.recording import read_spool
     from agl_core.types import AttemptKey
-    from agl_core.worker.environment import OTHER_KEY, attempt_variables
+    from agl_core.worker.agent import OTHER_KEY, attempt_variables
     from agl_core.worker.processes import attempt_folder
 
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)

@@ -16,16 +16,16 @@ import asyncio
 import contextlib
 import inspect
 import json
+import ssl
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from agl_core.testing.http import served
 from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Received, Say, Step, fitting
 
 END_TOKEN = 256
@@ -278,3 +278,17 @@ def _response_events(response: _Reply) -> str:
         f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': place})}\n\n"
         for place, event in enumerate(events)
     )
+
+
+@contextlib.asynccontextmanager
+async def served(
+    app: web.Application, *, port: int = 0, ssl_context: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """Serve an application, on a free port if none is named: its URL, without a slash at the end."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=ssl_context).start()
+        yield f"http{'s' if ssl_context else ''}://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

@@ -21,7 +21,7 @@ from agl_core.capture.recording import read_spool
 from agl_core.errors import AgentError
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire.workers import MAX_RESULT, Assignment
-from agl_core.worker.environment import attempt_variables
+from agl_core.worker.agent import attempt_variables
 from agl_core.worker.processes import EXIT_GRACE, ForkedProcesses, ForkerGoneError, ProcessSetup, attempt_folder, fate
 from agl_core.worker.report import Ended, bounded_text, finished
 

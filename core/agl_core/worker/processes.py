@@ -28,7 +28,7 @@ from agl_core.errors import AgentError
 from agl_core.types import Ending
 from agl_core.wire.keys import OPERATOR_KEY, WORKER_KEY
 from agl_core.wire.workers import Assignment
-from agl_core.worker.environment import client_variables
+from agl_core.worker.agent import client_variables
 from agl_core.worker.report import Ended
 
 logger = logging.getLogger(__name__)

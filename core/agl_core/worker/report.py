@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import orjson
 
 from agl_core.capture import Recording
 from agl_core.capture.recording import jsonable
-from agl_core.client.http import RefusedError
 from agl_core.errors import last_frames
 from agl_core.types import Ending, Json
 from agl_core.wire.body import MAX_BODY
@@ -30,8 +29,6 @@ _MAX_ERROR = 64 << 10
 """Bytes of an attempt's error as JSON."""
 _NOTE = 48
 """Bytes that the note in a text that was cut takes at most."""
-_TOO_MUCH = frozenset({413, 422})
-"""What the server answers to a report that it cannot take."""
 _SPARE = 1024
 """Bytes of a report that are left free."""
 _MAX_NAME = 4096
@@ -76,19 +73,19 @@ def crashed(error: BaseException) -> Ended:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
     try:
-        said = str(error)
+        message = str(error)
     except Exception as failure:
-        said = f"(its message cannot be read: {type(failure).__name__})"
-    said = bounded_text(f"{type(error).__name__}: {said}", _MAX_ERROR // 2)
-    return Ended(Ending.CRASHED, error=f"{said}{where}\n{last_frames(error)}".rstrip())
+        message = f"(its message cannot be read: {type(failure).__name__})"
+    message = bounded_text(f"{type(error).__name__}: {message}", _MAX_ERROR // 2)
+    return Ended(Ending.CRASHED, error=f"{message}{where}\n{last_frames(error)}".rstrip())
 
 
 def closing(ended: Ended, recording: Recording) -> CloseRequest:
     """The report of an attempt's end; a number as its result is a reward too.
 
-    A result that is too large or too deep makes it a crash. Beside the result, the largest arguments and results of
-    tools are cut until all have room, each with a note in it. If there is still no room, the last tool results and
-    rewards are left out.
+    A result that is too large or too deep makes it a crash. Beside the result, arguments and results of tools are cut,
+    the largest first, until all have room, each with a note in it. If there is still no room, the last tool results
+    and rewards are left out.
     """
     ended = _bounded(ended)
     rewards = list(recording.rewards)
@@ -104,17 +101,6 @@ def closing(ended: Ended, recording: Recording) -> CloseRequest:
         bypassed=recording.bypassed_calls,
     )
     return request if _can_be_taken(request) else _cut(request, recording)
-
-
-def is_too_much(error: RefusedError) -> bool:
-    """Whether the server refused a report for its content."""
-    return error.status in _TOO_MUCH
-
-
-def instead_of_refused(error: RefusedError) -> CloseRequest:
-    """The report to send instead of one that the server refused for its content."""
-    reason = bounded_text(str(error), _MAX_ERROR // 2)
-    return CloseRequest(ending=Ending.CRASHED, error=f"the report of how the attempt ended was refused: {reason}")
 
 
 def _bounded(ended: Ended) -> Ended:
@@ -135,7 +121,7 @@ def _can_be_taken(request: CloseRequest) -> bool:
 
 
 def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
-    """The report with less of what tools were given and gave."""
+    """The report with less of what tools were given and gave: every value in fewer bytes, until all have room."""
     _warn(
         recording,
         f"What an attempt reported of its tools and rewards was more than a report can carry ({MAX_BODY >> 20} MiB): "
@@ -143,53 +129,28 @@ def _cut(request: CloseRequest, recording: Recording) -> CloseRequest:
     )
     bare = request.model_copy(update={"tool_results": [], "rewards": []})
     room = MAX_BODY - _SPARE - _size(bare)
-    named = [each.model_copy(update={"name": bounded_text(each.name, _MAX_NAME)}) for each in request.rewards]
-    rewards = _first(named, _fitting(map(_size, named), room // 2), "rewards", recording)
+    named = [reward.model_copy(update={"name": bounded_text(reward.name, _MAX_NAME)}) for reward in request.rewards]
+    rewards = _first(named, _count_with_room(named, room // 2), "rewards", recording)
     room -= sum(map(_size, rewards))
-    tool_results = _smaller(request.tool_results, room, recording)
+    limit, tool_results = MAX_BODY, request.tool_results
+    while limit > LEAST and (limit == MAX_BODY or sum(map(_size, tool_results)) > room):
+        limit //= 2
+        tool_results = [_shortened(tool_result, max(limit, LEAST)) for tool_result in request.tool_results]
+    tool_results = _first(tool_results, _count_with_room(tool_results, room), "tool_results", recording)
     return bare.model_copy(update={"tool_results": tool_results, "rewards": rewards})
 
 
-def _smaller(tool_results: Sequence[ToolResultReport], room: int, recording: Recording) -> list[ToolResultReport]:
-    """These in `room` bytes: small values as they are, large ones cut to one size."""
-    names = [_names_only(each) for each in tool_results]
-    values: list[list[Json]] = [
-        [bounded_json(getattr(each, field), MAX_BODY) for field in _VALUES] for each in tool_results
-    ]
-    sizes = [[json_size(value) or 0 for value in row] for row in values]
-    least = [_size(each) + sum(min(size, LEAST) for size in row) for each, row in zip(names, sizes, strict=True)]
-    kept = _first(names, _fitting(least, room), "tool_results", recording)
-    most = _share(chain(*sizes[: len(kept)]), room - sum(map(_size, kept)))
-    return [
-        each.model_copy(update={name: bounded_json(value, most) for name, value in zip(_VALUES, row, strict=True)})
-        for each, row in zip(kept, values, strict=False)
-    ]
-
-
-def _names_only(tool_result: ToolResultReport) -> ToolResultReport:
+def _shortened(tool_result: ToolResultReport, limit: int) -> ToolResultReport:
+    """The same with no name above `_MAX_NAME` and no value above `limit` bytes."""
     names = {name: getattr(tool_result, name) for name in _NAMES}
-    cut = {name: bounded_text(value, _MAX_NAME) for name, value in names.items() if value is not None}
-    return tool_result.model_copy(update={**cut, **dict.fromkeys(_VALUES)})
+    names = {name: bounded_text(text, _MAX_NAME) for name, text in names.items() if text is not None}
+    values = {name: bounded_json(getattr(tool_result, name), limit) for name in _VALUES}
+    return tool_result.model_copy(update={**names, **values})
 
 
-def _share(sizes: Iterable[int], room: int) -> int:
-    """The size to which larger values have to be cut, so that all have room together.
-
-    >>> _share([10, 500, 900], 710)
-    350
-    """
-    ordered = sorted(sizes)
-    for place, size in enumerate(ordered):
-        share = room // (len(ordered) - place)
-        if size > share:
-            return share
-        room -= size
-    return max(ordered, default=0)
-
-
-def _fitting(sizes: Iterable[int], room: int) -> int:
+def _count_with_room(reports: Sequence[Report], room: int) -> int:
     """How many of these have room, counted from the first."""
-    return sum(total <= room for total in accumulate(sizes))
+    return sum(total <= room for total in accumulate(map(_size, reports)))
 
 
 def _size(report: CloseRequest | ToolResultReport | RewardReport) -> int:
@@ -197,11 +158,11 @@ def _size(report: CloseRequest | ToolResultReport | RewardReport) -> int:
     return len(report.model_dump_json().encode()) + 1
 
 
-def _first(found: Sequence[Report], count: int, what: str, recording: Recording) -> list[Report]:
-    if count < len(found):
-        _warn(recording, f"An attempt reported more {what} than a report can carry; only the first ones are kept.")
-        logger.warning("Of its %d %s %d are kept.", len(found), what, count)
-    return list(found[:count])
+def _first(reports: Sequence[Report], count: int, kind: str, recording: Recording) -> list[Report]:
+    if count < len(reports):
+        _warn(recording, f"An attempt reported more {kind} than a report can carry; only the first ones are kept.")
+        logger.warning("Of its %d %s %d are kept.", len(reports), kind, count)
+    return list(reports[:count])
 
 
 def _warn(recording: Recording, problem: str) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 from agl_core.capture import Recording, running
 from agl_core.types import Ending, Json
 from agl_core.wire.workers import Assignment
-from agl_core.worker.agent import Agent, AgentContext
-from agl_core.worker.environment import active_attempt, agent_context
+from agl_core.worker.agent import Agent, AgentContext, active_attempt, agent_context
 from agl_core.worker.report import Ended, crashed, finished
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from agl_core.wire.workers import (
 from agl_core.worker.agent import load_agent
 from agl_core.worker.commands import CommandPerAttempt
 from agl_core.worker.processes import ProcessPerAttempt
-from agl_core.worker.report import Ended, closing, instead_of_refused, is_too_much
+from agl_core.worker.report import Ended, closing
 from agl_core.worker.tasks import TaskPerAttempt
 
 logger = logging.getLogger(__name__)
@@ -261,11 +261,12 @@ class Worker:
             try:
                 await self._close(lease, request, tries)
             except RefusedError as error:
-                if not is_too_much(error):
+                if error.status not in (413, 422):  # Anything but too large, or not valid.
                     raise
                 logger.warning("How %s/%s ended was refused: %s", lease.rollout, lease.attempt, error)
                 self.endings[request.ending] -= 1
-                request = instead_of_refused(error)
+                reason = f"the report of how the attempt ended was refused: {str(error)[:1000]}"
+                request = CloseRequest(ending=Ending.CRASHED, error=reason)
                 self.endings[request.ending] += 1
                 await self._close(lease, request, tries)
         except UnreachableError:

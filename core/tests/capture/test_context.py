@@ -40,15 +40,6 @@ def here() -> tuple[str | None, str | None]:
     return (active.rollout if active else None, identity.agent if identity else None)
 
 
-def test_an_attempt_runs_inside_the_block_only() -> None:
-    with running(attempt()):
-        assert here() == ("r1", None)
-        with running(attempt("r2")):
-            assert here() == ("r2", None)
-        assert here() == ("r1", None)
-    assert here() == (None, None)
-
-
 def test_identities_nest_and_the_name_is_inherited() -> None:
     with identify("outer", span="s1"):
         with identify(parent_span="s1"):
@@ -91,18 +82,6 @@ def test_many_calls_one_after_the_other_do_not_pile_up() -> None:
         return chain()
 
     assert contextvars.copy_context().run(calls) == 0
-
-
-async def test_concurrent_tasks_are_told_apart() -> None:
-    entered = asyncio.Barrier(10)
-
-    async def agent(name: str) -> tuple[str | None, str | None]:
-        with running(attempt(name)), identify(f"agent-{name}"):
-            await entered.wait()
-            return here()
-
-    names = [f"r{number}" for number in range(10)]
-    assert await asyncio.gather(*map(agent, names)) == [(name, f"agent-{name}") for name in names]
 
 
 def in_thread() -> tuple[str | None, str | None]:
@@ -158,22 +137,6 @@ def test_a_pool_shared_by_attempts_works_for_whoever_submits(attached: None) -> 
             assert pool.submit(here).result() == ("r2", None)
             assert list(pool.map(lambda _: here(), range(2))) == [("r2", None)] * 2
         assert pool.submit(here).result() == (None, None)
-
-
-async def test_the_loops_own_pool(attached: None) -> None:
-    loop = asyncio.get_running_loop()
-    with running(attempt()):
-        assert await loop.run_in_executor(None, here) == ("r1", None)
-        assert await asyncio.to_thread(here) == ("r1", None)
-    assert await loop.run_in_executor(None, here) == (None, None)
-
-
-def test_a_pool_passes_arguments_results_and_errors_on(attached: None) -> None:
-    with ThreadPoolExecutor(1) as pool, running(attempt()):
-        assert pool.submit(divmod, 7, 2).result() == (3, 1)
-        assert pool.submit(int, "ff", base=16).result() == 255
-        with pytest.raises(ZeroDivisionError):
-            pool.submit(divmod, 1, 0).result()
 
 
 def test_detaching_restores_the_threads_of_python() -> None:

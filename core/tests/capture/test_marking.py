@@ -17,10 +17,9 @@ import agl_core
 from agl_core.capture import ActiveAttempt, Recording, current_identity, running
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
-from agl_core.learning import build_episode
 from agl_core.testing.scripts import CallTools, Hold, Say
-from agl_core.testing.server import Stack, running_stack, stack_in_thread
-from agl_core.types import Attempt, AttemptKey, Ending, Episode, ToolResult
+from agl_core.testing.server import running_stack, stack_in_thread
+from agl_core.types import Episode
 
 CITIES = {"Oslo": "4 °C", "Atlantis": ""}
 
@@ -30,19 +29,6 @@ def attached() -> Iterator[None]:
     attachment = agl_core.attach([])
     yield
     attachment.detach()
-
-
-def active(key: AttemptKey, base_url: str, api_key: str = "no key") -> ActiveAttempt:
-    return ActiveAttempt(key.rollout, key.attempt, base_url, api_key, Recording())
-
-
-async def episode_of(stack: Stack, key: AttemptKey, recording: Recording) -> Episode:
-    tool_results = [
-        ToolResult(rollout=key.rollout, attempt=key.attempt, **o.model_dump()) for o in recording.tool_results
-    ]
-    attempt = Attempt(key.rollout, key.attempt, "w", 0.0, 1.0, Ending.FINISHED)
-    rollout = stack.server.queue.attempt(key).rollout
-    return build_episode(rollout, attempt, await stack.calls(key), tool_results)
 
 
 def told(episode: Episode) -> list[tuple[str | None, list[tuple[str, str]]]]:
@@ -92,10 +78,11 @@ def test_a_text_react_agent_gets_its_tool_results_at_the_calls_that_asked_for_th
     with stack_in_thread() as served:
         words = [f"Thought: look. Action: {city}" for city in ("Oslo", "Atlantis", "Mordor", "Limbo")]
         served.stack.upstream.script(*map(Say, [*words, "It is 4 °C."]))
-        attempt = active(served.key, served.stack.server.base_url, served.api_key)
-        with openai.OpenAI(base_url=served.base_url, api_key=served.api_key) as client, running(attempt):
+        attempt = served.portal.call(served.stack.attempt)
+        base_url, key = served.stack.url(attempt.key), served.stack.key(attempt.key)
+        with openai.OpenAI(base_url=base_url, api_key=key) as client, attempt.running():
             assert react(client, "How warm is it?") == "It is 4 °C."
-        episode = served.portal.call(episode_of, served.stack, served.key, attempt.recording)
+        episode = served.portal.call(attempt.close)
     assert told(episode) == [
         ("reactor", [("look_up", "ok")]),
         ("reactor", [("look_up", "empty")]),
@@ -125,14 +112,13 @@ async def in_a_task(client: openai.AsyncOpenAI, text: str) -> str:
 @pytest.mark.parametrize("call", [direct, in_a_task])
 async def test_the_call_may_be_made_in_a_task_of_its_own(call: Callable[..., Any]) -> None:
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
-        with running(attempt):
-            async with stack.client(key) as client, agl_core.agent("walker"):
+        attempt = await stack.attempt()
+        with attempt.running():
+            async with stack.client(attempt.key) as client, agl_core.agent("walker"):
                 for city in ("Oslo", "Atlantis", "Oslo"):
                     await call(client, city)
                     await look_up_async(city)
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     assert [tools for _, tools in told(episode)] == [[("look_up_async", s)] for s in ("ok", "empty", "ok")]
 
 
@@ -141,8 +127,7 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
     shared = agl_core.agent("twin")
 
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
+        attempt = await stack.attempt()
 
         async def solve(client: openai.AsyncOpenAI, city: str) -> None:
             async with shared:
@@ -152,10 +137,10 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
                         await asyncio.sleep(0.001 * len(city))
                         run.result = CITIES[city]
 
-        with running(attempt):
-            async with stack.client(key) as client:
+        with attempt.running():
+            async with stack.client(attempt.key) as client:
                 await asyncio.gather(*(solve(client, city) for city in CITIES for _ in range(3)))
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     assert len(episode.transitions) == 18
     for transition in episode.transitions:
         [tool_result] = transition.tool_results
@@ -165,9 +150,8 @@ async def test_concurrent_runs_of_one_agent_are_told_apart(call: Callable[..., A
 
 async def test_tasks_within_one_run_are_told_apart() -> None:
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
-        async with stack.client(key) as client:
+        attempt = await stack.attempt()
+        async with stack.client(attempt.key) as client:
             both = asyncio.Barrier(2)
 
             async def part(name: str) -> None:
@@ -177,9 +161,9 @@ async def test_tasks_within_one_run_are_told_apart() -> None:
                 with agl_core.tool(name):
                     pass
 
-            with running(attempt), agl_core.agent("boss"):
+            with attempt.running(), agl_core.agent("boss"):
                 await asyncio.gather(part("left"), part("right"))
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     assert {t.messages[-1]["content"]: [o.tool for o in t.tool_results] for t in episode.transitions} == {
         "left": ["left"],
         "right": ["right"],
@@ -188,8 +172,8 @@ async def test_tasks_within_one_run_are_told_apart() -> None:
 
 def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
     with stack_in_thread() as served:
-        base_url, key = served.base_url, served.api_key
-        attempt = active(served.key, served.stack.server.base_url, key)
+        attempt = served.portal.call(served.stack.attempt)
+        base_url, key = served.stack.url(attempt.key), served.stack.key(attempt.key)
 
         async def later(*texts: str) -> None:
             async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
@@ -200,7 +184,7 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
             async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
                 await asyncio.gather(ask(client, "this"), ask(client, "that"))
 
-        with openai.OpenAI(base_url=base_url, api_key=key) as client, running(attempt), agl_core.agent("mixed"):
+        with openai.OpenAI(base_url=base_url, api_key=key) as client, attempt.running(), agl_core.agent("mixed"):
             client.chat.completions.create(model="default", messages=[{"role": "user", "content": "first"}])
             look_up("Oslo")
             asyncio.run(later("second"))
@@ -210,7 +194,7 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
             look_up("Oslo")
             asyncio.run(at_once())
             look_up("Atlantis")  # after two calls at once
-        episode = served.portal.call(episode_of, served.stack, served.key, attempt.recording)
+        episode = served.portal.call(attempt.close)
     assert [tools for _, tools in told(episode)] == [
         [("look_up", "ok")],
         [("look_up", "empty")],
@@ -223,11 +207,10 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
 
 async def test_what_cannot_be_told_is_not_guessed() -> None:
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
-        with running(attempt), agl_core.agent("forked"):
+        attempt = await stack.attempt()
+        with attempt.running(), agl_core.agent("forked"):
             look_up("Oslo")  # before any call
-            async with stack.client(key) as client:
+            async with stack.client(attempt.key) as client:
                 holds = Hold(), Hold()
                 stack.upstream.script(*holds)
                 both = asyncio.gather(ask(client, "a"), ask(client, "b"))
@@ -236,17 +219,16 @@ async def test_what_cannot_be_told_is_not_guessed() -> None:
                     hold.release.set()
                 await both
                 look_up("Oslo")  # after two calls at once
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     assert [tools for _, tools in told(episode)] == [[], []]
     assert len(episode.unjoined) == 2
 
 
 async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs_them() -> None:
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
-        client = stack.client(key)
-        with running(attempt), agl_core.agent("program"):
+        attempt = await stack.attempt()
+        client = stack.client(attempt.key)
+        with attempt.running(), agl_core.agent("program"):
             for name in ("writer", "checker"):
                 run = AgentRun(name, only_calls=True)
                 run.start(lambda: None)
@@ -256,7 +238,7 @@ async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs
             await ask(client, "so")
             look_up("Atlantis")
         await client.close()
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     assert told(episode) == [
         ("writer", [("look_up", "ok")]),
         ("checker", [("look_up", "ok")]),
@@ -267,9 +249,8 @@ async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs
 
 async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
-        client = stack.client(key)
+        attempt = await stack.attempt()
+        client = stack.client(attempt.key)
 
         @agl_core.tool
         async def summarise(text: str) -> str:
@@ -278,7 +259,7 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
                 run.result = said
             return said
 
-        with running(attempt), agl_core.agent("boss"):
+        with attempt.running(), agl_core.agent("boss"):
             await ask(client, "first")
             await asyncio.gather(summarise("x"), summarise("y"), look_up_async("Oslo"))
             with ThreadPoolExecutor() as pool:
@@ -290,7 +271,7 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
             look_up("Atlantis")
             await ask(client, "last")
         await client.close()
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     by_prompt = {t.messages[-1]["content"]: t for t in episode.transitions}
     tools = {prompt: sorted(o.tool for o in t.tool_results) for prompt, t in by_prompt.items()}
     assert tools == {
@@ -309,11 +290,10 @@ async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
 
 async def test_a_call_id_decides_where_there_is_one() -> None:
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
+        attempt = await stack.attempt()
         stack.upstream.script(CallTools([("add", {"a": 1}), ("sub", {"a": 2})]), Say("done"))
-        with running(attempt):
-            async with stack.client(key) as client, agl_core.agent("caller"):
+        with attempt.running():
+            async with stack.client(attempt.key) as client, agl_core.agent("caller"):
                 message: Any = {"role": "user", "content": "go"}
                 reply = await client.chat.completions.create(model="default", messages=[message])
                 await ask(client, "meanwhile")
@@ -321,7 +301,7 @@ async def test_a_call_id_decides_where_there_is_one() -> None:
                     arguments = json.loads(tool_call.function.arguments)
                     with agl_core.tool(tool_call.function.name, call_id=tool_call.id, arguments=arguments) as run:
                         run.result = [] if arguments["a"] == 1 else 5
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     assert told(episode) == [("caller", [("add", "empty"), ("sub", "ok")]), ("caller", [])]
     assert [o.arguments for o in episode.transitions[0].tool_results] == [{"a": 1}, {"a": 2}]
 
@@ -330,27 +310,26 @@ async def test_a_retry_of_the_client_stays_in_its_step() -> None:
     from agl_core.testing.scripts import Fail
 
     async with running_stack() as stack:
-        key = await stack.lease()
-        attempt = active(key, stack.server.base_url, stack.key(key))
+        attempt = await stack.attempt()
         stack.upstream.script(Fail(500), Say("after all"))
-        with running(attempt):
-            async with stack.client(key, max_retries=2) as client, agl_core.agent("patient"):
+        with attempt.running():
+            async with stack.client(attempt.key, max_retries=2) as client, agl_core.agent("patient"):
                 assert await ask(client, "hello") == "after all"
                 look_up("Oslo")
-        episode = await episode_of(stack, key, attempt.recording)
+        episode = await attempt.close()
     assert told(episode) == [("patient", [("look_up", "ok")])]
 
 
 def test_a_block_that_tells_no_result_is_no_empty_result_but_none_is() -> None:
-    attempt = active(AttemptKey("r", 0), "http://127.0.0.1:9")
-    with running(attempt):
+    recording = Recording()
+    with running(ActiveAttempt("r", 0, "http://127.0.0.1:9", "key", recording)):
         with agl_core.tool("silent"):
             pass
         with agl_core.tool("none") as run:
             run.result = None
         with pytest.raises(KeyError), agl_core.tool("broken"):
             raise KeyError("x")
-    assert [(o.tool, o.status.value) for o in attempt.recording.tool_results] == [
+    assert [(o.tool, o.status.value) for o in recording.tool_results] == [
         ("silent", "ok"),
         ("none", "empty"),
         ("broken", "error"),

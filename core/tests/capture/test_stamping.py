@@ -67,24 +67,6 @@ def test_rollout_agent_and_parent_span_are_stamped(wire: Wire) -> None:
     ]
 
 
-def test_one_async_client_shared_by_concurrent_attempts(wire: Wire) -> None:
-    async def run() -> None:
-        async with wire.library.AsyncClient(transport=wire.transport) as client:
-            ready = asyncio.Barrier(10)
-
-            async def agent(name: str) -> None:
-                with running(attempt(name)), identify(f"of-{name}"):
-                    await ready.wait()
-                    await client.get(f"{BASE}/v1/{name}")
-
-            await asyncio.gather(*(agent(f"r{number}") for number in range(10)))
-
-    asyncio.run(run())
-    assert sorted((r.url.path, r.headers["x-agl-rollout"], r.headers["x-agl-agent"]) for r in wire.requests) == sorted(
-        (f"/v1/r{number}", f"r{number}/2", f"of-r{number}") for number in range(10)
-    )
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -210,15 +192,6 @@ def test_a_failure_of_stamping_does_not_fail_the_request(wire: Wire) -> None:
     with wire.library.Client(transport=wire.transport) as client, running(active):
         assert client.get("http://127.0.0.1:8000/v1").status_code == 200
     assert active.recording.problems
-
-
-def test_detaching_restores_the_clients(wire: Wire) -> None:
-    stamped = wire.library.Client.send
-    agl_core.attach([]).detach()
-    assert wire.library.Client.send is not stamped
-    with wire.library.Client(transport=wire.transport) as client, running(attempt()):
-        client.get(f"{BASE}/v1")
-    assert wire.stamps() == [{}]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from agl_core.types import Ending
 from agl_core.worker import CommandPerAttempt, ProcessPerAttempt, Runner, TaskPerAttempt, choose_runner
 
 AGENTS = """
-import asyncio, os, time
+import os, time
 from pathlib import Path
 import openai
 
@@ -26,21 +26,6 @@ async def solve(task, context):
     while task["until"] and not Path(task["until"]).exists():
         time.sleep(0.02)
     return [os.getpid(), sorted(name for name in os.environ if name.startswith("AGL_") and name.endswith("_KEY"))]
-
-GATHERED = []
-
-async def solve_busily(seconds, context):
-    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    mine = asyncio.get_running_loop().create_future()
-    GATHERED.append(mine)
-    if len(GATHERED) == 16:  # They all go on in one turn of the loop, which takes 16 times as long as each.
-        for each in GATHERED:
-            each.set_result(None)
-    await mine
-    time.sleep(seconds)
-    await asyncio.sleep(0)
-    return os.getpid()
 
 def solve_slowly(task):
     pass
@@ -75,17 +60,6 @@ async def test_an_agent_that_blocks_the_event_loop_is_named_once_with_what_to_se
     [warning] = [message for message in caplog.messages if "blocks the worker's event loop" in message]
     assert "some_agents.py:10 in solve" in warning or "some_agents.py:9 in solve" in warning
     assert "set [workers] isolation = 'process'" in warning
-
-
-@pytest.mark.timing
-async def test_many_agents_that_are_busy_together_block_nothing(
-    workplace: Any, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = chosen(workplace, folder, "some_agents:solve_busily")
-    with caplog.at_level(logging.WARNING):
-        ended = await workplace.finish(workplace.start_runner(runner, concurrency=16), [0.4] * 16)
-    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.FINISHED] * 16
-    assert "blocks the worker's event loop" not in caplog.text
 
 
 async def test_processes_of_agents_are_told_no_key_but_their_own(

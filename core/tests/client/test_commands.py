@@ -223,17 +223,6 @@ async def test_another_status_than_0_is_a_crash_with_the_end_of_its_stderr(workp
     assert len(attempt.error) < 2200
 
 
-async def test_one_that_is_killed_is_a_crash(workplace: Any, tmp_path: Path) -> None:
-    rollout, attempt = await run(workplace, tmp_path, "os.kill(os.getpid(), 9)")
-    assert (rollout.ending, attempt.error) == (Ending.CRASHED, "the command was ended by SIGKILL")
-
-
-async def test_what_it_leaves_in_the_background_does_not_keep_it_from_ending(workplace: Any, tmp_path: Path) -> None:
-    code = "import subprocess\nsubprocess.Popen(['sleep', '3600'], start_new_session=True)\nprint(1)"
-    rollout, attempt = await run(workplace, tmp_path, code)
-    assert (rollout.ending, attempt.result) == (Ending.FINISHED, 1)
-
-
 async def test_a_task_that_no_environment_can_hold_is_a_crash_that_says_so(workplace: Any, tmp_path: Path) -> None:
     _, attempt = await run(workplace, tmp_path, "print(1)", "x" * 200_000)
     assert "the command could not be run" in attempt.error

@@ -88,30 +88,6 @@ async def test_an_unmodified_langchain_agent(workplace: Any, tmp_path: Path) -> 
     assert (tool_result.source, tool_result.adapter) == (Source.COMMAND, "langchain")
 
 
-STRUCTURED = """
-    import json, os
-
-    from langchain.agents import create_agent
-    from langchain.agents.structured_output import ToolStrategy
-    from langchain_openai import ChatOpenAI
-    from pydantic import BaseModel
-
-    class Weather(BaseModel):
-        text: str
-
-    agent = create_agent(ChatOpenAI(model="m"), [], name="forecaster", response_format=ToolStrategy(Weather))
-    said = agent.invoke({"messages": [{"role": "user", "content": json.loads(os.environ["AGL_TASK"])}]})
-    print(json.dumps(said["structured_response"].text))
-"""
-
-
-async def test_structured_output_by_a_tool_is_an_answer(workplace: Any, tmp_path: Path) -> None:
-    workplace.stack.upstream.script(CallTools([("Weather", {"text": "cold"})]))
-    _, attempt, episode = await run(workplace, tmp_path, STRUCTURED)
-    assert attempt.result == "cold", attempt.error
-    assert health_of(episode).text == "healthy"
-
-
 async def test_marks_state_and_rewards(workplace: Any, tmp_path: Path) -> None:
     rollout, attempt, episode = await run(workplace, tmp_path, MARKED)
     assert rollout.ending is Ending.FINISHED, attempt.error

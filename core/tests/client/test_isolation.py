@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -83,17 +82,6 @@ async def test_each_attempt_has_a_process_calls_a_state_and_randomness_of_its_ow
     assert len({number for each in results for number in each["random"]}) == 8
     for _, attempt in ended:  # Of a client that was made at import.
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
-
-
-async def test_the_environment_names_the_attempt(workplace: Any) -> None:
-    [(rollout, attempt)] = await run(workplace, [{"does": "tell_environment"}])
-    environment = attempt.result
-    assert environment["OPENAI_BASE_URL"] == workplace.stack.url(attempt.key)
-    assert environment["OPENAI_API_KEY"] == workplace.stack.server.keys.of_attempt(attempt.key)
-    assert (json.loads(environment["AGL_TASK"]), environment["AGL_ROLLOUT"]) == (
-        {"does": "tell_environment"},
-        rollout.id,
-    )
 
 
 async def test_each_attempt_works_in_an_empty_folder_of_its_own(workplace: Any) -> None:
@@ -217,19 +205,6 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
     attempts = await workplace.stack.store.attempts("w0")
     assert [attempt.ending for attempt in attempts] == [Ending.LOST, Ending.FINISHED]
     assert ended[1][0].ending is Ending.FINISHED
-
-
-async def test_stopping_the_worker_ends_its_processes(pids: Path, workplace: Any) -> None:
-    others = children()
-    worker = workplace.start_runner(processes(workplace))
-    task = Task("t", {"does": "start_family", "file": str(pids), "then": "sleep"})
-    await workplace.stack.server.queue.enqueue([make.rollout("w0", task=task)])
-    await until(lambda: len(noted(pids)) == 3)
-    await worker.stop()
-    [rollout] = await workplace.stack.server.queue.done(["w0"])
-    assert rollout.ending is Ending.CANCELLED
-    assert [pid for pid in noted(pids) if is_alive(pid)] == []
-    assert [each for each in children() if each not in others] == []
 
 
 async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_cancelled(

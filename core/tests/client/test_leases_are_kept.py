@@ -13,7 +13,6 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.capture import reward
 from agl_core.client import LightningClient, UnreachableError
 from agl_core.errors import ServerError
 from agl_core.testing import episodes as make
@@ -21,7 +20,6 @@ from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.wire.operation import Answer, Asked, Operation
 from agl_core.wire.workers import (
-    MAX_REPORTS,
     CloseReply,
     CloseRequest,
     HeartbeatRequest,
@@ -243,16 +241,6 @@ async def test_a_server_that_refuses_the_key_is_an_error(workplace: Any) -> None
             await asyncio.wait_for(task, 20)
 
 
-async def test_a_worker_ends_when_the_run_is_over(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        return await ask(context, "hi")
-
-    async with working(workplace, agent) as (_, _, task):
-        await until(lambda: workplace.stack.server.queue.waiting)
-        workplace.stack.server.queue.close()
-        await asyncio.wait_for(task, 20)
-
-
 async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(workplace: Any) -> None:
     begun: list[str] = []
     release = asyncio.Event()
@@ -287,32 +275,3 @@ async def test_a_drained_worker_finishes_what_it_can_and_gives_the_rest_back(wor
         ("w1", Ending.FINISHED, 1),
         ("w2", Ending.FINISHED, 0),
     }
-
-
-async def test_a_drained_worker_waits_no_longer_than_told(workplace: Any) -> None:
-    begun = asyncio.Event()
-
-    async def agent(task_input: Any, context: AgentContext) -> None:
-        await ask(context, "hi")
-        begun.set()
-        await asyncio.sleep(3600)
-
-    async with working(workplace, agent) as (worker, _, task):
-        await workplace.stack.server.queue.enqueue([make.rollout("w0")])
-        await begun.wait()
-        worker.drain(0.2)
-        await asyncio.wait_for(task, 20)
-    [attempt] = await workplace.stack.store.attempts("w0")
-    assert attempt.ending is Ending.LOST
-
-
-async def test_more_reports_than_the_server_takes_do_not_lose_the_attempt(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        for _ in range(MAX_REPORTS + 1):
-            reward(1.0, name="many")
-        return await ask(context, "hi")
-
-    rollout, attempt = (await workplace.run(agent, [0]))[0]
-    assert rollout.ending is Ending.FINISHED
-    (total,) = await workplace.stack.store.rewards([attempt.key])
-    assert total.value == MAX_REPORTS

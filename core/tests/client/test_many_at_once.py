@@ -76,17 +76,3 @@ async def test_it_asks_for_as_many_and_sends_heartbeats_for_all(
         assert set().union(*beats) == {f"r{number}" for number in range(10)}
         runner.end.set()
         await until(lambda: worker.worker is not None and worker.worker.endings[Ending.FINISHED] == 10)
-
-
-@pytest.mark.parametrize("workplace", [{"timeout": 250, "heartbeat": 5.0, "lease": 120}], indirect=True)
-async def test_by_default_it_runs_as_many_as_its_runner_says(workplace: Any) -> None:
-    queue = workplace.stack.server.queue
-    await queue.enqueue([make.rollout(f"r{number}") for number in range(8)])
-    runner = Waiting()
-    worker = workplace.start_runner(runner, concurrency=None)
-    async with asyncio.timeout(PATIENCE):
-        await until(lambda: runner.running == 3)
-        runner.default_concurrency = 5
-        runner.end.set()
-        await until(lambda: runner.running == 8)
-        await until(lambda: worker.worker.endings[Ending.FINISHED] == 8)

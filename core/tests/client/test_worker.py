@@ -28,18 +28,6 @@ async def ask(context: AgentContext, text: str) -> str:
     return str(reply.choices[0].message.content)
 
 
-async def test_results_are_stored_and_calls_belong_to_their_rollouts(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> Any:
-        return {"asked": task_input, "answer": await ask(context, f"hello {task_input}")}
-
-    ended = await workplace.run(agent, [1, 2, 3])
-    for i, (rollout, attempt) in ended.items():
-        assert rollout.ending is Ending.FINISHED
-        assert attempt.result["asked"] == i + 1
-        calls = await workplace.stack.store.calls([attempt.key])
-        assert [c.request["messages"][0]["content"] for c in calls] == [f"hello {i + 1}"]
-
-
 async def test_an_agent_that_raises_after_a_call_is_data_and_is_not_tried_again(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> str:
         await ask(context, "hi")
@@ -50,19 +38,6 @@ async def test_an_agent_that_raises_after_a_call_is_data_and_is_not_tried_again(
     assert attempt.error is not None
     assert "KeyError: 'city'" in attempt.error
     assert "test_worker.py" in attempt.error
-
-
-async def test_an_agent_that_raises_before_any_call_is_tried_again(workplace: Any) -> None:
-    tries: list[int] = []
-
-    async def agent(task_input: Any, context: AgentContext) -> str:
-        tries.append(context.attempt)
-        if context.attempt == 0:
-            raise ConnectionError("the tool's server is not up yet")
-        return await ask(context, "hi")
-
-    rollout, _ = (await workplace.run(agent, [0]))[0]
-    assert (rollout.ending, rollout.counted_attempt, tries) == (Ending.FINISHED, 1, [0, 1])
 
 
 async def test_an_agent_that_makes_no_call_is_told_how_to_fix_it(workplace: Any) -> None:

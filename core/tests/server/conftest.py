@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from testing_aids import fast_clients
 
 from agl_core.server import Keys, RolloutQueue
-from agl_core.testing.clients import fast_clients
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks, Stack, running_stack
 

@@ -10,7 +10,7 @@ import pytest
 
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey
-from agl_core.worker.environment import PLACEHOLDER_KEY
+from agl_core.worker.agent import PLACEHOLDER_KEY
 
 
 def key_of_url(stack: Stack, url: str) -> str:

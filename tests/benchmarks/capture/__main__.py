@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from agl_core.testing.adapters.driver import CHAT, Driver
-from agl_core.testing.clients import fast_clients
 
+from ...support.testing_aids import fast_clients
 from . import page
 from .playing import play_all, tasks_of_agl, tasks_of_others
 from .recorders import RECORDERS

@@ -12,13 +12,11 @@ import openai
 from aiohttp import web
 
 from agl_core.config.models import GatewaySection, PassthroughSection
-from agl_core.testing.adapters.bench import Bench, running_bench
 from agl_core.testing.adapters.catalogue import HANDOFF, PARALLEL_TOOLS, SUB_AGENTS, TWO_AGENTS
-from agl_core.testing.adapters.driver import Program, Question
-from agl_core.testing.adapters.scenario import Scenario
-from agl_core.testing.adapters.upstream import Play
-from agl_core.testing.http import served
+from agl_core.testing.adapters.driver import Program, Question, Scenario
+from agl_core.testing.adapters.playing import Bench, Play, running_bench
 from agl_core.testing.scripts import Hold, Received, Say, Step
+from agl_core.testing.upstream import served
 
 NOTHING = "no adapter attached"
 """The form in which requests are stamped, as they are in every worker, and no adapter says anything."""

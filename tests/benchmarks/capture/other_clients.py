@@ -14,8 +14,17 @@ import requests
 import urllib3
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Scenario
+from agl_core.testing.adapters.driver import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Driver,
+    Gap,
+    Program,
+    Question,
+    Scenario,
+    Setting,
+)
 
 from ...conformance.drivers.by_hand import Functions
 from ...conformance.drivers.handmade import Loop

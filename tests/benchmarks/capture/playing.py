@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_core.testing.adapters.bench import Bench, running_bench
-from agl_core.testing.adapters.catalogue import FIFTEEN_CALLS
-from agl_core.testing.adapters.driver import CHAT, Driver
-from agl_core.testing.adapters.matrix import Cell, cells
-from agl_core.testing.adapters.scenario import Agent, Scenario, Turn
+from agl_core.testing.adapters.catalogue import FIFTEEN_CALLS, cells
+from agl_core.testing.adapters.driver import CHAT, Agent, Cell, Driver, Scenario, Turn
+from agl_core.testing.adapters.playing import Bench, running_bench
 from agl_core.testing.scripts import Say
 
 from .conditions import AS_IT_IS, CONDITIONS, Condition

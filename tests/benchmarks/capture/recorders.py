@@ -13,11 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from agl_core.learning.health import health_of
-from agl_core.testing.adapters.bench import Bench, Performed
-from agl_core.testing.adapters.driver import Program, Question, Setting
-from agl_core.testing.adapters.matrix import Cell
-from agl_core.testing.adapters.upstream import LossyRelay, Play
-from agl_core.testing.http import Relay
+from agl_core.testing.adapters.driver import Cell, Program, Question, Setting
+from agl_core.testing.adapters.playing import Bench, LossyRelay, Performed, Play, Relay
 from agl_core.types import Episode, Evidence, Transition
 from agl_core.wire.headers import rollout_path
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from agl_core.testing.adapters.scenario import Scenario, Turn
-from agl_core.testing.adapters.upstream import Play
+from agl_core.testing.adapters.driver import Scenario, Turn
+from agl_core.testing.adapters.playing import Play
 from agl_core.testing.scripts import CallTools, Received, Say
 from agl_core.types import Evidence
 

@@ -20,7 +20,7 @@ def exported_spans() -> Iterator[Sequence[Any]]:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from agl_core.testing.instrumenting import instrumenting
+    from ...support.testing_aids import instrumenting
 
     exporter = InMemorySpanExporter()
     spans: list[Any] = []

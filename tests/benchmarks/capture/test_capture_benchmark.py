@@ -16,10 +16,9 @@ import pytest
 import pytest_asyncio
 
 from agl_core.testing.adapters.catalogue import HANDOFF, PARALLEL_TOOLS, SUB_AGENTS
-from agl_core.testing.adapters.driver import CHAT
-from agl_core.testing.adapters.matrix import Cell
-from agl_core.testing.clients import fast_clients
+from agl_core.testing.adapters.driver import CHAT, Cell
 
+from ...support.testing_aids import fast_clients
 from . import page
 from .conditions import AS_IT_IS, CONDITIONS
 from .playing import Played, Task, play

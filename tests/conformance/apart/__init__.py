@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from agl_core.testing.adapters.driver import Driver
-from agl_core.testing.privacy import NO_TELEMETRY
 
+from ...support.testing_aids import NO_TELEMETRY
 from .crewai import CrewAI
 from .dspy import DSPy
 from .google_adk import GoogleADK

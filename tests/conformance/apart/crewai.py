@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Setting
-from agl_core.testing.adapters.scenario import Scenario
-from agl_core.testing.privacy import only_this_machine
+from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+
+from ...support.testing_aids import only_this_machine
 
 ONE_LINE = "agl_crewai.attach()"
 

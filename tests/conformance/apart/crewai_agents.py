@@ -14,9 +14,8 @@ from crewai.tools import BaseTool
 from pydantic import BaseModel, PrivateAttr, create_model
 
 import agl_crewai
-from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS
+from agl_core.testing.adapters.catalogue import TOOLS
+from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 
 
 def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:

@@ -9,9 +9,8 @@ from typing import Any
 import dspy
 
 import agl_dspy
-from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS, action
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 
 
 def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:

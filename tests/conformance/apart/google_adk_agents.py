@@ -14,8 +14,8 @@ from google.genai import types
 from pydantic import BaseModel
 
 from agl_core.testing.adapters import scenario as scenarios
+from agl_core.testing.adapters.catalogue import TOOLS
 from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
-from agl_core.testing.adapters.tools import TOOLS
 
 
 class Task(BaseModel):

@@ -15,9 +15,17 @@ from haystack.tools import Tool, create_tool_from_function
 from haystack.utils import Secret
 
 import agl_haystack
-from agl_core.testing.adapters.driver import CHAT, RESPONSES, InexpressibleError, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS
+from agl_core.testing.adapters.catalogue import TOOLS
+from agl_core.testing.adapters.driver import (
+    CHAT,
+    RESPONSES,
+    Agent,
+    InexpressibleError,
+    Program,
+    Question,
+    Scenario,
+    Setting,
+)
 
 TASK = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
 

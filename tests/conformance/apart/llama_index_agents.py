@@ -11,9 +11,8 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
 from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
-from agl_core.testing.adapters.driver import CHAT, InexpressibleError, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS, action
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import CHAT, Agent, InexpressibleError, Program, Question, Scenario, Setting
 from agl_llama_index import AglSpanHandler
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Setting
-from agl_core.testing.adapters.scenario import Scenario
+from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
 
 ONE_LINE = "agl_smolagents.attach()"
 

@@ -11,9 +11,8 @@ from smolagents import LogLevel, OpenAIServerModel, Tool, ToolCallingAgent
 from smolagents.models import ChatMessage
 
 import agl_smolagents
-from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS, action
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
 
 
 def program(scenario: Scenario, setting: Setting, *, with_line: bool) -> Program:

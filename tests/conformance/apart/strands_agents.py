@@ -9,8 +9,8 @@ from strands.hooks import BeforeModelCallEvent
 from strands.models.openai import OpenAIModel
 
 from agl_core.testing.adapters import scenario as scenarios
+from agl_core.testing.adapters.catalogue import TOOLS
 from agl_core.testing.adapters.driver import InexpressibleError, Program, Question, Setting
-from agl_core.testing.adapters.tools import TOOLS
 
 
 def program(scenario: scenarios.Scenario, setting: Setting) -> Program:

@@ -19,9 +19,19 @@ from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 import agl_autogen
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS, action
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import (
+    ATTACH,
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Agent,
+    Driver,
+    Program,
+    Question,
+    Scenario,
+    Setting,
+)
 
 ONE_LINE = "agl_autogen.attach()"
 

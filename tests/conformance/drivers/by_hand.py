@@ -20,9 +20,9 @@ from agl_core.testing.adapters.driver import (
     InexpressibleError,
     Program,
     Question,
+    Scenario,
     Setting,
 )
-from agl_core.testing.adapters.scenario import Scenario
 from agl_core.wire.headers import HEADER_AGENT
 
 from .conversations import client_of

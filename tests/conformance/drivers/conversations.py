@@ -12,9 +12,8 @@ from typing import Any, get_type_hints
 import anthropic
 import openai
 
-from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, InexpressibleError, Setting
-from agl_core.testing.adapters.scenario import Agent
-from agl_core.testing.adapters.tools import TOOLS
+from agl_core.testing.adapters.catalogue import TOOLS
+from agl_core.testing.adapters.driver import CHAT, MESSAGES, RESPONSES, Agent, InexpressibleError, Setting
 
 
 @dataclass(frozen=True)

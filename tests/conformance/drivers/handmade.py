@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from agl_core.testing.adapters.driver import MESSAGES, RESPONSES, Gap, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS, action
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import MESSAGES, RESPONSES, Agent, Gap, Scenario, Setting
 
 from .conversations import Answer, Conversation, Said, ToolCall, conversation
 

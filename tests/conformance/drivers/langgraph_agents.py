@@ -15,9 +15,20 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS, action
+from agl_core.testing.adapters.catalogue import TOOLS, action
+from agl_core.testing.adapters.driver import (
+    ATTACH,
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Agent,
+    Driver,
+    Gap,
+    Program,
+    Question,
+    Scenario,
+    Setting,
+)
 from agl_langchain import AglCallback
 
 CALLBACK = "AglCallback()"

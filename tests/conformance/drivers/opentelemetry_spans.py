@@ -15,11 +15,21 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Tracer
 
-from agl_core.testing.adapters.driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Setting
-from agl_core.testing.adapters.scenario import Scenario
-from agl_core.testing.instrumenting import instrumenting
+from agl_core.testing.adapters.driver import (
+    ATTACH,
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Driver,
+    Gap,
+    Program,
+    Question,
+    Scenario,
+    Setting,
+)
 from agl_otel import AglSpanProcessor
 
+from ...support.testing_aids import instrumenting
 from .conversations import Said, client_of
 from .handmade import NO_CHOICES, Loop, Telling
 

@@ -16,20 +16,21 @@ from agents.run import CallModelData, ModelInputData
 from agents.tracing import set_trace_processors
 from agents.tracing.processors import default_processor
 
+from agl_core.testing.adapters.catalogue import TOOLS
 from agl_core.testing.adapters.driver import (
     ATTACH,
     CHAT,
     MESSAGES,
     RESPONSES,
+    Agent,
     Driver,
     Gap,
     InexpressibleError,
     Program,
     Question,
+    Scenario,
     Setting,
 )
-from agl_core.testing.adapters.scenario import Agent, Scenario
-from agl_core.testing.adapters.tools import TOOLS
 from agl_openai_agents import AglProcessor
 
 PROCESSOR = "AglProcessor()"

@@ -6,14 +6,15 @@ from agl_core.testing.adapters.driver import (
     EVERY,
     MESSAGES,
     RESPONSES,
+    Agent,
     Driver,
     Gap,
     InexpressibleError,
     Program,
     Question,
+    Scenario,
     Setting,
 )
-from agl_core.testing.adapters.scenario import Agent, Scenario
 
 __all__ = [
     "ATTACH",

@@ -1,11 +1,60 @@
-"""The scenarios. Each is data: a script for the model, and the episode that must come of it."""
+"""The scenarios: each is a script for the model, and the episode that must come of it; and their agents' tools."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 from pydantic import BaseModel
 
-from agl_core.testing.adapters.scenario import Agent, Parallel, Scenario, Turn
+from agl_core.testing.adapters.driver import Agent, Cell, Driver, Parallel, Scenario, Turn
 from agl_core.testing.scripts import CallTools, Drop, Fail, Say
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+
+def look_up(topic: str) -> str:
+    """Look a topic up."""
+    return f"{topic} is a town."
+
+
+def broken() -> str:
+    """Fail."""
+    raise ValueError("boom")
+
+
+def slow() -> str:
+    """Take too long."""
+    raise TimeoutError("no answer in 5 seconds, timed out")
+
+
+def nothing() -> str:
+    """Find nothing."""
+    return ""
+
+
+TOOLS: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in (add, multiply, look_up, broken, slow, nothing)}
+
+_ACTION = re.compile(r"Action: (\w+)\[(.*)\]")
+
+
+def action(text: str) -> tuple[str, str] | None:
+    """The tool and its one argument that a ReAct text asks for; None if it is an answer.
+
+    >>> action("Thought: a town. Action: look_up[Bern]")
+    ('look_up', 'Bern')
+    """
+    found = _ACTION.search(text)
+    return (found[1], found[2]) if found else None
 
 
 class Town(BaseModel):
@@ -263,3 +312,23 @@ SCENARIOS: tuple[Scenario, ...] = (
     TWO_AGENTS,
     SHARED_AGENT,
 )
+
+
+def cells(drivers: Sequence[Driver]) -> Iterator[Cell]:
+    """All cells; ValueError if a gap covers none.
+
+    The first form is played throughout, the others with one of both streaming modes for each API, in turn.
+    """
+    for driver in drivers:
+        found = [
+            Cell(scenario, driver, api, streaming, form)
+            for scenario in SCENARIOS
+            for place, api in enumerate(driver.apis)
+            for streaming in driver.streaming
+            for form in driver.forms
+            if form == driver.forms[0] or streaming is driver.streaming[~place % len(driver.streaming)]
+        ]
+        for gap in driver.gaps:
+            if not any(gap.covers(each.scenario.name, each.api, each.streaming, each.form) for each in found):
+                raise ValueError(f"{driver.name}: the gap {gap} covers no cell. Check the names in it.")
+        yield from found

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from agl_core.config.models import GatewaySection, PassthroughSection
 from agl_core.server import Keys
-from agl_core.testing.http import served
 from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.upstream import served
 from agl_core.types import Ending
 from agl_core.wire.workers import CloseRequest
 

@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core.server.http.client import BrokenReplyError, Endpoint, HttpReply
-from agl_core.testing.http import served
 from agl_core.testing.server import until
+from agl_core.testing.upstream import served
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Policy: 3\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nx-policy: 3\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"

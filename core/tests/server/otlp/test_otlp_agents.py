@@ -17,8 +17,8 @@ from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMet
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import StatusCode, Tracer
+from testing_aids import instrumenting, resource_methods
 
-from agl_core.testing.instrumenting import instrumenting, resource_methods
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Source, ToolResult, ToolStatus
 

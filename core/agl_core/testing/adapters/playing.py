@@ -1,0 +1,369 @@
+"""Plays cells of the matrix on a real Lightning Server with a real store, and compares what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+
+from agl_core.config.models import SamplingSection
+from agl_core.server.gateway.retries import HEADER_STAINLESS
+from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.adapters.driver import (
+    API_NAMES,
+    Cell,
+    Expected,
+    Parallel,
+    Program,
+    Question,
+    Reply,
+    Scenario,
+    Setting,
+    Turn,
+)
+from agl_core.testing.scripts import CallTools, Fail, Received, Step
+from agl_core.testing.server import RunningAttempt, Stack, running_stack
+from agl_core.testing.upstream import END_TOKEN, logprob, served
+from agl_core.types import Call, Episode, Transition
+from agl_core.wire.headers import rollout_path
+from agl_core.worker.agent import PLACEHOLDER_KEY
+
+_MEET = 20.0
+"""Seconds that requests which are to be there together wait for each other."""
+_PATIENCE = 90.0
+"""Seconds that a cell may take."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request of an agent of the scenario, and the reply that it got."""
+
+    received: Received
+    agent: str
+    rollout: int
+    """Which of the scenario's rollouts it belongs to, by its question."""
+    step: Step
+
+
+class Play:
+    """The answers of a scripted model server while a scenario is played.
+
+    An agent is known by its system prompt; each of its requests gets the next reply of its script.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.faults: list[str] = []
+        """What went against the script."""
+        self.answered: list[Answered] = []
+        """What was asked and answered by the script so far."""
+        self._agents = {each.name: each for each in scenario.everyone()}
+        self._together = scenario.together
+        self._arrived: Counter[str] = Counter()
+        self._told: Counter[tuple[str, int]] = Counter()
+        self._met = asyncio.Event()
+
+    async def __call__(self, received: Received) -> Step:
+        text = json.dumps(received.body["messages"])
+        name = next((each for each in self._agents if f"You are {each}." in text), None)
+        if name is None:
+            return self._fault("A request has the system prompt of no agent of the scenario", text)
+        await self._meet(name)
+        numbered = re.search(r"#(\d+)", text)
+        rollout = int(numbered[1]) if numbered else 0
+        place = (name, rollout)
+        self._told[place] += 1
+        says = self._agents[name].says
+        if self._told[place] > len(says):
+            return self._fault(f"{name} calls more often than its script has replies", text)
+        step = says[self._told[place] - 1]
+        self.answered.append(Answered(received, name, rollout, step))
+        return step
+
+    async def _meet(self, name: str) -> None:
+        self._arrived[name] += 1
+        if self._arrived[name] > self._together.get(name, 0):
+            return
+        if all(self._arrived[each] >= count for each, count in self._together.items()):
+            self._met.set()
+        try:
+            await asyncio.wait_for(self._met.wait(), _MEET)
+        except TimeoutError:
+            self.faults.append(f"{name}'s request waited {_MEET:g} s for those that were to run beside it")
+
+    def _fault(self, text: str, messages: str) -> Fail:
+        self.faults.append(f"{text}: {messages[:2000]}")
+        return Fail(400)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A request that a relay has passed on, and the reply."""
+
+    asked: bytes
+    status: int
+    reply: bytes
+    content_type: str | None
+    """The reply's, with its parameters."""
+
+    def response(self) -> web.Response:
+        headers = {"Content-Type": self.content_type} if self.content_type else None
+        return web.Response(body=self.reply, status=self.status, headers=headers)
+
+
+class Relay:
+    """Stands before a server and passes POST requests on; a subclass keeps them, or loses replies."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self.url = ""
+        self._serves = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/{path:.*}", self.relay)
+        self._client = await self._serves.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        self.url = await self._serves.enter_async_context(served(app))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._serves.aclose()
+
+    async def relay(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request; a subclass overrides this."""
+        return (await self.pass_on(request)).response()
+
+    async def pass_on(self, request: web.Request, **headers: str) -> Passed:
+        """Ask the server what the client asks, with these headers besides, and hear the reply out."""
+        asked = await request.read()
+        given = {name: value for name, value in request.headers.items() if name.lower() != "host"} | headers
+        async with self._client.post(f"{self._target}{request.path}", data=asked, headers=given) as got:
+            return Passed(asked, got.status, await got.read(), got.headers.get("Content-Type"))
+
+
+class LossyRelay(Relay):
+    """Stands before the gateway; of each scenario's `lost` requests, it hears the reply out and hangs up."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._lost: frozenset[int] = frozenset()
+        self._count = 0
+
+    def lose(self, lost: frozenset[int]) -> None:
+        """These requests from now on, counted without their retries."""
+        self._lost, self._count = lost, 0
+
+    async def relay(self, request: web.Request) -> web.StreamResponse:
+        """Pass it on, and hang up on one that is to be lost."""
+        is_retry = request.headers.get(HEADER_STAINLESS, "0") != "0"
+        number = self._count
+        self._count += not is_retry
+        passed = await self.pass_on(request)
+        if number in self._lost and not is_retry:
+            assert request.transport is not None
+            request.transport.close()
+        return passed.response()
+
+
+def tokens(reply: Reply, choice: int = 0) -> list[int]:
+    """The ids that the upstream samples for a reply: its bytes, and the end."""
+    if isinstance(reply, CallTools):
+        calls = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments, *_ in reply.calls]
+        text = reply.text or json.dumps(calls)
+    else:
+        text = f"{reply.text} ({choice})" if choice else reply.text
+    return [*text.encode(), END_TOKEN]
+
+
+def differences(expected: Expected, episode: Episode) -> list[str]:
+    """What is wrong with the episode; nothing, if it is exactly as expected."""
+    found = [list(call) for _, call in groupby(episode.transitions, key=lambda each: each.key.call)]
+    turns = [call[0].turn for call in found]
+    wrong = [] if turns == list(range(len(found))) else [f"the turns are numbered {turns}"]
+    if episode.unjoined:
+        wrong.append(f"tool results joined with no call: {[(o.tool, str(o.status)) for o in episode.unjoined]}")
+    if len({call[0].key.call for call in found}) != len(found):
+        wrong.append("a call's transitions are apart, or two calls have one id")
+    for block in expected:
+        size = 1 if isinstance(block, Turn) else sum(map(len, block.branches))
+        taken, found = found[:size], found[size:]
+        wrong += _of_turn(block, taken) if isinstance(block, Turn) else _of_block(block, taken)
+    return wrong + [f"one call too many: {_shown(call)}" for call in found]
+
+
+def _of_turn(turn: Turn, calls: Sequence[Sequence[Transition]]) -> list[str]:
+    if not calls:
+        return [f"no call for {turn}"]
+    call = calls[0]
+    numbers = {each.agent_turn for each in call}
+    wrong = [] if numbers == {turn.number} else [f"turn {turn.number} of {turn.agent} is numbered {numbers}"]
+    return wrong + _of_call(turn, call)
+
+
+def _of_block(block: Parallel, calls: Sequence[Sequence[Transition]]) -> list[str]:
+    """Calls that may come in any order that keeps the order of each branch."""
+    ahead = [list(branch) for branch in block.branches]
+    wrong = []
+    for call in calls:
+        tried = [(branch, _of_call(branch[0], call)) for branch in ahead if branch]
+        fitting = next((branch for branch, differs in tried if not differs), None)
+        if fitting is None:
+            wrong += [f"fits no branch: {_shown(call)}", *(text for _, differs in tried for text in differs)]
+        else:
+            fitting.pop(0)
+    wrong += [f"no call for {turn}" for branch in ahead for turn in branch]
+    # Which of several branches of one agent came first is open, and so is who has which number.
+    numbers = sorted((turn.agent, turn.number) for branch in block.branches for turn in branch)
+    given = sorted((str(call[0].agent), call[0].agent_turn) for call in calls)
+    return wrong + ([] if numbers == given else [f"agents and turns are {given}, not {numbers}"])
+
+
+def _of_call(turn: Turn, call: Sequence[Transition]) -> list[str]:
+    wrong = []
+
+    def expect(what: str, given: Any, wanted: Any) -> None:
+        if given != wanted:
+            wrong.append(f"{what} of {_shown(call)} is {given!r}, not {wanted!r}")
+
+    expect("the agent", [each.agent for each in call], [turn.agent] * turn.choices)
+    expect("choices", [each.key.choice for each in call], list(range(turn.choices)))
+    for choice, each in enumerate(call):
+        ids = tokens(turn.reply, choice)
+        prompt = "" if each.prompt_ids is None else bytes(each.prompt_ids.tolist()).decode()
+        expect("the response's ids", _plain(each.response_ids), ids)
+        expect("the log-probabilities", _plain(each.logprobs), _plain(np.array([logprob(i) for i in ids], np.float32)))
+        expect("whose system prompt it is", f"You are {turn.agent}." in prompt, True)
+        if turn.forgot:
+            expect(f"{turn.forgot!r} in the prompt", turn.forgot in prompt, False)
+        expect("the tool results", [(o.tool, str(o.status)) for o in each.tool_results], list(turn.tool_results))
+        expect(
+            "the agent of a tool result", [o.agent for o in each.tool_results], [turn.agent] * len(turn.tool_results)
+        )
+        if isinstance(turn.reply, CallTools):
+            ids_asked = [asked["id"] for asked in each.response.get("tool_calls") or ()]
+            expect("the tool calls of the tool results", [o.tool_call_id for o in each.tool_results], ids_asked)
+            expect(
+                "the arguments",
+                [o.arguments for o in each.tool_results],
+                [dict(given) for _, given, *_ in turn.reply.calls],
+            )
+    return wrong
+
+
+def _plain(values: Any) -> list[Any] | None:
+    return None if values is None else values.tolist()
+
+
+def _shown(call: Iterable[Transition]) -> str:
+    first = next(iter(call))
+    said = first.response.get("content") or first.response.get("tool_calls")
+    return f"call {first.turn} ({first.agent}: {said!r})"
+
+
+Running: TypeAlias = Callable[[Program, Question], Awaitable[None]]
+"""How a program is run for a question."""
+
+
+async def simply(program: Program, question: Question) -> None:
+    """Run it, and wait for it."""
+    await program(question)
+
+
+@dataclass(frozen=True)
+class Performed:
+    """One rollout that was played, and what agl recorded of it."""
+
+    attempt: RunningAttempt
+    episode: Episode
+    calls: Sequence[Call]
+
+
+@dataclass
+class Bench:
+    """A server with its store and a scripted model, and the relay that loses replies."""
+
+    stack: Stack
+    relay: LossyRelay
+
+    async def check(self, cell: Cell) -> None:
+        """AssertionError if the cell does not pass; or if it does, and is declared a gap."""
+        if cell.gap is None:
+            wrong = await self.play(cell)
+            assert wrong == [], "\n".join(wrong)
+            return
+        try:
+            wrong = await self.play(cell)
+        except Exception:
+            return
+        assert wrong, f"The cell passes although it is declared a gap ({cell.gap}). Take the gap out of the driver."
+
+    async def play(self, cell: Cell) -> list[str]:
+        """What differs from the expected episode, in each of the scenario's rollouts."""
+        play = Play(cell.scenario)
+        performed = await self.perform(cell, play)
+        return [*play.faults, *itertools.chain(*(_wrong(cell, each) for each in performed))]
+
+    async def perform(self, cell: Cell, play: Play, run: Running = simply) -> list[Performed]:
+        """Play the cell's rollouts, with the model that `play` is."""
+        scenario = cell.scenario
+        self.stack.upstream.answer = play
+        self.relay.lose(scenario.lost)
+        root = self.relay.url if scenario.lost else self.stack.server.base_url
+        setting = Setting(cell.api, cell.streaming, cell.form, root, PLACEHOLDER_KEY)
+        with cell.driver.attached(cell.form):
+            program = cell.driver.build(scenario, setting)
+            attempts = [await self.stack.attempt(base_url=root) for _ in range(scenario.rollouts)]
+            asked = zip(attempts, scenario.questions(), strict=True)
+            async with asyncio.timeout(_PATIENCE):
+                return await asyncio.gather(*(_roll_out(program, run, *each) for each in asked))
+
+
+async def _roll_out(program: Program, run: Running, attempt: RunningAttempt, text: str) -> Performed:
+    """Run the agent as a worker does."""
+    active = attempt.active
+    question = Question(text, f"{active.base_url}{rollout_path(*attempt.key)}", active.api_key)
+
+    async def inside() -> None:
+        with attempt.running():
+            await run(program, question)
+
+    try:
+        await asyncio.create_task(inside())
+    finally:
+        episode = await attempt.close()
+    return Performed(attempt, episode, await attempt.calls())
+
+
+def _wrong(cell: Cell, performed: Performed) -> list[str]:
+    """What adapters could not do, and what differs from what is expected."""
+    found = [f"an adapter's problem: {text}" for text in performed.attempt.active.recording.problems]
+    found += [f"a call by {call.api}" for call in performed.calls if call.api != API_NAMES[cell.api]]
+    found += [
+        f"call {call.sequence}: streaming is {not cell.streaming}"
+        for call in performed.calls
+        if bool(call.request.get("stream")) is not cell.streaming
+    ]
+    return found + differences(cell.scenario.expected, performed.episode)
+
+
+@contextlib.asynccontextmanager
+async def running_bench(folder: Path, **options: Any) -> AsyncIterator[Bench]:
+    """The store is below `folder`; `options` are further ones of the server."""
+    sampling = SamplingSection(temperature=0.7, max_tokens=4096)
+    async with (
+        SqliteStore(folder / "store.sqlite") as store,
+        running_stack(store=store, sampling=sampling, timeout=60, attempts=1, **options) as stack,
+        LossyRelay(stack.server.base_url) as relay,
+    ):
+        yield Bench(stack, relay)

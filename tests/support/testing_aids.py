@@ -1,0 +1,165 @@
+"""What tests of several packages share and plugin authors do not need: clients that do not wait, privacy, pages.
+
+Tests of packages import it as `testing_aids` (pyproject.toml's `pythonpath`), those in tests/ relatively.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pkgutil
+import re
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from agl_core.testing.scripts import CallTools
+from agl_core.types import Episode, ToolResult
+from agl_core.wire.workers import ToolResultReport
+
+
+@contextlib.contextmanager
+def fast_clients() -> Iterator[None]:
+    """Clients retry at once, and take no time to be made."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(certificates_read_once())
+        for name in ("openai._base_client", "anthropic._base_client"):
+            with contextlib.suppress(ModuleNotFoundError):
+                client = importlib.import_module(name)
+                for delay in ("INITIAL_RETRY_DELAY", "MAX_RETRY_DELAY"):
+                    patches.enter_context(mock.patch.object(client, delay, 0.001))
+        yield
+
+
+@contextlib.contextmanager
+def certificates_read_once() -> Iterator[None]:
+    """A client reads all certificates when it is made, which takes 40 ms: here the first one reads them for all."""
+    create, made = ssl.create_default_context, dict[Any, ssl.SSLContext]()
+
+    def once(purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, **given: Any) -> ssl.SSLContext:
+        if purpose is not ssl.Purpose.SERVER_AUTH:
+            return create(purpose, **given)
+        key = (os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"), *sorted(given.items()))
+        if key not in made:
+            made[key] = create(purpose, **given)
+        return made[key]
+
+    with mock.patch.object(ssl, "create_default_context", once):
+        yield
+
+
+NO_TELEMETRY = {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "CREWAI_DISABLE_VERSION_CHECK": "true",
+    # CrewAI asks no questions about traces.
+    "CREWAI_TESTING": "true",
+    "HAYSTACK_TELEMETRY_ENABLED": "False",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+"""For `os.environ`, before a framework is imported: some read it only then."""
+
+_OURS = ("127.0.0.1", "localhost", "::1", None)
+
+
+@contextlib.contextmanager
+def only_this_machine() -> Iterator[None]:
+    """Meanwhile the name of another machine is not found; AssertionError at the end if one was looked up."""
+    asked: list[Any] = []
+    look_up = socket.getaddrinfo
+
+    def watched(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in _OURS:
+            asked.append(host)
+            raise OSError(f"{host} is another machine")
+        return look_up(host, *args, **kwargs)
+
+    with mock.patch.object(socket, "getaddrinfo", watched):
+        yield
+    assert not asked, f"names of other machines were looked up: {asked}"
+
+
+@contextlib.contextmanager
+def instrumenting() -> Iterator[Callable[[Any, Any], None]]:
+    """What instruments the client with an instrumentor; at the end all of it is undone.
+
+    Instrumentors leave some of what they patched: of OpenLLMetry's, `create` and `parse` of the async resources.
+    """
+    before = resource_methods()
+    used: list[Any] = []
+
+    def instrument(kind: Any, provider: Any) -> None:
+        used.append(kind())
+        used[-1].instrument(tracer_provider=provider)
+
+    try:
+        yield instrument
+    finally:
+        for each in reversed(used):
+            each.uninstrument()
+        for (kind, name), value in before.items():
+            if vars(kind).get(name) is not value:
+                setattr(kind, name, value)
+
+
+def resource_methods() -> dict[tuple[type, str], Any]:
+    """What the classes of the client that make requests have, as it is now."""
+    import openai.resources
+
+    found = pkgutil.walk_packages(openai.resources.__path__, "openai.resources.")
+    modules = [importlib.import_module(each.name) for each in found]
+    kinds = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    return {
+        (kind, name): value
+        for kind in kinds
+        if kind.__module__.startswith("openai.resources.")
+        for name, value in vars(kind).items()
+        if not name.startswith("__")
+    }
+
+
+def blocks(page: Path, language: str = "") -> list[str]:
+    """The page's code blocks that are marked with this language; without one, those that show what is printed."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for each, text in found if each == language]
+
+
+def run_snippets(page: Path) -> dict[str, Any]:
+    """Run the page's Python blocks one after the other, in one namespace: its names afterwards."""
+    names: dict[str, Any] = {}
+    for snippet in blocks(page, "python"):
+        exec(compile(snippet, page.name, "exec"), names)
+    return names
+
+
+def weather(city: str) -> str:
+    """Weather of a city."""
+    if city == "Atlantis":
+        raise ValueError("no such city")
+    if city == "Far":
+        raise TimeoutError("no answer")
+    return "" if city == "Nowhere" else "22 °C"
+
+
+WEATHER_STATUSES = {"Bern": "ok", "Atlantis": "error", "Far": "timeout", "Nowhere": "empty"}
+"""How `weather` ends, by city."""
+ASK_WEATHER = CallTools([("weather", {"city": city}, f"c-{city}") for city in WEATHER_STATUSES])
+"""A reply that asks for all of these at once."""
+
+
+def weather_statuses(results: Iterable[ToolResult | ToolResultReport]) -> dict[str, str]:
+    """How the calls of `weather` ended, by city."""
+    asked: list[tuple[Any, str]] = [(each.arguments, str(each.status)) for each in results]
+    return {arguments["city"]: status for arguments, status in asked}
+
+
+def tools_by_call(episode: Episode) -> list[tuple[Any, ...]]:
+    """Of each call, the agent, and each tool that it asked for with its status."""
+    return [
+        (each.agent, *((result.tool, str(result.status)) for result in each.tool_results))
+        for each in episode.transitions
+    ]
