@@ -127,7 +127,7 @@ def call_again_and_again(call: Callable[[], Any]) -> None:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["upstream", *core]:
-            from agl_core.server.http.event_loop import run
+            from agl_core.server.listening import run
 
             pin(core)
             run(serve())

@@ -40,7 +40,7 @@ from server_peers import AGENTS
 from tables import machine, table, write
 
 from agl_core.capture.attaching import bootstrap_variables
-from agl_core.server.http.event_loop import run
+from agl_core.server.listening import run
 from agl_core.types import AttemptKey
 from agl_core.worker.agent import client_variables
 

@@ -14,7 +14,7 @@ from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.server import Keys, LightningServer
-from agl_core.server.gateway.retries import HEADER_STAINLESS
+from agl_core.server.gateway.answered import HEADER_STAINLESS
 from agl_core.server.gateway.upstream import RunSettings
 from agl_core.server.sessions.sessions import Online
 from agl_core.store.sqlite import SqliteStore

@@ -61,7 +61,7 @@ def evaluate(
     from agl_core.analysis.comparisons.repeated import compare, passes
     from agl_core.cli.shared.screen import ConsoleObserver, Screen
     from agl_core.config import CONFIG_FILE, check, load
-    from agl_core.server.http.event_loop import run
+    from agl_core.server.listening import run
     from agl_core.training.metrics import METRICS_FILE
     from agl_core.training.run import evaluate as run_evaluation
     from agl_core.training.run_folder import new_run_dir

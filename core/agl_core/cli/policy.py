@@ -122,7 +122,7 @@ def serve(
     """
     from agl_core.cli.shared.screen import Screen
     from agl_core.policies.gateway import POLICY_KEY
-    from agl_core.server.http.event_loop import run
+    from agl_core.server.listening import run
     from agl_core.wire.keys import take_key
 
     run(_serve(names, host, port, take_key(POLICY_KEY), engine, set_, Screen()))

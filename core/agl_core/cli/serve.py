@@ -47,7 +47,7 @@ def serve(
     """
     from agl_core.cli.shared.screen import Screen
     from agl_core.config.load import CONFIG_FILE, load_for_server, store_config
-    from agl_core.server.http.event_loop import run
+    from agl_core.server.listening import run
     from agl_core.training.run_folder import make_run_dir, removed_unless_begun
 
     changes = [f"server.{name}={value}" for name, value in (("host", host), ("port", port)) if value is not None]

@@ -113,7 +113,7 @@ def trained(
     from agl_core.analysis.text.plain import plain
     from agl_core.cli.shared.screen import ConsoleObserver
     from agl_core.cli.shared.viewing import shown
-    from agl_core.server.http.event_loop import run
+    from agl_core.server.listening import run
 
     async def work() -> Summary:
         async with shown(run_dir, loaded.config.server, operator_key, console) as serving:

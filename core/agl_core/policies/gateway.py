@@ -17,15 +17,14 @@ from agl_core.policies.shelf import Shelf
 from agl_core.protocols import Upstream
 from agl_core.server.api.routes import unless_gone
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
-from agl_core.server.dialects.replies import ReplyMemory
 from agl_core.server.errors import ApiError, as_answer
+from agl_core.server.gateway.answered import Answered, Exchange
+from agl_core.server.gateway.gateway import forwarded
 from agl_core.server.gateway.reply import Reply, read_reply
 from agl_core.server.gateway.routes import ModelCalls, models_route, unserved
-from agl_core.server.gateway.sampling import forwarded
 from agl_core.server.gateway.upstream import UpstreamClient
-from agl_core.server.http.listening import Listening
-from agl_core.server.http.protocol import Refusals
 from agl_core.server.keys import carries, is_loopback
+from agl_core.server.listening import Listening, Refusals
 from agl_core.wire.headers import HEADER_ANSWERED
 from agl_core.wire.keys import problem_of_key
 
@@ -46,7 +45,7 @@ class PolicyServer:
         self._shelf, self._key = shelf, key
         self._upstream = replace(upstream, returns_ids=False)
         self._client = UpstreamClient(upstream, _LONGEST)
-        self._memory = ReplyMemory()
+        self._answered = Answered()
         self._listening = listening
 
     @property
@@ -64,7 +63,8 @@ class PolicyServer:
     async def answer(self, request: Request, dialect: Dialect) -> Response:
         try:
             self._check(request)
-            asked = dialect.parse(await request.body(), self._memory)
+            raw = await request.body()
+            asked = dialect.parse(raw, self._answered)
             if not asked.model:
                 policies = {each.reference.name for each in self._shelf.wanted}
                 asked = asked.named(request.path_params.get("deployment"), policies)
@@ -74,16 +74,16 @@ class PolicyServer:
             if reply is None:
                 return Response(status_code=499)
             if not dialect.counts:
-                self._memory.add(reply, asked.conversation)
-            response = dialect.render(asked, reply, self._memory)
+                self._answered.remember(Exchange(0), reply, asked.conversation, len(raw))
+            response = dialect.render(asked, reply, self._answered)
             response.headers.update({HEADER_ANSWERED: str(served.version), **asked.notes(reply)})
             return response
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))
 
-    async def memory(self, request: Request) -> ReplyMemory:
+    async def answered(self, request: Request) -> Answered:
         self._check(request)
-        return self._memory
+        return self._answered
 
     async def _reply(self, dialect: Dialect, asked: ModelRequest, model: str, max_tokens: int) -> Reply:
         limit = max_tokens if asked.requested.max_tokens is None else asked.requested.max_tokens

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from agl_core.policies.engines import Source, log_folder
 from agl_core.policies.gateway import PolicyServer, check_key
 from agl_core.policies.shelf import Shelf, wanted_of
-from agl_core.server.http.listening import Listening
+from agl_core.server.listening import Listening
 
 INTERVAL = 1.0
 """Seconds between two looks at what names mean now."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+import orjson
+from starlette.responses import Response
+
 from agl_core.errors import ServerError
 
 logger = logging.getLogger(__name__)
@@ -41,8 +44,6 @@ class ApiError(ServerError):
 
 CONTEXT_OVERFLOW = "context_length_exceeded"
 """OpenAI's code; agent frameworks recognise it."""
-
-
 NO_UPSTREAM = "no_upstream"
 """No engine serves now."""
 UPSTREAM_GONE = frozenset({"upstream_down", "upstream_broken", "upstream_away"})
@@ -52,31 +53,27 @@ STORE_FAILED = "store_failed"
 """The store could not be written: its disk is full, for instance."""
 
 
+def _away(message: str, code: str, retry_after: int) -> ApiError:
+    return ApiError(503, message, type="server_error", code=code, retry_after=retry_after)
+
+
 def no_upstream() -> ApiError:
     """The answer to a model call while there is no engine."""
-    return ApiError(
-        503,
-        "No engine serves a model now, so agl cannot answer; this call may be tried again.",
-        type="server_error",
-        code=NO_UPSTREAM,
-        retry_after=2,
-    )
+    message = "No engine serves a model now, so agl cannot answer; this call may be tried again."
+    return _away(message, NO_UPSTREAM, 2)
 
 
 def stopping() -> ApiError:
     """The answer to what the server's end cuts off."""
-    return ApiError(503, "agl's server is stopping.", type="server_error", code=STOPPING, retry_after=2)
+    return _away("agl's server is stopping.", STOPPING, 2)
 
 
 def store_failed() -> ApiError:
     """The answer to a model call that could not be recorded."""
-    return ApiError(
-        503,
-        "agl could not record this call, and so does not answer it; the server's log says why. It may be tried again.",
-        type="server_error",
-        code=STORE_FAILED,
-        retry_after=5,
+    message = (
+        "agl could not record this call, and so does not answer it; the server's log says why. It may be tried again."
     )
+    return _away(message, STORE_FAILED, 5)
 
 
 def as_answer(error: Exception, path: str) -> ApiError:
@@ -96,3 +93,9 @@ def attempt_closed(rollout: str, attempt: int) -> ApiError:
         type="attempt_closed",
         code="attempt_closed",
     )
+
+
+def openai_error(error: ApiError) -> Response:
+    """An error in the shape that all of OpenAI's APIs share."""
+    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return Response(orjson.dumps({"error": body}), error.status, error.headers, "application/json")

@@ -25,16 +25,14 @@ from agl_core.server.api.online import online_routes
 from agl_core.server.api.openapi import document
 from agl_core.server.api.routes import refused
 from agl_core.server.api.workers import worker_routes
-from agl_core.server.dialects.routes import DIALECTS
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.gateway import Counters, Gateway
 from agl_core.server.gateway.passthrough import PASSED_ON, Passthrough
-from agl_core.server.gateway.routes import ModelCalls, models_route, unserved
+from agl_core.server.gateway.routes import DIALECTS, ModelCalls, models_route, unserved
 from agl_core.server.gateway.upstream import Answering, Relay, RunSettings
-from agl_core.server.http.listening import Listening, url_of
-from agl_core.server.http.protocol import Refusals
 from agl_core.server.keys import Keys
+from agl_core.server.listening import Listening, Refusals, url_of
 from agl_core.server.otlp import SpanIntake, TraceService, traces_route
 from agl_core.server.rollouts.queue import RolloutQueue
 from agl_core.server.sessions.sessions import Online, Sessions
@@ -43,7 +41,7 @@ from agl_core.types import Run
 from agl_core.wire.workers import Activity, Health, RunningAttempt
 
 if TYPE_CHECKING:
-    from agl_core.server.otlp.over_grpc import GrpcTraces
+    from agl_core.server.otlp_grpc import GrpcTraces
 
 _PREFIX = "/rollout/{rollout}/attempt/{attempt}"
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
@@ -208,7 +206,7 @@ class LightningServer:
         self._relay.withdraw()
 
     async def _start_grpc(self, port: int) -> None:
-        from agl_core.server.otlp.over_grpc import GrpcTraces
+        from agl_core.server.otlp_grpc import GrpcTraces
 
         self._grpc = GrpcTraces(self._traces, host=self._host, port=port)
         try:
@@ -268,7 +266,7 @@ class LightningServer:
                     worker=attempt.record.worker,
                     running=max(0.0, now - attempt.record.started),
                     asking=since(min(attempt.asking.values(), default=None)),
-                    answered=since(attempt.answered),
+                    answered=since(attempt.last_answer),
                 )
                 for attempt in queue.oldest(_MAX_SHOWN)
             ],

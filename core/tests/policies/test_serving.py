@@ -22,7 +22,7 @@ from agl_core.policies.engines import Source
 from agl_core.policies.gateway import POLICY_KEY, PolicyServer, check_key
 from agl_core.policies.shelf import Shelf, wanted_of
 from agl_core.protocols import PolicyEngine, PolicySpec, Upstream
-from agl_core.server.http.listening import Listening
+from agl_core.server.listening import Listening
 from agl_core.testing.scripts import Fail, Hold, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.training.checkpoints import Checkpoints
@@ -336,14 +336,14 @@ async def test_what_a_client_asks_for_beside_the_text_is_returned_or_refused_by_
 
 READING = """
 from agl_core.cli import main
-from agl_core.server.http import event_loop
+from agl_core.server import listening
 
 def run(serving):
     key = serving.cr_frame.f_locals["key"]
     print(key, key in open("/proc/self/environ").read())
     serving.close()
 
-event_loop.run = run
+listening.run = run
 main()
 """
 

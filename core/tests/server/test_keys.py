@@ -64,18 +64,6 @@ def test_an_attempts_key_is_made_of_the_secret() -> None:
     assert len(several | {Keys(secret="another").of_attempt(AttemptKey("r", 0))}) == 11
 
 
-async def test_a_lease_brings_the_key_of_its_attempt(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make.rollout(id) for id in "ab"])
-    async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
-        a, b = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=2))).leases
-    assert a.key != b.key
-    reply = await stack.client(AttemptKey("a", 0), api_key=a.key).chat.completions.create(**GOOD)
-    assert [call.id for call in await stack.calls(AttemptKey("a", 0))] == [reply.id]
-    assert not [each for each in (a.key, a.secret) if each in repr(a)]
-    assert a.key in a.assignment.model_dump_json()
-    assert a.secret not in a.assignment.model_dump_json(), "agents get the assignment"
-
-
 async def test_only_the_secret_of_its_lease_closes_or_keeps_an_attempt(stack: Stack, http: httpx.AsyncClient) -> None:
     keys, url = stack.server.keys, f"{stack.server.base_url}/agl/v1"
     own, other = await stack.lease(), await stack.lease()
@@ -124,36 +112,6 @@ async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http:
     assert (await http.post(f"{stack.url(own)}/chat/completions", json=GOOD, headers=mixed)).status_code == 400
     assert await stack.calls(other) == []
     assert len(await stack.calls(own)) == 24
-
-
-async def test_which_models_there_are_is_told_to_agents_only(stack: Stack, http: httpx.AsyncClient) -> None:
-    own, other = await stack.lease(), await stack.lease()
-    for key, url, status in (
-        (stack.server.keys.of_attempt(own), stack.url(own), 200),
-        (stack.server.keys.of_attempt(own), stack.url(), 200),
-        (stack.server.keys.of_attempt(own), stack.url(other), 401),
-        (stack.server.keys.of_attempt(AttemptKey("nobody", 0)), stack.url(), 401),
-        (stack.server.worker_key, stack.url(), 401),
-    ):
-        response = await http.get(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
-        assert response.status_code == status, (key, url)
-
-
-async def test_an_agents_key_opens_no_route_of_the_workers(stack: Stack, http: httpx.AsyncClient) -> None:
-    own = await stack.lease()
-    for key in (stack.key(own), "agl-wrong"):
-        for path, body in (
-            ("leases", {"worker": "w", "capacity": 1}),
-            ("heartbeats", {"worker": "w", "attempts": []}),
-            (f"rollouts/{own.rollout}/attempts/{own.attempt}/close", {"ending": "finished"}),
-        ):
-            response = await http.post(
-                f"{stack.server.base_url}/agl/v1/{path}", json=body, headers={"Authorization": f"Bearer {key}"}
-            )
-            assert response.status_code == 401
-    active = stack.server.queue.attempt(own)
-    assert active is not None
-    assert not active.closed
 
 
 def tool(tracer: Tracer) -> None:

@@ -1,91 +1,162 @@
-"""The dialect of OpenAI's chat completions."""
+"""OpenAI's chat completions, which the upstream speaks itself, and its legacy completions.
+
+Of a completion, **a prompt becomes the one user message of a chat**, for the upstream and in what is recorded. The
+model therefore sees its chat template around the prompt and answers it; it does not continue a bare text. This is what
+an agent needs that puts everything into one prompt, for example a text ReAct loop. Token ids and log-probabilities are
+exactly those of the model's input and output. What only a continuation could mean (`echo`, `suffix`, prompts of token
+ids) is refused, and so are several prompts in one request and `best_of`, which samples more than it returns. Without
+`max_tokens` the run's limit holds, not the 16 tokens of OpenAI's servers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, ClassVar
 
-import orjson
 from starlette.responses import Response
 
 from agl_core.server.dialects import fields
-from agl_core.server.dialects.dialect import ModelRequest, asked, rendered, returned, usages
-from agl_core.server.dialects.replies import ReplyMemory
-from agl_core.server.dialects.sse import chunk_stream, pieces
-from agl_core.server.errors import ApiError
+from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, chunk_stream, pieces, rendered
+from agl_core.server.gateway.answered import Answered
 from agl_core.server.gateway.reply import Reply
 from agl_core.types import Json
 
 
-class ChatCompletions:
-    """`POST /v1/chat/completions`: the API that the upstream speaks itself."""
+class ChatCompletions(Dialect):
+    """`POST /v1/chat/completions`."""
 
-    api = "chat.completions"
-    id_prefix = "chatcmpl-"
-    counts = False
+    api, id_prefix = "chat.completions", "chatcmpl-"
+    checked: ClassVar[fields.Fields] = {
+        **fields.COMMON,
+        **fields.SAMPLING,
+        **fields.TOOL_USE,
+        "messages": fields.a(list, "a list of messages"),
+        "tools": (lambda value: fields.is_list_of(value, dict), "a list of tools"),
+        "n": fields.integer(1, 128),
+        "max_tokens": fields.integer(1),
+        "max_completion_tokens": fields.integer(1),
+        "logprobs": fields.FLAG,
+        "response_format": fields.OBJECT,
+        **fields.RETURNED,
+    }
 
-    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = fields.json_object(raw)
-        fields.check_fields(body, _FIELDS)
+    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
         if body.get("top_logprobs") is not None and not body.get("logprobs"):
             raise fields.wrong("top_logprobs", "needs 'logprobs': true", code="invalid_value")
-        _check_messages(body.get("messages"))
-        for place, tool in enumerate(body.get("tools") or ()):
-            _check_tool(place, tool)
+        messages = fields.objects(body.get("messages") or [], "messages")
+        if not messages:
+            raise fields.wrong(
+                "messages", "must be a list with at least one message", code="missing_required_parameter"
+            )
+        for path, message in messages:
+            fields.must(isinstance(message.get("role"), str), f"{path}.role", "a string", message.get("role"))
+            fields.check_fields(message, _MESSAGE, f"{path}.")
+        for path, tool in fields.objects(body.get("tools") or [], "tools"):
+            _check_tool(path, tool)
         limit = body.get("max_completion_tokens")
-        return asked(
-            body,
-            body,
-            body,
-            max_tokens=body.get("max_tokens") if limit is None else limit,
-            logprobs=bool(body.get("logprobs")),
-            returns=True,
-        )
+        return Translation({}, body.get("max_tokens") if limit is None else limit, bool(body.get("logprobs")))
 
-    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
-        of_prompt, of_choices = returned(request, reply)
+    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
+        of_prompt, of_choices = _returned(request, reply)
         completion = {**reply.completion, "model": request.model}
-        raw: Any = reply.completion["choices"]
+        choices: Any = reply.completion["choices"]
         if not request.stream:
-            completion["choices"] = [{**choice, **more} for choice, more in zip(raw, of_choices, strict=True)]
+            completion["choices"] = [{**choice, **more} for choice, more in zip(choices, of_choices, strict=True)]
             return rendered({**completion, **of_prompt})
-        return chunk_stream(_chunks(completion, of_prompt, of_choices, *usages(request, completion.get("usage"))))
-
-    def refuse(self, error: ApiError) -> Response:
-        return openai_error(error)
-
-
-def openai_error(error: ApiError) -> Response:
-    """An error in the shape that all of OpenAI's APIs share."""
-    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return Response(orjson.dumps({"error": body}), error.status, error.headers, "application/json")
+        head = {name: value for name, value in completion.items() if name not in ("object", "choices", "usage")}
+        head["object"] = "chat.completion.chunk"
+        return _with_usage(request, head, _chat_chunks(choices, of_prompt, of_choices), completion.get("usage"))
 
 
-def _chunks(
-    completion: Mapping[str, Any],
-    of_prompt: Mapping[str, Json],
-    of_choices: Sequence[Mapping[str, Json]],
-    usage: Mapping[str, Json],
-    ends_with_usage: bool,
+class Completions(Dialect):
+    """`POST /v1/completions`."""
+
+    api, id_prefix = "completions", "cmpl-"
+    checked: ClassVar[fields.Fields] = {
+        **fields.COMMON,
+        **fields.SAMPLING,
+        "max_tokens": fields.integer(1),
+        "n": fields.integer(1, 128),
+        "logprobs": fields.integer(0, 5),
+        **fields.RETURNED,
+    }
+    refused: ClassVar[fields.Refusals] = {
+        "echo": (
+            (False,),
+            "would repeat a prompt that the model did not see like this: put it before the text yourself",
+        ),
+        "suffix": (("",), "needs a model that fills in, and a chat model does not. Leave it out"),
+        "best_of": ((1,), "samples more than it returns: use 'n', and choose among the choices"),
+        "max_completion_tokens": ((), "is no field of completions; use 'max_tokens'"),
+        "messages": ((), "is no field of completions; use 'prompt', or /v1/chat/completions"),
+        "tools": (([],), "is no field of completions; use /v1/chat/completions"),
+    }
+    rewritten = frozenset({"prompt"})
+    kept = frozenset({"logprobs"})
+
+    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+        chat: dict[str, Json] = {"messages": [{"role": "user", "content": _prompt(fields.need(body, "prompt"))}]}
+        logprobs = body.get("logprobs")
+        if logprobs is not None:
+            chat |= {"logprobs": True, "top_logprobs": logprobs}
+        return Translation(chat, body.get("max_tokens"), logprobs is not None)
+
+    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
+        of_prompt, of_choices = _returned(request, reply)
+        raw: Any = reply.completion["choices"]
+        choices = [{**_text_choice(choice), **of_prompt, **more} for choice, more in zip(raw, of_choices, strict=True)]
+        completion = {**reply.completion, "object": "text_completion", "model": request.model, "choices": choices}
+        if not request.stream:
+            return rendered(completion)
+        head = {name: value for name, value in completion.items() if name not in ("choices", "usage")}
+        return _with_usage(request, head, _text_chunks(choices), completion.get("usage"))
+
+
+def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], list[dict[str, Json]]]:
+    """The token ids and the prompt's log-probabilities, if the agent asks for them: of the prompt, and of each choice.
+
+    They are null where the model server gave none.
+    """
+    of_prompt: dict[str, Json] = {}
+    of_choices: list[dict[str, Json]] = [{} for _ in reply.choices]
+    if request.body.get("return_token_ids"):
+        of_prompt["prompt_token_ids"] = None if reply.prompt_ids is None else reply.prompt_ids.tolist()
+        of_choices = [
+            {"token_ids": None if choice.response_ids is None else choice.response_ids.tolist()}
+            for choice in reply.choices
+        ]
+    if request.body.get("prompt_logprobs") is not None:
+        of_prompt["prompt_logprobs"] = reply.prompt_logprobs
+    return of_prompt, of_choices
+
+
+def _with_usage(
+    request: ModelRequest, head: Mapping[str, Json], chunks: Iterator[Mapping[str, Json]], usage: Json
+) -> Response:
+    """Chunks as a stream. The whole reply is known, so each can say how many tokens it has, if the client asks."""
+    options: Any = request.body.get("stream_options") or {}
+    if not options.get("include_usage"):
+        return chunk_stream({**head, **chunk} for chunk in chunks)
+    so_far = {"usage": usage if options.get("continuous_usage_stats") else None}
+    return chunk_stream([*({**head, **so_far, **chunk} for chunk in chunks), {**head, "choices": [], "usage": usage}])
+
+
+def _chat_chunks(
+    choices: Sequence[Mapping[str, Any]], of_prompt: Mapping[str, Json], of_choices: Sequence[Mapping[str, Json]]
 ) -> Iterator[dict[str, Json]]:
-    """A finished reply as the chunks of a stream. What it says of the prompt is in the first chunk."""
-    head = {name: value for name, value in completion.items() if name not in ("object", "choices", "usage")}
-    head |= {"object": "chat.completion.chunk", **usage}
-    for choice, more in zip(completion["choices"], of_choices, strict=True):
-        logprobs = choice["logprobs"]
+    """Chat choices as the chunks of a stream. What is said of the prompt is in the first chunk."""
+    for choice, more in zip(choices, of_choices, strict=True):
+        index, logprobs = choice["index"], choice["logprobs"]
         for delta in _deltas(choice["message"]):
             carried = None if "role" in delta else logprobs
-            yield {**head, **of_prompt, "choices": [_chunk_choice(choice, delta, carried, None)]}
+            yield {
+                **of_prompt,
+                "choices": [{"index": index, "delta": delta, "logprobs": carried, "finish_reason": None}],
+            }
             logprobs, of_prompt = None if carried else logprobs, {}
-        yield {**head, "choices": [{**_chunk_choice(choice, {}, logprobs, choice["finish_reason"]), **more}]}
-    if ends_with_usage:
-        yield {**head, "choices": [], "usage": completion.get("usage")}
-
-
-def _chunk_choice(
-    choice: Mapping[str, Any], delta: Mapping[str, Json], logprobs: Json, finish_reason: str | None
-) -> dict[str, Json]:
-    return {"index": choice["index"], "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        end = {"index": index, "delta": {}, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
+        yield {"choices": [{**end, **more}]}
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
@@ -106,53 +177,73 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
         yield {"tool_calls": [{"index": index, kind: {written: call[kind][written]}}]}
 
 
-def _check_messages(messages: Any) -> None:
-    if not messages:
-        raise fields.wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
-    for place, message in enumerate(messages):
-        where = f"messages[{place}]"
-        fields.must(isinstance(message, dict), where, "an object", message)
-        fields.must(isinstance(message.get("role"), str), f"{where}.role", "a string", message.get("role"))
-        fields.check_fields(message, _OF_MESSAGES, f"{where}.")
-
-
-def _check_tool(place: int, tool: Mapping[str, Any]) -> None:
+def _check_tool(path: str, tool: Mapping[str, Any]) -> None:
     """A function's description is checked; the model server decides whether it takes other tools."""
-    kind: Any = tool.get("type")
-    function: Any = tool.get("function")
-    fields.must(isinstance(kind, str), f"tools[{place}].type", "a string ('function', say)", kind)
-    if kind != "function":
-        return
-    fields.must(isinstance(function, dict), f"tools[{place}].function", "an object", function)
-    name = function.get("name")
-    fields.must(isinstance(name, str), f"tools[{place}].function.name", "a string", name)
-    fields.check_fields(function, fields.FUNCTION, f"tools[{place}].function.")
+    kind, function = tool.get("type"), tool.get("function")
+    fields.must(isinstance(kind, str), f"{path}.type", "a string ('function', say)", kind)
+    if kind == "function":
+        fields.must(isinstance(function, dict), f"{path}.function", "an object", function)
+        assert isinstance(function, dict)
+        name = function.get("name")
+        fields.must(isinstance(name, str), f"{path}.function.name", "a string", name)
+        fields.check_fields(function, fields.FUNCTION, f"{path}.function.")
 
 
-def _is_tool_choice(value: Any) -> bool:
-    return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
-
-
-_OF_MESSAGES: fields.Fields = {
+_MESSAGE: fields.Fields = {
     "content": (
         lambda value: isinstance(value, str) or fields.is_list_of(value, dict),
         "a string or a list of parts",
     ),
     "tool_calls": (lambda value: fields.is_list_of(value, dict), "a list of objects"),
 }
-_FIELDS: fields.Fields = {
-    **fields.COMMON,
-    **fields.SAMPLING,
-    "messages": (fields.is_a(list), "a list of messages"),
-    "tools": (lambda value: fields.is_list_of(value, dict), "a list of tools"),
-    "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
-    "parallel_tool_calls": (fields.is_a(bool), "true or false"),
-    "n": (fields.is_int(1, 128), "an integer from 1 to 128"),
-    "max_tokens": (fields.is_int(1), "an integer of at least 1"),
-    "max_completion_tokens": (fields.is_int(1), "an integer of at least 1"),
-    "logprobs": (fields.is_a(bool), "true or false"),
-    "top_logprobs": (fields.is_int(0, 20), "an integer from 0 to 20"),
-    "response_format": (fields.is_a(dict), "an object"),
-    **fields.RETURNED,
-}
-"""Fields whose types are checked here; all others are passed on as they are."""
+
+
+def _prompt(prompt: Json) -> str:
+    """The one prompt; clients that can send several send a list of one."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    fields.must(isinstance(prompt, list) and len(prompt) > 0, "prompt", "a string", prompt)
+    if fields.is_list_of(prompt, str):
+        raise fields.unsupported(
+            "prompt", f"has {len(prompt)} texts: send each in a request of its own, so that each is a call"
+        )
+    raise fields.unsupported("prompt", "must be text: token ids mean nothing without the tokenizer they come from")
+
+
+def _text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
+    reason = choice["finish_reason"]
+    return {
+        "index": choice["index"],
+        "text": choice["message"].get("content") or "",
+        "logprobs": _text_logprobs(choice["logprobs"]),
+        "finish_reason": reason if reason in ("length", "content_filter") else "stop",
+    }
+
+
+def _text_logprobs(logprobs: Mapping[str, Any] | None) -> dict[str, Json] | None:
+    """In the older shape: one list per kind of value."""
+    if logprobs is None:
+        return None
+    entries = logprobs.get("content") or ()
+    tokens = [entry.get("token") or "" for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry.get("logprob") for entry in entries],
+        "top_logprobs": [
+            {other.get("token") or "": other.get("logprob") for other in entry.get("top_logprobs") or ()}
+            for entry in entries
+        ],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+    }
+
+
+def _text_chunks(choices: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Json]]:
+    """Text choices as the chunks of a stream. All but the text of a choice is in its first chunk."""
+    for choice in choices:
+        carried = {name: value for name, value in choice.items() if name not in ("text", "finish_reason")}
+        for piece in pieces(choice["text"]):
+            yield {"choices": [{**carried, "text": piece, "finish_reason": None}]}
+            carried = {"index": choice["index"], "logprobs": None}
+        yield {"choices": [{**carried, "text": "", "finish_reason": choice["finish_reason"]}]}

@@ -1,4 +1,4 @@
-"""Checking the fields of a request body; what is wrong is named by its place, as `tools[0].name`."""
+"""Checking the fields of a request body; what is wrong is named by its path, as `tools[0].name`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any, TypeAlias
 import orjson
 
 from agl_core.server.errors import ApiError
+from agl_core.types import Json
 
-Fields: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By name: whether a value will do, and in words which values do."""
+Check: TypeAlias = tuple[Callable[[Any], bool], str]
+"""Whether a value will do, and in words which values do."""
+Fields: TypeAlias = Mapping[str, Check]
+"""Checks by the name of a field."""
+Refusals: TypeAlias = Mapping[str, tuple[tuple[Json, ...], str]]
+"""Fields that cannot be served: the values with which they ask for nothing, and why they are refused."""
 
 _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 """An escape in a JSON string; in its group, half of a surrogate pair."""
-_DEEPEST = 250
+_MAX_WRITABLE_DEPTH = 250
 """Levels of nesting that orjson writes in any case."""
 
 
@@ -25,8 +30,8 @@ def json_object(raw: bytes) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
         body = loads(raw)
-        if raw.count(b"{") + raw.count(b"[") > _DEEPEST:
-            orjson.dumps(body)  # what is nested more deeply than this can write could not be passed on
+        if raw.count(b"{") + raw.count(b"[") > _MAX_WRITABLE_DEPTH:
+            orjson.dumps(body)  # What is nested more deeply than this can write could not be passed on.
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
     except orjson.JSONEncodeError as error:
@@ -52,42 +57,49 @@ def loads(text: bytes | str) -> Any:
         return orjson.loads(whole)
 
 
-def check_fields(values: Mapping[str, Any], fields: Fields, place: str = "") -> None:
+def check_fields(values: Mapping[str, Any], fields: Fields, path: str = "") -> None:
     """ApiError 400 for the first value that will not do; null means absent."""
     for name, value in values.items():
         if value is not None and name in fields:
             check, expected = fields[name]
-            must(check(value), f"{place}{name}", expected, value)
+            must(check(value), f"{path}{name}", expected, value)
 
 
-def must(holds: bool, place: str, expected: str, value: object) -> None:
-    """ApiError 400 unless it `holds` that the value at this place is as `expected`."""
+def check_refused(values: Mapping[str, Any], refusals: Refusals) -> None:
+    """ApiError 400 for the first field that asks for what cannot be served."""
+    for name, (neutral, why) in refusals.items():
+        if values.get(name) is not None and not is_one_of(values[name], neutral):
+            raise unsupported(name, why)
+
+
+def must(holds: bool, path: str, expected: str, value: object) -> None:
+    """ApiError 400 unless it `holds` that the value at this path is as `expected`."""
     if not holds:
-        raise wrong(place, f"must be {expected}, not {shown(value)}")
+        raise wrong(path, f"must be {expected}, not {shown(value)}")
 
 
-def need(values: Mapping[str, Any], name: str, place: str = "") -> Any:
+def need(values: Mapping[str, Any], name: str, path: str = "") -> Any:
     """The value of a field that must be there."""
     value = values.get(name)
     if value is None:
-        raise wrong(f"{place}{name}", "is missing", code="missing_required_parameter")
+        raise wrong(f"{path}{name}", "is missing", code="missing_required_parameter")
     return value
 
 
-def need_text(values: Mapping[str, Any], name: str, place: str = "") -> str:
+def need_text(values: Mapping[str, Any], name: str, path: str = "") -> str:
     """The text of a field that must be there."""
-    value: str = need(values, name, place)
-    must(isinstance(value, str), f"{place}{name}", "a string", value)
+    value: str = need(values, name, path)
+    must(isinstance(value, str), f"{path}{name}", "a string", value)
     return value
 
 
-def each_object(values: Any, place: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a list, each with its place."""
-    must(isinstance(values, list), place, "a list of objects", values)
-    placed = [(f"{place}[{index}]", value) for index, value in enumerate(values)]
-    for where, value in placed:
-        must(isinstance(value, dict), where, "an object", value)
-    return placed
+def objects(values: Any, path: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a list, each with its path."""
+    must(isinstance(values, list), path, "a list of objects", values)
+    entries = [(f"{path}[{index}]", value) for index, value in enumerate(values)]
+    for own_path, value in entries:
+        must(isinstance(value, dict), own_path, "an object", value)
+    return entries
 
 
 def wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:
@@ -102,39 +114,16 @@ def unsupported(param: str, problem: str) -> ApiError:
 
 def shown(value: object) -> str:
     """A value as an error message shows it."""
-    if value is None:
-        return "null"
     text = orjson.dumps(value).decode()
     return text if len(text) <= 60 else text[:57] + "…"
 
 
+def without_none(values: Mapping[str, Json]) -> dict[str, Json]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-def is_int(low: int, high: int | None = None) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and low <= value and (high is None or value <= high)
-
-
-def is_number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in (int, float) and low <= value <= high
-
-
-def is_a(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-def is_stop(value: Any) -> bool:
-    return isinstance(value, str) or is_list_of(value, str)
-
-
-def is_bias(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(each) in (int, float) for each in value.values())
-
-
-def is_stream_options(value: Any) -> bool:
-    flags = ("include_usage", "continuous_usage_stats")
-    return isinstance(value, dict) and all(isinstance(value.get(flag), bool | None) for flag in flags)
+    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
 def is_one_of(value: Any, values: Iterable[Any]) -> bool:
@@ -143,40 +132,65 @@ def is_one_of(value: Any, values: Iterable[Any]) -> bool:
     >>> is_one_of(1, [1, 2]), is_one_of(True, [1, 2])
     (True, False)
     """
-    return any(type(each) is type(value) and each == value for each in values)
+    return any(type(other) is type(value) and other == value for other in values)
 
 
+def integer(low: int, high: int | None = None) -> Check:
+    words = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    return lambda value: type(value) is int and low <= value and (high is None or value <= high), words
+
+
+def number(low: float, high: float) -> Check:
+    return lambda value: type(value) in (int, float) and low <= value <= high, f"a number from {low} to {high}"
+
+
+def a(kind: type | tuple[type, ...], words: str) -> Check:
+    return lambda value: isinstance(value, kind), words
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(bias) in (int, float) for bias in value.values())
+
+
+def _is_stream_options(value: Any) -> bool:
+    flags = ("include_usage", "continuous_usage_stats")
+    return isinstance(value, dict) and all(isinstance(value.get(flag), bool | None) for flag in flags)
+
+
+def _is_tool_choice(value: Any) -> bool:
+    return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
+
+
+TEXT, FLAG, OBJECT = a(str, "a string"), a(bool, "true or false"), a(dict, "an object")
+TEXTS: Check = (lambda value: is_list_of(value, str), "a list of strings")
+TOOLS = a(list, "a list of tools")
+COMMON: Fields = {
+    "model": TEXT,
+    "stream": FLAG,
+    "stream_options": (_is_stream_options, "an object of true and false"),
+    "user": TEXT,
+    "metadata": OBJECT,
+}
 SAMPLING: Fields = {
-    "temperature": (is_number(0, 2), "a number from 0 to 2"),
-    "top_p": (is_number(0, 1), "a number from 0 to 1"),
+    "temperature": number(0, 2),
+    "top_p": number(0, 1),
     "seed": (lambda value: type(value) is int, "an integer"),
-    "stop": (is_stop, "a string or a list of strings"),
-    "presence_penalty": (is_number(-2, 2), "a number from -2 to 2"),
-    "frequency_penalty": (is_number(-2, 2), "a number from -2 to 2"),
-    "logit_bias": (is_bias, "an object of numbers"),
+    "stop": (lambda value: isinstance(value, str) or is_list_of(value, str), "a string or a list of strings"),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "logit_bias": (_is_bias, "an object of numbers"),
 }
 """What OpenAI's APIs have in common, and what may be passed on through each."""
-
-COMMON: Fields = {
-    "model": (is_a(str), "a string"),
-    "stream": (is_a(bool), "true or false"),
-    "stream_options": (
-        is_stream_options,
-        "an object of true and false",
-    ),
-    "user": (is_a(str), "a string"),
-    "metadata": (is_a(dict), "an object"),
+TOOL_USE: Fields = {
+    "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
+    "parallel_tool_calls": FLAG,
+    "top_logprobs": integer(0, 20),
 }
-
-RETURNED: Fields = {
-    "return_token_ids": (is_a(bool), "true or false"),
-    "prompt_logprobs": (is_int(0), "an integer of at least 0"),
-}
+RETURNED: Fields = {"return_token_ids": FLAG, "prompt_logprobs": integer(0)}
 """What vLLM returns beyond OpenAI's APIs."""
-
-FUNCTION: Fields = {
-    "description": (is_a(str), "a string"),
-    "parameters": (is_a(dict), "an object"),
-    "strict": (is_a(bool), "true or false"),
+NOT_RETURNED: Refusals = {
+    "return_token_ids": ((False,), "is for chat completions and completions alone. Leave it out"),
+    "prompt_logprobs": ((0, False), "is for chat completions and completions alone. Leave it out"),
 }
+FUNCTION: Fields = {"description": TEXT, "parameters": OBJECT, "strict": FLAG}
 """A tool that is a function, as OpenAI's APIs describe it."""

@@ -1,108 +1,177 @@
-"""The dialect of Anthropic's Messages API.
+"""Anthropic's Messages API.
 
-`system` becomes a system message, each `tool_result` a `tool` message; the model does not see `is_error`, but it is
-recorded, as the `status` of that message, and decides what became of the tool. `stop_sequences` becomes `stop`,
-`output_config` becomes `response_format` and `reasoning_effort`; hints about caching are ignored. Whether and how much
-a model thinks is its chat template's affair here, so `thinking` is ignored too.
+`system` becomes a system message, each `tool_result` a `tool` message (a user message can hold the results of several
+tools and a text: each becomes a message of its own, in order). The model does not see `is_error`, but it is recorded,
+as the `status` of that message, and decides what became of the tool. `stop_sequences` becomes `stop`, `output_config`
+becomes `response_format` and `reasoning_effort`; hints about caching are ignored. Whether and how much a model thinks
+is its chat template's affair here, so `thinking` is ignored too.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import orjson
 from starlette.responses import Response
 
 from agl_core.server.dialects import fields
-from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
-from agl_core.server.dialects.messages_input import read_messages, read_system, read_tool, tool_input, unmarked
-from agl_core.server.dialects.replies import ReplyMemory
-from agl_core.server.dialects.sse import event_stream, pieces
+from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, event_stream, pieces, rendered
 from agl_core.server.errors import ApiError
+from agl_core.server.gateway.answered import Answered, Message
 from agl_core.server.gateway.reply import Reply, reasoning_of
 from agl_core.types import FinishReason, Json
 
+_Blocks: TypeAlias = list[tuple[str, dict[str, Any]]]
+"""Blocks of a message's content, each with its path."""
 
-class Messages:
-    """`POST /v1/messages`. Anthropic's client adds `/v1` itself: its base URL is the attempt's without it."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.CONTENT_FILTER: "refusal",
+    FinishReason.ABORTED: "max_tokens",
+}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+_UNPARSED = "INVALID_JSON"
+"""The key under which the text of arguments that are no JSON object stands, as Anthropic's documentation has it."""
+_TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control"})
+_STRING, _LINE = {"type": "string"}, {"type": "integer", "minimum": 0}
+_FILE_FIELDS = {
+    "path": _STRING,
+    "view_range": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+    "file_text": _STRING,
+    "old_str": _STRING,
+    "new_str": _STRING,
+    "insert_line": _LINE,
+    "insert_text": _STRING,
+}
+_CLIENT_TOOL = re.compile(r"(bash|text_editor|memory)_\d{8}")
+
+
+def _of_files(*more: str, required: list[str], **fields: Any) -> dict[str, Any]:
+    """The schema of a tool that does one of several things with files."""
+    commands = {"type": "string", "enum": ["view", "create", "str_replace", "insert", *more]}
+    return {"type": "object", "properties": {"command": commands, **_FILE_FIELDS, **fields}, "required": required}
+
+
+_CLIENT_TOOLS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bash": (
+        "Runs a command in a shell that stays open between calls; `restart` opens a new one.",
+        {"type": "object", "properties": {"command": _STRING, "restart": {"type": "boolean"}}},
+    ),
+    "text_editor": (
+        "Works on text files: `view` a file or folder, `create` a file with `file_text`, `str_replace` the one place "
+        "that is `old_str` by `new_str`, or `insert` `insert_text` after the line `insert_line`.",
+        _of_files(required=["command", "path"]),
+    ),
+    "memory": (
+        "Keeps notes in files below /memories, which stay for later conversations: `view` a file or folder, `create` "
+        "a file with `file_text`, `str_replace` the one place that is `old_str` by `new_str`, `insert` `insert_text` "
+        "after the line `insert_line`, `delete` a `path`, or `rename` `old_path` to `new_path`.",
+        _of_files("delete", "rename", required=["command"], old_path=_STRING, new_path=_STRING),
+    ),
+}
+"""The tools that Anthropic defines and the agent runs, by the beginning of their type."""
+
+
+class Messages(Dialect):
+    """`POST /v1/messages`, and `/v1/messages/count_tokens`, which `counts`.
+
+    Anthropic's client adds `/v1` itself: its base URL is the attempt's without it.
+    """
 
     id_prefix = "msg_"
+    checked: ClassVar[fields.Fields] = {
+        **fields.COMMON,
+        "max_tokens": fields.integer(1),
+        "messages": fields.a(list, "a list of messages"),
+        "system": fields.a((str, list), "a string or a list of text blocks"),
+        "temperature": fields.number(0, 1),
+        "top_p": fields.number(0, 1),
+        "top_k": fields.integer(0),
+        "stop_sequences": fields.TEXTS,
+        "tools": fields.TOOLS,
+        "tool_choice": fields.a(dict, "an object with a 'type'"),
+        "output_config": fields.OBJECT,
+    }
+    refused: ClassVar[fields.Refusals] = {
+        **{
+            name: ((), f"is no field of the Messages API; use {instead}")
+            for name, instead in {
+                "max_completion_tokens": "'max_tokens'",
+                "n": "one request for each message",
+                "response_format": "'output_config': {'format': …}",
+                "stop": "'stop_sequences'",
+            }.items()
+        },
+        **{
+            name: (("", [], {}, False), "needs Anthropic's own servers. Leave it out")
+            for name in ("container", "mcp_servers", "prefill")
+        },
+        **fields.NOT_RETURNED,
+    }
+    rewritten = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"})
+    ignored = frozenset(
+        {"billing_policy", "compaction", "context_management", "diagnostics", "fallback_credit_token", "fallbacks"}
+        | {"inference_geo", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id"}
+    )
+    kept = frozenset({"cache_control", "thread"})
 
     def __init__(self, *, counts: bool = False) -> None:
         self.counts = counts
         self.api = "messages/count_tokens" if counts else "messages"
 
-    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = fields.json_object(raw)
-        fields.check_fields(body, _FIELDS)
-        _refuse(body)
+    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+        if body.get("thread"):
+            # Anthropic's tool runner asks for one, and after this very code it sends whole conversations instead.
+            raise fields.wrong(
+                "thread", "is not served: send the whole conversation", code="thread_unsupported_request"
+            )
         limit = 1 if self.counts else fields.need(body, "max_tokens")
-        ignored = {name for name in _IGNORED if body.get(name) is not None}
-        messages = [*read_system(body.get("system")), *read_messages(fields.need(body, "messages"), memory, ignored)]
-        chat = {
-            **{name: value for name, value in body.items() if name not in _TRANSLATED and value is not None},
-            **_translated(body, ignored),
+        messages = [*_read_system(body.get("system")), *_read_messages(body, answered, ignored)]
+        choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
+        fields.check_fields(choice, {"disable_parallel_tool_use": fields.FLAG}, "tool_choice.")
+        fields.check_fields(output, {"format": fields.OBJECT, "effort": fields.TEXT}, "output_config.")
+        ignored.update(f"output_config.{name}" for name in output if name not in ("format", "effort"))
+        tools = fields.objects(body.get("tools") or [], "tools")
+        chat: dict[str, Json] = {
+            # Chat completions do not know the `status` of a tool's result.
+            "messages": [{k: v for k, v in m.items() if k != "status"} if m["role"] == "tool" else m for m in messages],
+            "tools": [_read_tool(path, tool, ignored) for path, tool in tools] or None,
+            "tool_choice": _tool_choice(choice),
+            "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+            "stop": body.get("stop_sequences") or None,
+            "response_format": _response_format(output.get("format")),
+            "reasoning_effort": output.get("effort"),
         }
-        recorded = {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat}
-        request = asked(
-            body,
-            {**chat, "messages": unmarked(messages)},
-            {**recorded, "messages": messages},
-            max_tokens=limit,
-            ignored=ignored,
-        )
-        return replace(request, requested=replace(request.requested, seed=None))  # This API has none.
+        return Translation(chat, limit, recorded={"messages": messages})
 
-    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
+    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
         if self.counts:
             return rendered({"input_tokens": reply.usage.prompt})
         message = _message(request, reply)
-        if request.stream:
-            return event_stream(_stream_events(message))
-        return rendered(message)
+        return event_stream(_stream_events(message)) if request.stream else rendered(message)
 
     def refuse(self, error: ApiError) -> Response:
         default = "invalid_request_error" if error.status < 500 else "api_error"
-        kind = _ERRORS.get(error.status, default)
         # Clients know a prompt that is too long by this beginning.
         message = f"prompt is too long: {error.message}" if error.is_context_overflow else error.message
-        shown_error: dict[str, Json] = {"type": kind, "message": message}
+        problem: dict[str, Json] = {"type": _ERRORS.get(error.status, default), "message": message}
         if error.code is not None:
-            shown_error["details"] = {"error_code": error.code}
-        body = {"type": "error", "error": shown_error}
-        return Response(orjson.dumps(body), error.status, error.headers, "application/json")
-
-
-def _refuse(body: Mapping[str, Any]) -> None:
-    for name, instead in _ELSEWHERE.items():
-        if body.get(name) is not None:
-            raise fields.unsupported(name, f"is no field of the Messages API; use {instead}")
-    for name in _NOT_SERVED:
-        if body.get(name):
-            raise fields.unsupported(name, "needs Anthropic's own servers. Leave it out")
-    if body.get("thread"):
-        # Anthropic's tool runner asks for one, and after this very code it sends whole conversations instead.
-        raise fields.wrong("thread", "is not served: send the whole conversation", code="thread_unsupported_request")
-
-
-def _translated(body: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
-    """The fields that chat completions name or write differently, without those that are unset."""
-    choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
-    fields.check_fields(choice, _CHOICE_FIELDS, "tool_choice.")
-    fields.check_fields(output, _OUTPUT_FIELDS, "output_config.")
-    ignored.update(f"output_config.{name}" for name in output if name not in _OUTPUT_FIELDS)
-    tools = fields.each_object(body.get("tools") or [], "tools")
-    chat = {
-        "tools": [read_tool(place, tool, ignored) for place, tool in tools] or None,
-        "tool_choice": _tool_choice(choice),
-        "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
-        "stop": body.get("stop_sequences") or None,
-        "response_format": _response_format(output.get("format")),
-        "reasoning_effort": output.get("effort"),
-    }
-    return {name: value for name, value in chat.items() if value is not None}
+            problem["details"] = {"error_code": error.code}
+        body = orjson.dumps({"type": "error", "error": problem})
+        return Response(body, error.status, error.headers, "application/json")
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> Json:
@@ -159,7 +228,7 @@ def _blocks(message: Mapping[str, Any], reply_id: str) -> list[dict[str, Json]]:
         blocks.append({"type": "text", "text": message["content"]})
     for number, call in enumerate(message.get("tool_calls") or ()):
         function, call_id = call["function"], call.get("id") or f"toolu_{reply_id}_{number}"
-        arguments = tool_input(function["arguments"])
+        arguments = _tool_input(function["arguments"])
         blocks.append({"type": "tool_use", "id": call_id, "name": function["name"], "input": arguments})
     return blocks
 
@@ -194,50 +263,208 @@ def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
             yield {"type": f"{kind}_delta", kind: piece}
 
 
-_FIELDS: fields.Fields = {
-    **fields.COMMON,
-    "max_tokens": (fields.is_int(1), "an integer of at least 1"),
-    "messages": (fields.is_a(list), "a list of messages"),
-    "system": (lambda value: isinstance(value, str | list), "a string or a list of text blocks"),
-    "temperature": (fields.is_number(0, 1), "a number from 0 to 1"),
-    "top_p": (fields.is_number(0, 1), "a number from 0 to 1"),
-    "top_k": (fields.is_int(0), "an integer of at least 0"),
-    "stop_sequences": (lambda value: fields.is_list_of(value, str), "a list of strings"),
-    "tools": (fields.is_a(list), "a list of tools"),
-    "tool_choice": (fields.is_a(dict), "an object with a 'type'"),
-    "output_config": (fields.is_a(dict), "an object"),
-}
-_CHOICE_FIELDS: fields.Fields = {"disable_parallel_tool_use": (fields.is_a(bool), "true or false")}
-_OUTPUT_FIELDS: fields.Fields = {"format": (fields.is_a(dict), "an object"), "effort": (fields.is_a(str), "a string")}
-_REWRITTEN = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"})
-"""Fields that are recorded as a chat completion has them."""
-_IGNORED = frozenset(
-    {"billing_policy", "compaction", "context_management", "diagnostics", "fallback_credit_token", "fallbacks"}
-    | {"inference_geo", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id"}
-)
-"""Fields that tune Anthropic's service."""
-_TRANSLATED = _REWRITTEN | _IGNORED | {"cache_control", "container", "mcp_servers"}
-"""Fields that are not passed on under their own names."""
-_ELSEWHERE: Mapping[str, str] = {
-    "max_completion_tokens": "'max_tokens'",
-    "n": "one request for each message",
-    "response_format": "'output_config': {'format': …}",
-    "stop": "'stop_sequences'",
-}
-_NOT_SERVED = ("container", "mcp_servers", "prefill")
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_STOP_REASONS = {
-    FinishReason.STOP: "end_turn",
-    FinishReason.LENGTH: "max_tokens",
-    FinishReason.TOOL_CALLS: "tool_use",
-    FinishReason.CONTENT_FILTER: "refusal",
-    FinishReason.ABORTED: "max_tokens",
-}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-}
+def _read_system(system: Json) -> list[Message]:
+    """The system message, if there is one."""
+    if system is None:
+        return []
+    if isinstance(system, str):
+        return [{"role": "system", "content": system}]
+    blocks = fields.objects(system, "system")
+    return [{"role": "system", "content": _content(_parts(blocks, set()))}] if blocks else []
+
+
+def _read_messages(body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> list[Message]:
+    """The chat messages; ApiError 400 names the block that cannot be translated.
+
+    The result of a tool has a `status` where the agent says whether it `is_error`.
+    """
+    entries = fields.objects(fields.need(body, "messages"), "messages")
+    if not entries:
+        raise fields.wrong("messages", "must be a list with at least one message", code="missing_required_parameter")
+    messages: list[Message] = []
+    for path, message in entries:
+        role, content = message.get("role"), fields.need(message, "content", f"{path}.")
+        if role not in ("user", "assistant", "system"):
+            raise fields.wrong(f"{path}.role", f"must be 'user', 'assistant' or 'system', not {fields.shown(role)}")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        blocks = fields.objects(content, f"{path}.content")
+        messages += (
+            [_read_reply(blocks, answered, ignored)] if role == "assistant" else _read_input(role, blocks, ignored)
+        )
+    if messages and messages[-1]["role"] == "assistant":
+        raise fields.unsupported(
+            entries[-1][0],
+            "is the assistant's: agl does not continue a reply that was begun (prefill), since those tokens would not "
+            "be the model's. End with a user message",
+        )
+    return messages
+
+
+def _read_tool(path: str, tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
+    """One entry of `tools`; a tool that Anthropic runs is refused.
+
+    A tool that Anthropic defines and the agent runs gets a schema here: hosted models know it by its type alone.
+    """
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        matched = _CLIENT_TOOL.fullmatch(kind) if isinstance(kind, str) else None
+        if matched is None:
+            raise fields.unsupported(
+                f"{path}.type",
+                f"is {fields.shown(kind)}: agl can pass on the agent's own tools, and of Anthropic's bash, text editor "
+                "and memory",
+            )
+        description, schema = _CLIENT_TOOLS[matched[1]]
+        tool = {**tool, "description": description, "input_schema": schema}
+    schema = fields.need(tool, "input_schema", f"{path}.")
+    fields.must(isinstance(schema, dict), f"{path}.input_schema", "an object", schema)
+    fields.check_fields(tool, fields.FUNCTION, f"{path}.")
+    ignored.update(f"tools.{name}" for name, value in tool.items() if value is not None and name not in _TOOL_FIELDS)
+    function = {
+        "name": fields.need_text(tool, "name", f"{path}."),
+        "description": tool.get("description"),
+        "parameters": schema,
+        "strict": tool.get("strict"),
+    }
+    return {"type": "function", "function": fields.without_none(function)}
+
+
+def _tool_input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as this API has them, an object.
+
+    >>> _tool_input('{"city": "Bern"}'), _tool_input('{"city')
+    ({'city': 'Bern'}, {'INVALID_JSON': '{"city'})
+    """
+    try:
+        value = fields.loads(arguments)
+        orjson.dumps(value)  # it may be nested too deeply to be written
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return {_UNPARSED: arguments}
+    return value if isinstance(value, dict) else {_UNPARSED: arguments}
+
+
+def _read_input(role: str, blocks: _Blocks, ignored: set[str]) -> Iterator[Message]:
+    """A message of the user or the system."""
+    parts: list[dict[str, Any]] = []
+    for path, block in blocks:
+        if block.get("type") != "tool_result":
+            parts += _parts([(path, block)], ignored)
+            continue
+        if parts:
+            yield {"role": role, "content": _content(parts)}
+            parts = []
+        yield _tool_result(path, block, ignored)
+    if parts or not blocks:
+        yield {"role": role, "content": _content(parts)}
+
+
+def _tool_result(path: str, block: Mapping[str, Any], ignored: set[str]) -> Message:
+    call_id, content = fields.need_text(block, "tool_use_id", f"{path}."), block.get("content")
+    if content is None:
+        content = ""
+    elif not isinstance(content, str):
+        content = _content(_parts(fields.objects(content, f"{path}.content"), ignored))
+    message = {"role": "tool", "tool_call_id": call_id, "content": content}
+    failed = block.get("is_error")
+    if failed is None:
+        return message
+    fields.must(isinstance(failed, bool), f"{path}.is_error", "true or false", failed)
+    return {**message, "status": "error" if failed else "success"}
+
+
+def _read_reply(blocks: _Blocks, answered: Answered, ignored: set[str]) -> Message:
+    texts, reasoning, calls = [], [], []
+    for path, block in blocks:
+        match block.get("type"):
+            case "text":
+                texts.append(fields.need_text(block, "text", f"{path}."))
+            case "thinking":
+                reasoning.append(fields.need_text(block, "thinking", f"{path}."))
+            case "tool_use":
+                calls.append(_tool_use(path, block))
+            case "redacted_thinking":  # Another server's, and encrypted: no model here can read it.
+                ignored.add("redacted_thinking")
+            case kind:
+                raise fields.unsupported(
+                    f"{path}.type",
+                    f"is {fields.shown(kind)}: agl can pass on text, thinking and tool_use of an assistant",
+                )
+    message: dict[str, Json] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return answered.own(message)
+
+
+def _tool_use(path: str, block: Mapping[str, Any]) -> dict[str, Json]:
+    arguments = fields.need(block, "input", f"{path}.")
+    fields.must(isinstance(arguments, dict), f"{path}.input", "an object", arguments)
+    unparsed = arguments.get(_UNPARSED) if len(arguments) == 1 else None
+    text = unparsed if isinstance(unparsed, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": fields.need_text(block, "name", f"{path}."), "arguments": text}
+    return {"id": fields.need_text(block, "id", f"{path}."), "type": "function", "function": function}
+
+
+def _parts(blocks: _Blocks, ignored: set[str]) -> list[dict[str, Any]]:
+    """Blocks of a user's message, of a tool's result or of the system prompt as parts of a chat message."""
+    parts: list[dict[str, Any]] = []
+    for path, block in blocks:
+        source: Any = block.get("source")
+        origin = source.get("type") if isinstance(source, dict) else None
+        if block.get("citations"):
+            ignored.add("citations")
+        match block.get("type"), origin:
+            case "text", _:
+                parts.append(_text(fields.need_text(block, "text", f"{path}.")))
+            case "tool_reference", _:  # The tool is among the request's tools.
+                parts.append(_text(fields.need_text(block, "tool_name", f"{path}.")))
+            case "search_result", _:
+                content = fields.objects(block.get("content"), f"{path}.content")
+                parts += [*_texts(path, block, "title", "source"), *_parts(content, ignored)]
+            case "image", "url":
+                url = fields.need_text(source, "url", f"{path}.source.")
+                parts.append({"type": "image_url", "image_url": {"url": url}})
+            case "image", "base64":
+                parts.append({"type": "image_url", "image_url": {"url": _data_url(path, source)}})
+            case "document", "text":
+                data = fields.need_text(source, "data", f"{path}.source.")
+                parts += [*_texts(path, block, "title", "context"), _text(data)]
+            case "document", "content":
+                content = fields.need(source, "content", f"{path}.source.")
+                blocks_inside = fields.objects(
+                    [_text(content)] if isinstance(content, str) else content, f"{path}.source.content"
+                )
+                parts += [*_texts(path, block, "title", "context"), *_parts(blocks_inside, ignored)]
+            case "document", "base64":
+                file = {"filename": block.get("title") or "document.pdf", "file_data": _data_url(path, source)}
+                parts += [*_texts(path, block, "context"), {"type": "file", "file": file}]
+            case kind, _:
+                raise fields.unsupported(
+                    f"{path}.type",
+                    f"is {fields.shown(kind)}: agl can pass on text, images (base64 or url), documents (text, content "
+                    "or base64), and results of searches and of the agent's own tools",
+                )
+    return parts
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _texts(path: str, block: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
+    """What a block says about its content."""
+    return [_text(fields.need_text(block, name, f"{path}.")) for name in names if block.get(name) is not None]
+
+
+def _data_url(path: str, source: Mapping[str, Any]) -> str:
+    kind, data = (fields.need_text(source, name, f"{path}.source.") for name in ("media_type", "data"))
+    return f"data:{kind};base64,{data}"
+
+
+def _content(parts: list[dict[str, Any]]) -> Json:
+    """Parts as a chat message has them; one that is text, or none, becomes a text."""
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts

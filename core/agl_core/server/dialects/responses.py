@@ -1,143 +1,155 @@
-"""The dialect of OpenAI's Responses API.
+"""OpenAI's Responses API.
 
 Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
-becomes `reasoning_effort`. Fields that this module does not know are passed on as they are, as with chat completions.
-Tools that are no functions go to the model server as they are, which may refuse them. What would need OpenAI's own
-servers (stored prompts and conversations, background) is refused. Nothing here summarises reasoning, or shortens a
-conversation that is too long, so what asks for that is ignored.
+becomes `reasoning_effort`. Tools that are no functions go to the model server as they are, which may refuse them. What
+would need OpenAI's own servers (stored prompts and conversations, background) is refused. Nothing here summarises
+reasoning, or shortens a conversation that is too long, so what asks for that is ignored.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import Response
 
 from agl_core.server.dialects import fields
-from agl_core.server.dialects.chat import openai_error
-from agl_core.server.dialects.dialect import ModelRequest, asked, rendered
-from agl_core.server.dialects.replies import NOT_KEPT, Message, ReplyMemory
+from agl_core.server.dialects.dialect import Dialect, ModelRequest, Translation, event_stream, pieces, rendered
 from agl_core.server.dialects.responses_input import item_id, read_input
-from agl_core.server.dialects.sse import event_stream, pieces
-from agl_core.server.errors import ApiError
+from agl_core.server.gateway.answered import NOT_KEPT, Answered, Message
 from agl_core.server.gateway.reply import Reply, called, reasoning_of
 from agl_core.types import FinishReason, Json
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
+_WRITTEN: Mapping[str, tuple[str, str]] = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""By the type of an item that calls a tool: the field with what the model wrote, and what its events are called."""
+_INCOMPLETE = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.CONTENT_FILTER: "content_filter",
+    FinishReason.ABORTED: "max_output_tokens",
+}
+_NOT_YET = ("usage", "incomplete_details")
+"""Fields that are null until the response has ended."""
 
 
-class Responses:
-    """`POST /v1/responses`."""
+class Responses(Dialect):
+    """`POST /v1/responses`, and `/v1/responses/input_tokens`, which `counts`."""
 
     id_prefix = "resp_"
+    checked: ClassVar[fields.Fields] = {
+        **fields.COMMON,
+        **fields.SAMPLING,
+        **fields.TOOL_USE,
+        "input": fields.a((str, list), "a string or a list of items"),
+        "instructions": fields.TEXT,
+        "max_output_tokens": fields.integer(1),
+        "max_tool_calls": fields.integer(1),
+        "previous_response_id": fields.TEXT,
+        "store": fields.FLAG,
+        "include": fields.TEXTS,
+        "text": fields.OBJECT,
+        "reasoning": fields.OBJECT,
+        "tools": fields.TOOLS,
+    }
+    refused: ClassVar[fields.Refusals] = {
+        **{
+            name: ((), f"is no field of the Responses API; use {instead}")
+            for name, instead in {
+                "messages": "'input'",
+                "max_tokens": "'max_output_tokens'",
+                "max_completion_tokens": "'max_output_tokens'",
+                "response_format": "'text': {'format': …}",
+                "logprobs": f"'include': ['{_LOGPROBS}']",
+                "n": "one request for each response",
+            }.items()
+        },
+        **dict.fromkeys(
+            ("background", "conversation", "image", "moderation", "prompt"),
+            ((False,), "needs OpenAI's own servers. Leave it out"),
+        ),
+        **fields.NOT_RETURNED,
+    }
+    rewritten = frozenset({"input", "instructions", "tools", "tool_choice", "text"})
+    ignored = frozenset({"access_programs", "context_management", "max_tool_calls", "truncation"})
+    """OpenAI's limit of tool calls is of those that it makes itself."""
+    kept = frozenset({"reasoning", "include", "store", "previous_response_id", "max_output_tokens", "top_logprobs"})
 
     def __init__(self, *, counts: bool = False) -> None:
         self.counts = counts
         self.api = "responses/input_tokens" if counts else "responses"
 
-    def parse(self, raw: bytes, memory: ReplyMemory) -> ModelRequest:
-        body = fields.json_object(raw)
-        fields.check_fields(body, _FIELDS)
-        _refuse(body)
-        ignored = {name for name in _IGNORED if body.get(name) not in (None, "disabled")}
-        messages = [*_earlier(body, memory), *read_input(fields.need(body, "input"), memory, ignored)]
+    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+        for index, entry in enumerate(body.get("include") or ()):
+            if entry not in (_LOGPROBS, _ENCRYPTED):
+                raise fields.unsupported(
+                    f"include[{index}]", f"is {fields.shown(entry)}: agl can include {_LOGPROBS} only. Leave it out"
+                )
+        messages = [*_earlier(body, answered), *read_input(fields.need(body, "input"), answered, ignored)]
         if not messages:
             raise fields.wrong(
                 "input", "must be a string or a list with at least one item", code="missing_required_parameter"
             )
         instructions = body.get("instructions")
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-        chat = {
-            **{name: value for name, value in body.items() if name not in _TRANSLATED and value is not None},
-            **_translated(body),
+        text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
+        fields.check_fields(text, {"format": fields.OBJECT, "verbosity": fields.TEXT}, "text.")
+        fields.check_fields(reasoning, {"effort": fields.TEXT}, "reasoning.")
+        logprobs = bool(body.get("top_logprobs")) or _LOGPROBS in (body.get("include") or ())
+        tools = fields.objects(body.get("tools") or [], "tools")
+        chat: dict[str, Json] = {
             "messages": [*system, *messages],
+            "tools": [_tool(path, tool) for path, tool in tools] or None,
+            "tool_choice": _tool_choice(body.get("tool_choice")),
+            "response_format": _response_format(text.get("format")),
+            "verbosity": text.get("verbosity"),
+            "reasoning_effort": reasoning.get("effort"),
+            "logprobs": True if logprobs else None,
+            "top_logprobs": body.get("top_logprobs") if logprobs else None,
         }
-        return asked(
-            body,
+        return Translation(
             chat,
-            {**{name: value for name, value in body.items() if name not in _REWRITTEN}, **chat},
-            max_tokens=1 if self.counts else body.get("max_output_tokens"),
-            logprobs=_wants_logprobs(body),
+            1 if self.counts else body.get("max_output_tokens"),
+            logprobs,
             conversation=None if body.get("store") is False else messages,
-            ignored=ignored,
         )
 
-    def render(self, request: ModelRequest, reply: Reply, memory: ReplyMemory) -> Response:
+    def render(self, request: ModelRequest, reply: Reply, answered: Answered) -> Response:
         if self.counts:
             return rendered({"object": "response.input_tokens", "input_tokens": reply.usage.prompt})
         response = _response(request, reply)
-        memory.keep(reply.id, response)
-        if request.stream:
-            return event_stream(_stream_events(response))
-        return rendered(response)
-
-    def refuse(self, error: ApiError) -> Response:
-        return openai_error(error)
+        answered.keep(reply.id, response)
+        return event_stream(_stream_events(response)) if request.stream else rendered(response)
 
 
-def _refuse(body: Mapping[str, Any]) -> None:
-    for name, instead in _ELSEWHERE.items():
-        if body.get(name) is not None:
-            raise fields.unsupported(name, f"is no field of the Responses API; use {instead}")
-    for name, neutral in _NOT_SERVED.items():
-        if body.get(name) is not None and not fields.is_one_of(body[name], neutral):
-            raise fields.unsupported(name, f"= {fields.shown(body[name])} needs OpenAI's own servers. Leave it out")
-    for place, entry in enumerate(body.get("include") or ()):
-        if entry not in (_LOGPROBS, _ENCRYPTED):
-            raise fields.unsupported(
-                f"include[{place}]", f"is {fields.shown(entry)}: agl can include {_LOGPROBS} only. Leave it out"
-            )
-
-
-def _earlier(body: Mapping[str, Any], memory: ReplyMemory) -> tuple[Message, ...]:
+def _earlier(body: Mapping[str, Any], answered: Answered) -> Sequence[Message]:
     """The conversation that `previous_response_id` continues, without its instructions."""
     previous = body.get("previous_response_id")
     if previous is None:
         return ()
-    found = memory.conversation(previous)
-    if found is None:
+    conversation = answered.conversation(previous)
+    if conversation is None:
         raise fields.wrong(
             "previous_response_id",
             f"names {previous!r}, which this attempt cannot continue. {NOT_KEPT} Send the whole input instead",
             code="previous_response_not_found",
         )
-    return found
+    return conversation
 
 
-def _translated(body: Mapping[str, Any]) -> dict[str, Json]:
-    """The fields that chat completions name or write differently, without those that are unset."""
-    text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
-    fields.check_fields(text, _TEXT_FIELDS, "text.")
-    fields.check_fields(reasoning, {"effort": (fields.is_a(str), "a string")}, "reasoning.")
-    logprobs = _wants_logprobs(body)
-    chat = {
-        "tools": [_tool(place, tool) for place, tool in fields.each_object(body.get("tools") or [], "tools")] or None,
-        "tool_choice": _tool_choice(body.get("tool_choice")),
-        "response_format": _response_format(text.get("format")),
-        "verbosity": text.get("verbosity"),
-        "reasoning_effort": reasoning.get("effort"),
-        "logprobs": True if logprobs else None,
-        "top_logprobs": body.get("top_logprobs") if logprobs else None,
-    }
-    return {name: value for name, value in chat.items() if value is not None}
-
-
-def _wants_logprobs(body: Mapping[str, Any]) -> bool:
-    return bool(body.get("top_logprobs")) or _LOGPROBS in (body.get("include") or ())
-
-
-def _tool(place: str, tool: Mapping[str, Any]) -> dict[str, Json]:
+def _tool(path: str, tool: Mapping[str, Any]) -> dict[str, Json]:
     """A tool as chat completions describe it; a hosted one as it is: the model server may have it."""
-    kind = fields.need_text(tool, "type", f"{place}.")
+    kind = fields.need_text(tool, "type", f"{path}.")
     if kind not in ("function", "custom"):
         return dict(tool)
-    fields.need_text(tool, "name", f"{place}.")
+    fields.need_text(tool, "name", f"{path}.")
     described = {k: v for k, v in tool.items() if k != "type" and v is not None}
     if kind == "function":
-        fields.check_fields(tool, fields.FUNCTION, f"{place}.")
+        fields.check_fields(tool, fields.FUNCTION, f"{path}.")
     elif isinstance(format := described.get("format"), dict) and format.get("type") == "grammar":
         described["format"] = {"type": "grammar", "grammar": {k: v for k, v in format.items() if k != "type"}}
     return {"type": kind, kind: described}
@@ -261,10 +273,6 @@ def _usage(reply: Reply) -> dict[str, Json]:
     }
 
 
-def _is_tool_choice(value: Any) -> bool:
-    return value in ("none", "auto", "required") if isinstance(value, str) else isinstance(value, dict)
-
-
 def _stream_events(response: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     """A finished response as the numbered events of a stream."""
     for number, event in enumerate(_events(response)):
@@ -308,66 +316,8 @@ def _part_events(place: Mapping[str, Json], part: Mapping[str, Any]) -> Iterator
 
 def _of_event(logprobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
     """Log-probabilities as events have them: without bytes."""
-    return [{**_brief(each), "top_logprobs": [_brief(other) for other in each["top_logprobs"]]} for each in logprobs]
+    return [{**_brief(entry), "top_logprobs": [_brief(top) for top in entry["top_logprobs"]]} for entry in logprobs]
 
 
 def _brief(logprob: Mapping[str, Json]) -> dict[str, Json]:
     return {"token": logprob["token"], "logprob": logprob["logprob"]}
-
-
-_FIELDS: fields.Fields = {
-    **fields.COMMON,
-    **fields.SAMPLING,
-    "input": (lambda value: isinstance(value, str | list), "a string or a list of items"),
-    "instructions": (fields.is_a(str), "a string"),
-    "max_output_tokens": (fields.is_int(1), "an integer of at least 1"),
-    "max_tool_calls": (fields.is_int(1), "an integer of at least 1"),
-    "previous_response_id": (fields.is_a(str), "a string"),
-    "store": (fields.is_a(bool), "true or false"),
-    "include": (lambda value: fields.is_list_of(value, str), "a list of strings"),
-    "text": (fields.is_a(dict), "an object"),
-    "reasoning": (fields.is_a(dict), "an object"),
-    "tools": (fields.is_a(list), "a list of tools"),
-    "tool_choice": (_is_tool_choice, "'none', 'auto', 'required' or an object that names a function"),
-    "parallel_tool_calls": (fields.is_a(bool), "true or false"),
-    "top_logprobs": (fields.is_int(0, 20), "an integer from 0 to 20"),
-}
-_TEXT_FIELDS: fields.Fields = {"format": (fields.is_a(dict), "an object"), "verbosity": (fields.is_a(str), "a string")}
-_REWRITTEN = frozenset({"input", "instructions", "tools", "tool_choice", "text"})
-"""Fields that are recorded as a chat completion has them."""
-_IGNORED = frozenset({"access_programs", "context_management", "max_tool_calls", "truncation"})
-"""Fields that tune OpenAI's service; its limit of tool calls is of those that it makes itself."""
-_TRANSLATED = (
-    _REWRITTEN
-    | _IGNORED
-    | {"reasoning", "include", "store", "previous_response_id", "max_output_tokens", "top_logprobs", "background"}
-)
-"""Fields that are not passed on under their own names."""
-_ELSEWHERE: Mapping[str, str] = {
-    "messages": "'input'",
-    "max_tokens": "'max_output_tokens'",
-    "max_completion_tokens": "'max_output_tokens'",
-    "response_format": "'text': {'format': …}",
-    "logprobs": f"'include': ['{_LOGPROBS}']",
-    "n": "one request for each response",
-}
-_NOT_SERVED: Mapping[str, tuple[Json, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "image": (),
-    "moderation": (),
-    "prompt": (),
-}
-"""Fields that cannot be served, and the values with which they ask for nothing."""
-_WRITTEN: Mapping[str, tuple[str, str]] = {
-    "function_call": ("arguments", "function_call_arguments"),
-    "custom_tool_call": ("input", "custom_tool_call_input"),
-}
-"""By the type of an item that calls a tool: the field with what the model wrote, and what its events are called."""
-_INCOMPLETE = {
-    FinishReason.LENGTH: "max_output_tokens",
-    FinishReason.CONTENT_FILTER: "content_filter",
-    FinishReason.ABORTED: "max_output_tokens",
-}
-_NOT_YET = ("usage", "incomplete_details")
-"""Fields that are null until the response has ended."""

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agl_core.server.dialects import fields
-from agl_core.server.dialects.replies import NOT_KEPT, Message, ReplyMemory
-from agl_core.server.errors import ApiError
+from agl_core.server.gateway.answered import NOT_KEPT, Answered, Message
 from agl_core.server.gateway.reply import reasoning_of
 from agl_core.types import Json
 
@@ -33,84 +32,96 @@ def item_id(kind: str, reply_id: str, number: int | None = None) -> str:
     return f"{kind}_{unique}" if number is None else f"{kind}_{unique}_{number}"
 
 
-def read_input(items: Json, memory: ReplyMemory, ignored: set[str]) -> list[Message]:
+def read_input(items: Json, answered: Answered, ignored: set[str]) -> list[Message]:
     """The chat messages that `input` stands for; ApiError 400 names the item that cannot be translated.
 
     What is left out is added to `ignored`.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    reader = _Reader(memory, ignored)
-    for place, item in fields.each_object(items, "input"):
-        reader.read(place, item)
+    reader = _Reader(answered, ignored)
+    for path, item in fields.objects(items, "input"):
+        reader.read(path, item)
     return reader.finish()
 
 
 class _Reader:
     """Puts items together, in order."""
 
-    def __init__(self, memory: ReplyMemory, ignored: set[str]) -> None:
-        self._memory, self._ignored = memory, ignored
+    def __init__(self, answered: Answered, ignored: set[str]) -> None:
+        self._answered, self._ignored = answered, ignored
         self._messages: list[dict[str, Any]] = []
         self._reply: dict[str, Any] | None = None
         """The last assistant message; it may still grow."""
         self._reply_id: str | None = None
         """The reply that it echoes, if its items name one."""
 
-    def read(self, place: str, item: Mapping[str, Any]) -> None:
+    def read(self, path: str, item: Mapping[str, Any]) -> None:
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
         match kind:
             case "message":
-                self._read_message(place, item)
+                self._read_message(path, item)
             case "function_call":
-                self._read_call(place, item, "function", "arguments")
+                self._read_call(path, item, "function", "arguments")
             case "custom_tool_call":
-                self._read_call(place, item, "custom", "input")
+                self._read_call(path, item, "custom", "input")
             case "function_call_output" | "custom_tool_call_output":
-                call_id = fields.need_text(item, "call_id", f"{place}.")
-                content = _content(fields.need(item, "output", f"{place}."), f"{place}.output")
+                call_id = fields.need_text(item, "call_id", f"{path}.")
+                content = _content(fields.need(item, "output", f"{path}."), f"{path}.output")
                 self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case "reasoning" if item.get("content"):
-                self._assistant("reasoning_content", item)["reasoning_content"] = _reasoning(place, item)
+                parts = fields.objects(item["content"], f"{path}.content")
+                reasoning = "".join(fields.need_text(part, "text", f"{own_path}.") for own_path, part in parts)
+                self._assistant("reasoning_content", item)["reasoning_content"] = reasoning
             case "reasoning":
                 sealed = {**item, "id": item.get("encrypted_content")}  # Clients that keep nothing leave ids out.
                 if not (self._refer(item) or self._refer(sealed)):  # No model here can read another server's.
                     self._ignored.add("input.reasoning")
             case "item_reference":
-                fields.need_text(item, "id", f"{place}.")
+                fields.need_text(item, "id", f"{path}.")
                 if not self._refer(item):
                     raise fields.wrong(
-                        place,
+                        path,
                         f"refers to {fields.shown(item['id'])}, which is not kept. {NOT_KEPT} Send the item itself",
                         code="item_not_found",
                     )
             case _:
-                raise _unknown_item(place, kind)
+                raise fields.unsupported(
+                    f"{path}.type",
+                    f"is {fields.shown(kind)}: agl can pass on items of type message, function_call, "
+                    "function_call_output, custom_tool_call, custom_tool_call_output, reasoning and item_reference",
+                )
 
     def finish(self) -> list[Message]:
-        return [_finished(each, self._memory) if each["role"] == "assistant" else each for each in self._messages]
+        return [self._finished(message) if message["role"] == "assistant" else message for message in self._messages]
 
-    def _read_message(self, place: str, item: Mapping[str, Any]) -> None:
+    def _finished(self, message: dict[str, Any]) -> Message:
+        content = message.get("content") or (None if message.get("tool_calls") else "")
+        return self._answered.own({**message, "content": content})
+
+    def _read_message(self, path: str, item: Mapping[str, Any]) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            raise fields.wrong(f"{place}.role", f"must be one of {', '.join(_ROLES)}, not {fields.shown(role)}")
-        content = _content(fields.need(item, "content", f"{place}."), f"{place}.content")
+            raise fields.wrong(f"{path}.role", f"must be one of {', '.join(_ROLES)}, not {fields.shown(role)}")
+        content = _content(fields.need(item, "content", f"{path}."), f"{path}.content")
         if role != "assistant":
             self._messages.append({"role": role, "content": content})
         else:
-            self._assistant("content", item)["content"] = content if isinstance(content, str) else _joined(content)
+            if not isinstance(content, str) and all(part["type"] == "text" for part in content):
+                content = "".join(part["text"] for part in content)
+            self._assistant("content", item)["content"] = content
 
-    def _read_call(self, place: str, item: Mapping[str, Any], kind: str, written: str) -> None:
-        tool = {name: fields.need_text(item, name, f"{place}.") for name in ("name", written)}
-        call = {"id": fields.need_text(item, "call_id", f"{place}."), "type": kind, kind: tool}
+    def _read_call(self, path: str, item: Mapping[str, Any], kind: str, written: str) -> None:
+        tool = {name: fields.need_text(item, name, f"{path}.") for name in ("name", written)}
+        call = {"id": fields.need_text(item, "call_id", f"{path}."), "type": kind, kind: tool}
         self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
 
     def _refer(self, item: Mapping[str, Any]) -> bool:
-        """Take a part of a reply from memory, by its item's id alone; False if memory does not have it."""
+        """Take a part of a kept reply, by its item's id alone; False if it is not kept."""
         matched = _ITEM_ID.fullmatch(item["id"]) if isinstance(item.get("id"), str) else None
-        own = self._memory.message(f"resp_{matched[2]}") if matched else None
+        own = self._answered.message(f"resp_{matched[2]}") if matched else None
         if matched is None or own is None:
             return False
         if matched[1] in ("fc", "ctc"):
@@ -149,52 +160,27 @@ class _Reader:
         if matched:
             return f"resp_{matched[2]}"
         call_id = item.get("call_id")
-        return self._memory.reply_of(call_id) if isinstance(call_id, str) else None
+        return self._answered.reply_of(call_id) if isinstance(call_id, str) else None
 
 
-def _finished(message: dict[str, Any], memory: ReplyMemory) -> Message:
-    content = message.get("content") or (None if message.get("tool_calls") else "")
-    return memory.own({**message, "content": content})
-
-
-def _content(content: Json, place: str) -> Json:
+def _content(content: Json, path: str) -> Json:
     """A text, or a list of parts as chat completions have them; one part that is text becomes a text."""
     if isinstance(content, str):
         return content
-    fields.must(isinstance(content, list), place, "a string or a list of parts", content)
-    parts = [_part(where, part) for where, part in fields.each_object(content, place)]
+    fields.must(isinstance(content, list), path, "a string or a list of parts", content)
+    parts = [_part(own_path, part) for own_path, part in fields.objects(content, path)]
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
+def _part(path: str, part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
     if isinstance(kind, str) and kind in _TEXTS:
-        return {"type": "text", "text": fields.need_text(part, _TEXTS[kind], f"{place}.")}
+        return {"type": "text", "text": fields.need_text(part, _TEXTS[kind], f"{path}.")}
     if kind == "input_image" and part.get("image_url") is not None:
-        image = {"url": fields.need_text(part, "image_url", f"{place}."), "detail": part.get("detail")}
+        image = {"url": fields.need_text(part, "image_url", f"{path}."), "detail": part.get("detail")}
         return {"type": "image_url", "image_url": {name: value for name, value in image.items() if value is not None}}
     raise fields.unsupported(
-        place, f"is a part of type {fields.shown(kind)}: agl can pass on text, and images by 'image_url'"
-    )
-
-
-def _joined(parts: list[dict[str, Any]]) -> Json:
-    """The parts of an assistant's message as one text, if they are text."""
-    return "".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
-
-
-def _reasoning(place: str, item: Mapping[str, Any]) -> str:
-    return "".join(
-        fields.need_text(part, "text", f"{where}.")
-        for where, part in fields.each_object(item["content"], f"{place}.content")
-    )
-
-
-def _unknown_item(place: str, kind: Json) -> ApiError:
-    return fields.unsupported(
-        f"{place}.type",
-        f"is {fields.shown(kind)}: agl can pass on items of type message, function_call, function_call_output, "
-        "custom_tool_call, custom_tool_call_output, reasoning and item_reference",
+        path, f"is a part of type {fields.shown(kind)}: agl can pass on text, and images by 'image_url'"
     )

@@ -8,35 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 from urllib.parse import unquote
 
+import orjson
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agl_core.capture import unpack_variables
+from agl_core.config.models import SamplingSection
 from agl_core.config.policies import policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
+from agl_core.learning.distribution import DISTORTING
+from agl_core.protocols import Upstream
 from agl_core.server.dialects.dialect import Dialect, ModelRequest
-from agl_core.server.dialects.replies import ReplyMemories, ReplyMemory
 from agl_core.server.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
+from agl_core.server.gateway.answered import Answered, Budget, Exchange
 from agl_core.server.gateway.attribution import Attribution
 from agl_core.server.gateway.reply import Reply, read_reply
-from agl_core.server.gateway.retries import Exchange
-from agl_core.server.gateway.sampling import call_seed, effective_sampling, forwarded
-from agl_core.server.gateway.unusual import explained
 from agl_core.server.gateway.upstream import Answering, Destination
-from agl_core.server.http.protocol import CONNECTION, CorkedHttp
+from agl_core.server.listening import CONNECTION, HttpConnection
 from agl_core.server.rollouts.attempt import ActiveAttempt
 from agl_core.store.interface import Store
-from agl_core.types import Call, Mode
+from agl_core.types import Call, Json, Mode, Rollout, Sampling
 from agl_core.wire.headers import (
     HEADER_AGENT,
     HEADER_CALL,
@@ -73,7 +76,7 @@ class Counters:
 class _Delivery(Response):
     """Sends a reply, if its client is still there, and then reports whether it arrived."""
 
-    def __init__(self, reply: Response, client: CorkedHttp, report: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(self, reply: Response, client: HttpConnection, report: Callable[[bool], Awaitable[None]]) -> None:
         self._reply, self._client, self._report = reply, client, report
         self.raw_headers = reply.raw_headers
 
@@ -81,8 +84,39 @@ class _Delivery(Response):
         arrived = False
         if not self._client.is_gone:
             await self._reply(scope, receive, send)
-            arrived = await self._client.has_sent()
+            arrived = await self._client.wait_until_sent()
         await self._report(arrived)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ModelCall:
+    """A request of an agent, whose it is, and in which API."""
+
+    attempt: ActiveAttempt
+    dialect: Dialect
+    request: ModelRequest
+    headers: Headers
+
+    @property
+    def agent(self) -> str | None:
+        """Who makes the call, if the request says so."""
+        name = self.headers.get(HEADER_AGENT)
+        return None if name is None else unquote(name)
+
+    def policy(self, served: Destination) -> str:
+        """The policy that answers it; ApiError 404 if there is none."""
+        model, agent, policies = self.request.model, self.agent, served.upstream.models
+        policy = policy_of(agent, model, served.settings.agents, policies)
+        if policy is not None:
+            return policy
+        caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
+        unknown = f"The model server lists no model {model!r}."
+        if served.settings.agents:
+            unknown = (
+                f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and "
+                f"none is named {model!r} or 'default'."
+            )
+        raise ApiError(404, f"{unknown} {nearest(model, policies)}", param="model", code="model_not_found")
 
 
 class Gateway:
@@ -92,9 +126,9 @@ class Gateway:
         self.counters = Counters()
         self.attribution = attribution
         self._store, self._relay, self._deployed = store, relay, deployed
-        self._memories = ReplyMemories()
-        self._calls: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
-        """Calls in flight, and the requests that make them."""
+        self._budget = Budget()
+        self._in_flight: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
+        """Calls, and the requests that make them."""
 
     def served(self, attempt: ActiveAttempt) -> Destination:
         """What answers the calls of an attempt; ApiError 503 while nothing does."""
@@ -113,172 +147,160 @@ class Gateway:
         try:
             attempt = await self.attribution.open(request)
             raw = await request.body()
-            memory = self._memories.of(attempt)
-            asked = dialect.parse(raw, memory)
-            if not asked.model:
-                asked = asked.named(request.path_params.get("deployment"), self.models(attempt))
+            parsed = dialect.parse(raw, attempt.answered)
+            if not parsed.model:
+                parsed = parsed.named(request.path_params.get("deployment"), self.models(attempt))
+            call = _ModelCall(attempt, dialect, parsed, request.headers)
             if dialect.counts:
-                return dialect.render(asked, await self._counted(attempt, dialect, asked, request.headers), memory)
-            exchange = self._exchange(request, attempt, dialect, raw, asked)
-            client: CorkedHttp = request.scope[CONNECTION]
-            exchange.waiting.append(client)
-            reply = await self._reply(request, attempt, exchange, dialect, asked)
-            memory = self._memories.of(attempt)
-            memory.add(reply, asked.conversation)
-            response = dialect.render(asked, reply, memory)
-            self._memories.bound(attempt)
-            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **asked.notes(reply)})
-            return _Delivery(response, client, functools.partial(self._delivered, attempt, exchange))
+                return dialect.render(parsed, await self._counted(call), attempt.answered)
+            exchange = self._exchange(call, raw)
+            connection: HttpConnection = request.scope[CONNECTION]
+            exchange.waiting.append(connection)
+            reply = await self._reply(call, exchange)
+            attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
+            response = dialect.render(parsed, reply, attempt.answered)
+            self._budget.update(attempt.answered)
+            response.headers.update({HEADER_CALL: reply.id, **attempt.reply_headers, **parsed.notes(reply)})
+            return _Delivery(response, connection, functools.partial(self._delivered, attempt, exchange))
         except Exception as error:
             failure = as_answer(error, request.url.path)
             if attempt is not None:
                 attempt.count_failure(failure)
             return dialect.refuse(failure)
 
-    async def memory(self, request: Request) -> ReplyMemory:
-        """What is kept of the replies to the attempt that a request belongs to; ApiError as of `Attribution.open`."""
-        return self._memories.of(await self.attribution.open(request))
+    async def answered(self, request: Request) -> Answered:
+        """What was answered in the attempt that a request belongs to; ApiError as of `Attribution.open`."""
+        return (await self.attribution.open(request)).answered
 
-    async def _counted(self, attempt: ActiveAttempt, dialect: Dialect, asked: ModelRequest, stamps: Headers) -> Reply:
-        """A reply to no call, which says how long the prompt is."""
-        attempt.passed_through[dialect.api] = attempt.passed_through.get(dialect.api, 0) + 1
+    def count_unrecorded(self, attempt: ActiveAttempt, route: str) -> None:
+        """A request of an attempt is answered and not recorded."""
+        attempt.passed_through[route] = attempt.passed_through.get(route, 0) + 1
         self.counters.passed_through += 1
-        with self._to(attempt).answering(attempt) as served:
-            policy = _policy(served, asked.model, _agent(stamps))
-            body = forwarded(served.upstream, asked.chat, asked.requested, policy, trains=False)
-            payload, headers = await served.client.complete(body, None)
-            return read_reply(payload, headers, "", logprobs=False)
-
-    async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
-        """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""
-        await self._record_delivery(attempt, exchange, arrived)
-        await attempt.delivered(arrived)
-
-    async def _record_delivery(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
-        if exchange.call is None:
-            return
-        exchange.arrived |= arrived
-        call = exchange.call
-        if call.undelivered is exchange.arrived and not attempt.closed:
-            call = exchange.call = replace(call, undelivered=not exchange.arrived)
-            self.counters.undelivered += 1 if call.undelivered else -1
-            with contextlib.suppress(ApiError):  # It is logged, and no client waits for an answer.
-                await self._commit(attempt, call, None, _this_task())
-        if exchange.arrived:
-            exchange.call = None
-            exchange.waiting.clear()
 
     async def stop(self) -> None:
         """Give up the calls that are still in flight."""
-        for request in self._calls.values():
+        for request in self._in_flight.values():
             request.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
 
-    def _exchange(
-        self, request: Request, attempt: ActiveAttempt, dialect: Dialect, raw: bytes, asked: ModelRequest
-    ) -> Exchange:
+    async def _counted(self, call: _ModelCall) -> Reply:
+        """A reply to no call, which says how long the prompt is."""
+        self.count_unrecorded(call.attempt, call.dialect.api)
+        with self._to(call.attempt).answering(call.attempt) as served:
+            request = call.request
+            body = forwarded(served.upstream, request.chat, request.requested, call.policy(served), trains=False)
+            payload, headers = await served.client.complete(body, None)
+            return read_reply(payload, headers, "", logprobs=False)
+
+    def _exchange(self, call: _ModelCall, raw: bytes) -> Exchange:
         """That of the call which this request retries, or a new one."""
-        headers = request.headers
-        exchange = attempt.retries.find(dialect.api, headers, raw)
+        attempt, api, headers = call.attempt, call.dialect.api, call.headers
+        exchange = attempt.answered.find(api, headers, raw)
         if exchange is None:
-            earlier = attempt.retries.unanswered(dialect.api, headers, asked.recorded)
+            earlier = attempt.answered.unanswered(api, headers, call.request.recorded)
             sequence = attempt.next_sequence() if earlier is None else earlier.sequence
-            exchange = attempt.retries.add(dialect.api, headers, raw, sequence)
+            exchange = attempt.answered.open(api, headers, raw, sequence)
             exchange.supersedes = earlier
             self.counters.retried += earlier is not None
         else:
             self.counters.retried += 1
         return exchange
 
-    async def _reply(
-        self, request: Request, attempt: ActiveAttempt, exchange: Exchange, dialect: Dialect, asked: ModelRequest
-    ) -> Reply:
+    async def _reply(self, call: _ModelCall, exchange: Exchange) -> Reply:
         """Make the call, or join the one that this request retries. A client that hangs up does not end it."""
         if exchange.kept is not None:
             return exchange.kept.read()
-        if exchange.reply is None:
-            reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-            exchange.reply = reply
-            self._calls[reply] = _this_task()
-            try:
-                made = await self._call(attempt, exchange, reply, dialect, asked, request.headers)
-                exchange.kept = made.raw
-                reply.set_result(made)
-            except asyncio.CancelledError:
-                reply.set_exception(stopping())
-            except Exception as error:
-                reply.set_exception(error)
-            del self._calls[reply]
-            attempt.retries.ended(exchange)
-            return reply.result()
-        return await asyncio.shield(exchange.reply)
+        if exchange.reply is not None:
+            return await asyncio.shield(exchange.reply)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        exchange.reply = future
+        self._in_flight[future] = _this_task()
+        try:
+            reply = await self._make(call, exchange, future)
+            exchange.kept = reply.raw
+            future.set_result(reply)
+        except asyncio.CancelledError:
+            future.set_exception(stopping())
+        except Exception as error:
+            future.set_exception(error)
+        del self._in_flight[future]
+        call.attempt.answered.end(exchange)
+        return future.result()
 
-    async def _call(
-        self,
-        attempt: ActiveAttempt,
-        exchange: Exchange,
-        done: asyncio.Future[Reply],
-        dialect: Dialect,
-        asked: ModelRequest,
-        stamps: Headers,
-    ) -> Reply:
+    async def _make(self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply]) -> Reply:
+        """Forward a call, and record it."""
+        attempt, request, headers = call.attempt, call.request, call.headers
         with self._to(attempt).answering(attempt) as served:
             started = time.time()
-            agent = _agent(stamps)
-            policy = _policy(served, asked.model, agent)
+            policy = call.policy(served)
             version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.
             seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
-            effective = effective_sampling(attempt.rollout, asked.requested, served.settings.sampling, seed)
+            effective = effective_sampling(attempt.rollout, request.requested, served.settings.sampling, seed)
+            body = forwarded(served.upstream, request.chat, effective, policy, trains=attempt.mode.trains)
             attempt.asking[exchange.sequence] = started
             try:
-                payload, headers = await served.client.complete(
-                    forwarded(served.upstream, asked.chat, effective, policy, trains=attempt.mode.trains), attempt.key
-                )
-                reply = read_reply(payload, headers, attempt.call_id(dialect.id_prefix), logprobs=asked.logprobs)
-            except ApiError as refused:
+                payload, of_reply = await served.client.complete(body, attempt.key)
+                own_id = attempt.call_id(call.dialect.id_prefix)
+                reply = read_reply(payload, of_reply, own_id, logprobs=request.logprobs)
+            except ApiError:
                 self.counters.upstream_errors += 1
-                raise explained(refused, asked.chat) from refused
+                raise
             finally:
                 attempt.asking.pop(exchange.sequence, None)
-                attempt.answered = time.time()
+                attempt.last_answer = time.time()
             late = attempt.closed
-            call = Call(
+            record = Call(
                 id=reply.id,
                 rollout=attempt.record.rollout,
                 attempt=attempt.record.attempt,
                 sequence=exchange.sequence,
                 policy=policy,
                 version=version if reply.version is None else reply.version,
-                request=asked.recorded,
+                request=request.recorded,
                 choices=reply.choices,
                 started=started,
                 ended=time.time(),
-                api=dialect.api,
-                agent=agent,
-                parent_span=stamps.get(HEADER_PARENT_SPAN),
-                state=unpack_variables(stamps.get(HEADER_STATE)),
+                api=call.dialect.api,
+                agent=call.agent,
+                parent_span=headers.get(HEADER_PARENT_SPAN),
+                state=unpack_variables(headers.get(HEADER_STATE)),
                 prompt_ids=reply.prompt_ids,
-                requested=asked.requested,
+                requested=request.requested,
                 effective=effective,
                 prefix_broken=reply.prefix_broken,
                 prefilled=reply.prefilled,
                 reused=reply.reused,
                 late=late,
                 retry_of=exchange.marker,
-                undelivered=all(client.is_gone for client in exchange.waiting),
-                stamped=HEADER_ROLLOUT in stamps,
-                trace=trace_of(stamps.get(HEADER_TRACE)),
+                undelivered=all(connection.is_gone for connection in exchange.waiting),
+                stamped=HEADER_ROLLOUT in headers,
+                trace=trace_of(headers.get(HEADER_TRACE)),
             )
-            await self._commit(attempt, call, exchange.supersedes, done)
+            await self._commit(attempt, record, exchange.supersedes, done)
             attempt.completed_calls += not late
-            exchange.call = None if late else call
-            self.counters.undelivered += call.undelivered and not late
+            exchange.call = None if late else record
+            self.counters.undelivered += record.undelivered and not late
             self.counters.calls += 1
             self.counters.without_ids += not reply.has_ids
             self.counters.late += late
             if late and attempt.refuses_late:
                 raise attempt_closed(*attempt.key)
             return reply
+
+    async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
+        """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""
+        call = exchange.call
+        if call is not None:
+            exchange.arrived |= arrived
+            if call.undelivered is exchange.arrived and not attempt.closed:
+                call = exchange.call = replace(call, undelivered=not exchange.arrived)
+                self.counters.undelivered += 1 if call.undelivered else -1
+                with contextlib.suppress(ApiError):  # It is logged, and no client waits for an answer.
+                    await self._commit(attempt, call, None, _this_task())
+            if exchange.arrived:
+                exchange.call = None
+                exchange.waiting.clear()
+        await attempt.delivered(arrived)
 
     async def _commit(
         self, attempt: ActiveAttempt, call: Call, superseded: Call | None, done: asyncio.Future[Any]
@@ -308,27 +330,53 @@ def _this_task() -> asyncio.Task[Any]:
     return task
 
 
-def _policy(served: Destination, model: str, agent: str | None) -> str:
-    """The policy that answers a call; ApiError 404 if there is none."""
-    policies = served.upstream.models
-    found = policy_of(agent, model, served.settings.agents, policies)
-    if found is not None:
-        return found
-    caller = f"the agent {agent!r}" if agent else "a call without an agent's name"
-    unknown = f"The model server lists no model {model!r}."
-    if served.settings.agents:
-        unknown = (
-            f"The run trains several policies: none has {caller} among its `agents` ([policies.NAME] agents), and none "
-            f"is named {model!r} or 'default'."
+def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:
+    """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits.
+
+    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl. In
+    real use it is that too, and what is not asked for is said, so that it is known.
+    """
+    if settings is None:
+        return requested
+    if rollout.mode is Mode.USE:
+        return Sampling(
+            temperature=settings.temperature if requested.temperature is None else requested.temperature,
+            top_p=1.0 if requested.top_p is None else requested.top_p,
+            max_tokens=settings.max_tokens if requested.max_tokens is None else requested.max_tokens,
+            seed=requested.seed,
         )
-    raise ApiError(
-        404,
-        f"{unknown} {nearest(model, policies)}",
-        param="model",
-        code="model_not_found",
-    )
+    temperature = {
+        Mode.TRAIN: settings.temperature,
+        Mode.EVAL_SAMPLED: settings.eval_temperature,
+        Mode.EVAL_GREEDY: 0.0,
+    }[rollout.mode]
+    limit = settings.max_tokens if requested.max_tokens is None else min(requested.max_tokens, settings.max_tokens)
+    return Sampling(temperature=temperature, top_p=1.0, max_tokens=limit, seed=seed)
 
 
-def _agent(headers: Headers) -> str | None:
-    name = headers.get(HEADER_AGENT)
-    return None if name is None else unquote(name)
+def call_seed(run_seed: int, rollout: Rollout, attempt: int, sequence: int) -> int:
+    """A 63-bit sampling seed: the same for the same call of a repeated run, different for every other call.
+
+    A task may be drawn twice in one step, so the group's position is part of it. The group's name is not, since it
+    changes when a run is resumed.
+    """
+    position = [rollout.mode, rollout.step, rollout.position, rollout.task.id, rollout.member, attempt, sequence]
+    return int.from_bytes(blake2b(orjson.dumps([run_seed, *position]), digest_size=8).digest(), "big") >> 1
+
+
+def forwarded(
+    upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
+) -> dict[str, Json]:
+    """The chat completion that the upstream gets."""
+    body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
+    if body.get("tools") == []:  # None are offered; chat templates may take an empty list for another thing.
+        del body["tools"]
+        if body.get("tool_choice") in ("auto", "none"):
+            del body["tool_choice"]
+    body["model"] = upstream.models[policy]
+    sampling = dataclasses.asdict(effective)
+    body.update({name: value for name, value in sampling.items() if value is not None})
+    if upstream.returns_ids:
+        body["return_token_ids"] = True
+        body["logprobs"] = True
+    return body

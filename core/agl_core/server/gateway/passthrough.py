@@ -7,7 +7,7 @@ the model server, or to a server of their own, with a key that agents never see.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from urllib.parse import unquote
 
 import httpx
@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from agl_core.config.models import PassthroughSection
-from agl_core.server.dialects.chat import openai_error
-from agl_core.server.errors import ApiError
+from agl_core.server.errors import ApiError, openai_error
 from agl_core.server.gateway.gateway import Gateway
 from agl_core.server.rollouts.attempt import ActiveAttempt
 
@@ -61,12 +60,7 @@ def is_passed_on(method: str, route: str) -> bool:
 class Passthrough:
     """Passes requests that `is_passed_on` accepts to the server that `settings` name, or else to the model server."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        settings: PassthroughSection,
-        api_key: str | None,
-    ) -> None:
+    def __init__(self, gateway: Gateway, settings: PassthroughSection, api_key: str | None) -> None:
         self._gateway = gateway
         self._url, self._api_key, self._timeout = settings.url, api_key, settings.timeout
         self._client: httpx.AsyncClient | None = None
@@ -100,10 +94,12 @@ class Passthrough:
         body = await request.body()
         headers = {name: request.headers[name] for name in _REQUEST_HEADERS if name in request.headers}
         headers |= {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-        counted = route.removeprefix("/v1/") if request.method == "POST" else "models"
-        attempt.passed_through[counted] = attempt.passed_through.get(counted, 0) + 1
-        self._gateway.counters.passed_through += 1
-        client = self._opened()
+        self._gateway.count_unrecorded(attempt, route.removeprefix("/v1/") if request.method == "POST" else "models")
+        if self._client is None:
+            # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.
+            timeout = httpx.Timeout(self._timeout, connect=_CONNECT)
+            self._client = httpx.AsyncClient(timeout=timeout, trust_env=self._url is not None)
+        client = self._client
         try:
             async with asyncio.timeout(self._timeout):
                 asked = client.build_request(request.method, url, headers=headers, content=body)
@@ -112,18 +108,11 @@ class Passthrough:
             raise _failed(504, f"The server at {base} did not answer {route} in {self._timeout:g} seconds.") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _failed(502, f"The server at {base} cannot be asked for {route}: {error}.") from error
-        if reply.is_success:
-            return StreamingResponse(
-                _content(reply),
-                reply.status_code,
-                {name: reply.headers[name] for name in _REPLY_HEADERS if name in reply.headers},
-            )
-        try:
-            content = await reply.aread()
-        finally:
-            await reply.aclose()
-        raise_unserved(reply.status_code, content, base, f"{request.method} {route}")
         kept = {name: reply.headers[name] for name in _REPLY_HEADERS if name in reply.headers}
+        if reply.is_success:
+            return StreamingResponse(_content(reply), reply.status_code, kept)
+        content = b"".join([part async for part in _content(reply)])
+        raise_unserved(reply.status_code, content, base, f"{request.method} {route}")
         return Response(content, reply.status_code, kept)
 
     def _destination(self, attempt: ActiveAttempt) -> tuple[str, str | None]:
@@ -131,13 +120,6 @@ class Passthrough:
             return self._url, self._api_key
         served = self._gateway.served(attempt)
         return served.client.router.of(attempt.key.rollout), served.upstream.api_key
-
-    def _opened(self) -> httpx.AsyncClient:
-        if self._client is None:
-            # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.
-            timeout = httpx.Timeout(self._timeout, connect=_CONNECT)
-            self._client = httpx.AsyncClient(timeout=timeout, trust_env=self._url is not None)
-        return self._client
 
 
 async def _content(reply: httpx.Response) -> AsyncIterator[bytes]:
@@ -169,8 +151,8 @@ def _names_model(content: bytes) -> bool:
         error = orjson.loads(content)["error"]
     except (orjson.JSONDecodeError, TypeError, KeyError):
         return False
-    said: Iterable[object] = (error.get("code"), error.get("param")) if isinstance(error, dict) else ()
-    return any(isinstance(each, str) and "model" in each for each in said)
+    texts = (error.get("code"), error.get("param")) if isinstance(error, dict) else ()
+    return any(isinstance(text, str) and "model" in text for text in texts)
 
 
 def _raw_route(request: Request) -> str:

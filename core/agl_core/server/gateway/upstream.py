@@ -1,10 +1,16 @@
-"""The model server: the client that the gateway has of it, and the relay that knows whether there is one."""
+"""The model servers: which of several answers a request, what they refuse, and whether there are any.
+
+A rollout stays with one server, where the beginning of its prompts is cached. It moves if that server is away, or has
+much more to do than another. A new rollout goes to the server with the fewest requests under way.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -13,9 +19,8 @@ import orjson
 
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
+from agl_core.server.endpoint import BrokenReplyError, Endpoint
 from agl_core.server.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream
-from agl_core.server.gateway.routing import Router
-from agl_core.server.http.client import BrokenReplyError, Endpoint
 from agl_core.types import AttemptKey, Json
 from agl_core.wire.headers import HEADER_ROLLOUT
 
@@ -24,12 +29,96 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE = 4.0
+OVERLOADED, SLACK = 2, 8
+"""A rollout leaves a server that has this many times as many requests as the least busy one, and so many more."""
+REST = 5.0
+"""Seconds for which a server that could not be reached is left alone. Then it gets one request at a time, until one
+succeeds."""
+MAX_ROLLOUTS = 65_536
+"""Rollouts whose server is remembered; an older one counts as new."""
+_IDLE = 4.0
 """Seconds an idle connection is kept: less than the 5 after which uvicorn, vLLM's server, closes it."""
 _CONNECT = 10.0
 _PROXYS_OWN = frozenset({502, 503, 504})
 """What a proxy answers for a server that is away."""
 _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
+_OF_REQUESTS = (400, 404, 422)
+"""Statuses of refusals that may be for what a request has."""
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    url: str
+    under_way: int = 0
+    rollouts: int = 0
+    """Those that it is remembered for."""
+    away_since: float | None = None
+    """When it was last missed; None: it answered since."""
+
+
+class Router:
+    """Assigns requests to servers, and learns from what became of them.
+
+    with router.lent(rollout) as url:
+        ...  # then router.mark(url, away=…)
+    """
+
+    def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._servers = {url: _Server(url) for url in urls}
+        self._clock = clock
+        self._home: OrderedDict[str, _Server] = OrderedDict()
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """How many requests each server has."""
+        return {url: server.under_way for url, server in self._servers.items()}
+
+    @contextmanager
+    def lent(self, rollout: str, tried: Collection[str] = ()) -> Iterator[str]:
+        """A server for one request of a rollout ("" for none), which is part of its load meanwhile.
+
+        `tried`: servers where this request failed; they are chosen only if there is no other.
+        """
+        server = self._chosen(rollout, tried)
+        server.under_way += 1
+        try:
+            yield server.url
+        finally:
+            server.under_way -= 1
+
+    def of(self, rollout: str) -> str:
+        """A rollout's server, for a request that is no load worth counting."""
+        return self._chosen(rollout, ()).url
+
+    def mark(self, url: str, *, away: bool) -> None:
+        """A server answered, or is `away`: it cannot be reached, or broke off."""
+        self._servers[url].away_since = self._clock() if away else None
+
+    def has_other(self, tried: Collection[str]) -> bool:
+        """Whether there is a server that a request has not tried, and that may be there."""
+        return any(self._may_be_there(server) for url, server in self._servers.items() if url not in tried)
+
+    def _chosen(self, rollout: str, tried: Collection[str]) -> _Server:
+        untried = [server for url, server in self._servers.items() if url not in tried] or [*self._servers.values()]
+        there = [server for server in untried if self._may_be_there(server)] or untried
+        least = min(there, key=lambda server: (server.under_way, server.rollouts))
+        home = self._home.get(rollout)
+        if home is None or home not in there or home.under_way > OVERLOADED * least.under_way + SLACK:
+            home = least
+        if rollout:
+            before = self._home.pop(rollout, None)
+            if before is not None:
+                before.rollouts -= 1
+            self._home[rollout] = home
+            home.rollouts += 1
+            if len(self._home) > MAX_ROLLOUTS:
+                self._home.popitem(last=False)[1].rollouts -= 1
+        return home
+
+    def _may_be_there(self, server: _Server) -> bool:
+        if server.away_since is None:
+            return True
+        return server.under_way == 0 and self._clock() >= server.away_since + REST
 
 
 class UpstreamClient:
@@ -44,7 +133,7 @@ class UpstreamClient:
         self.router = Router(upstream.urls)
         """Also for requests to these servers that others send."""
         self._endpoints = {
-            url: Endpoint(f"{url.rstrip('/')}/chat/completions", headers, connect=_CONNECT, idle=_KEEP_ALIVE)
+            url: Endpoint(f"{url.rstrip('/')}/chat/completions", headers, connect=_CONNECT, idle=_IDLE)
             for url in upstream.urls
         }
         self._timeout = timeout
@@ -65,38 +154,36 @@ class UpstreamClient:
         while True:
             with self.router.lent(rollout, tried) as url:
                 try:
-                    return await self._ask(url, stamp, sent)
+                    status, headers, payload = await self._post(url, stamp, sent)
                 except ApiError as refused:
                     tried.append(url)
                     if refused.code not in UPSTREAM_GONE or not self.router.has_other(tried):
                         raise
                     logger.warning("%s Another server is asked.", refused)
+                    continue
+            if status != 200:
+                raise _refused(status, payload, url, body)
+            return payload, headers
 
-    async def _ask(self, url: str, stamp: Mapping[str, str], sent: bytes) -> tuple[bytes, Mapping[str, str]]:
+    async def _post(self, url: str, stamp: Mapping[str, str], sent: bytes) -> tuple[int, Mapping[str, str], bytes]:
         try:
             async with asyncio.timeout(self._timeout):
                 reply = await self._endpoints[url].post(stamp, sent)
         except TimeoutError as error:
-            raise _failed(
-                504, f"The model server at {url} did not answer in {self._timeout:g} seconds.", "upstream_timeout"
-            ) from error
+            problem = f"did not answer in {self._timeout:g} seconds."
+            raise _failed(504, f"The model server at {url} {problem}", "upstream_timeout") from error
         except BrokenReplyError as error:
-            self.router.missed(url)
-            raise _failed(
-                502, f"The model server at {url} broke off its reply ({error}).", "upstream_broken"
-            ) from error
+            self.router.mark(url, away=True)
+            problem = f"The model server at {url} broke off its reply ({error})."
+            raise _failed(502, problem, "upstream_broken") from error
         except OSError as error:
-            self.router.missed(url)
-            raise _failed(
-                502, f"The model server at {url} cannot be reached ({error}). Is the engine running?", "upstream_down"
-            ) from error
+            self.router.mark(url, away=True)
+            problem = f"The model server at {url} cannot be reached ({error}). Is the engine running?"
+            raise _failed(502, problem, "upstream_down") from error
+        self.router.mark(url, away=reply.status in _PROXYS_OWN)
         if reply.status in _PROXYS_OWN:
-            self.router.missed(url)
-        else:
-            self.router.found(url)
-        if reply.status != 200:
-            raise _refused(reply.status, reply.body, url)
-        return reply.body, reply.headers
+            raise _refused(reply.status, reply.body, url, {})
+        return reply.status, reply.headers, reply.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +265,7 @@ def _failed(status: int, message: str, code: str) -> ApiError:
     return ApiError(status, message, type="upstream_error", code=code)
 
 
-def _refused(status: int, payload: bytes, url: str) -> ApiError:
+def _refused(status: int, payload: bytes, url: str, body: Mapping[str, Json]) -> ApiError:
     """A status other than 200. 4xx is the agent's affair and is passed on; the rest is not."""
     error = _error_object(payload)
     message = str(error.get("message") or payload[:500].decode("utf-8", "replace"))
@@ -190,6 +277,12 @@ def _refused(status: int, payload: bytes, url: str) -> ApiError:
     code = error.get("code")
     if any(phrase in f"{code} {message}" for phrase in _OVERFLOW_PHRASES):
         code = CONTEXT_OVERFLOW
+    unusual = list(_unusual(body)) if status in _OF_REQUESTS and code != CONTEXT_OVERFLOW else ()
+    if unusual:
+        message = (
+            f"{message.rstrip()} The request has what this model server may not take: {'; '.join(unusual)}. Leave it "
+            "out, or use a model that takes it."
+        )
     kind, param = error.get("type"), error.get("param")
     return ApiError(
         status,
@@ -216,3 +309,16 @@ def _error_object(payload: bytes) -> Mapping[str, Json]:
     if "detail" in body:
         return {"message": orjson.dumps(body["detail"]).decode()}
     return body
+
+
+def _unusual(body: Mapping[str, Json]) -> Iterator[str]:
+    """Tools that are no functions, and the first part of a message that is no text."""
+    for index, tool in enumerate(body.get("tools") or ()):
+        if tool.get("type") != "function":
+            yield f"tools[{index}] is of type {tool.get('type')!r}"
+    for number, message in enumerate(body.get("messages") or ()):
+        content = message.get("content")
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if part.get("type") not in ("text", "refusal"):
+                yield f"messages[{number}].content[{index}] is of type {part.get('type')!r}"
+                return

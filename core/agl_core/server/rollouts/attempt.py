@@ -1,18 +1,26 @@
-"""One leased attempt as queue and gateway share it, and how its end is decided and recorded."""
+"""One leased attempt as queue and gateway share it: its states, and how its end is decided and recorded.
+
+    rollout   queued ─▶ running ─▶ done          attempt   open ─▶ closing ─▶ counted
+                 ▲         │                                  │        └────▶ superseded
+                 └─────────┘ tried again                      └─▶ withdrawn
+
+A rollout ends once; of its attempts at most one counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
+from agl_core.errors import ServerError
 from agl_core.server.errors import NO_UPSTREAM, STOPPING, STORE_FAILED, UPSTREAM_GONE, ApiError
-from agl_core.server.gateway.retries import RetryBook
-from agl_core.server.rollouts.lifecycle import ATTEMPT, AttemptState, step
+from agl_core.server.gateway.answered import Answered
 from agl_core.store.interface import Record, Store
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, ToolResult
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Reward, Rollout, RolloutState, ToolResult
 from agl_core.wire.workers import CloseRequest
 
 _TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
@@ -23,6 +31,33 @@ _NO_CALL = (
 )
 _INTERRUPTED = "The server, its store, or the model behind it was away while the agent ran, which may be why it failed:"
 _NOT_AWAITED = "The agent finished before its first LLM call did: let it wait for the reply."
+
+
+class AttemptState(StrEnum):
+    """Where an attempt is in its life."""
+
+    OPEN = "open"
+    """A worker holds it, and its calls count."""
+    CLOSING = "closing"
+    """Its end is being written; a call that comes now does not count."""
+    COUNTED = "counted"
+    """Its rollout ended with it."""
+    SUPERSEDED = "superseded"
+    """Its rollout was tried again; what is still reported of it is recorded and does not count."""
+    WITHDRAWN = "withdrawn"
+    """Its start could not be written: no worker ever had it."""
+
+
+_ROLLOUT = {
+    RolloutState.QUEUED: {RolloutState.RUNNING, RolloutState.DONE},
+    RolloutState.RUNNING: {RolloutState.QUEUED, RolloutState.DONE},
+}
+"""Where a rollout may go: from queued to done only when it is cancelled, from running to queued to be tried again."""
+_ATTEMPT = {
+    AttemptState.OPEN: {AttemptState.CLOSING, AttemptState.WITHDRAWN},
+    AttemptState.CLOSING: {AttemptState.COUNTED, AttemptState.SUPERSEDED},
+}
+"""Where an attempt may go."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +76,7 @@ class ActiveAttempt:
     """Calls that were recorded while it was open."""
     asking: dict[int, float] = field(default_factory=dict)
     """Calls that wait for the model's reply, by their sequence: when they began."""
-    answered: float | None = None
+    last_answer: float | None = None
     """When the latest call was answered."""
     interrupted: bool = False
     """The server had no model for it, or could not record: if its agent breaks, that is why."""
@@ -52,7 +87,7 @@ class ActiveAttempt:
     context_overflows: int = 0
     last_failure: str | None = None
     """The error of the last request that failed."""
-    retries: RetryBook = field(default_factory=RetryBook)
+    answered: Answered = field(default_factory=Answered)
     committing: set[asyncio.Future[Any]] = field(default_factory=set)
     """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
     closing: asyncio.Task[None] | None = None
@@ -76,7 +111,7 @@ class ActiveAttempt:
     @property
     def over(self) -> bool:
         """Whether its end is recorded."""
-        return not ATTEMPT[self.state]
+        return self.state not in _ATTEMPT
 
     @property
     def due(self) -> float:
@@ -85,7 +120,9 @@ class ActiveAttempt:
 
     def move(self, to: AttemptState) -> None:
         """Go on to the next state; ServerError if the lifecycle has no such way."""
-        self.state = step(ATTEMPT, f"attempt {self.record.rollout}/{self.record.attempt}", self.state, to)
+        if to not in _ATTEMPT.get(self.state, ()):
+            raise _wrong_way(f"attempt {self.record.rollout}/{self.record.attempt}", self.state, to)
+        self.state = to
 
     def next_sequence(self) -> int:
         """The start sequence of the call that begins now."""
@@ -126,6 +163,20 @@ class ActiveAttempt:
             self.gone_after = self.completed_calls
 
 
+def moved(rollout: Rollout, to: RolloutState, *, ending: Ending | None = None, counted: int | None = None) -> Rollout:
+    """The rollout in its next state; `ending` and the attempt that counts belong to one that is done.
+
+    ServerError if the lifecycle has no such way.
+    """
+    if to not in _ROLLOUT.get(rollout.state, ()):
+        raise _wrong_way(f"rollout {rollout.id}", rollout.state, to)
+    return replace(rollout, state=to, ending=ending, counted_attempt=counted)
+
+
+def _wrong_way(name: str, state: StrEnum, to: StrEnum) -> ServerError:
+    return ServerError(f"The {name} is {state} and cannot become {to}. This is a mistake in agl; please report it.")
+
+
 def attempt_key(rollout: str, number: str) -> AttemptKey | None:
     """The attempt that a path or a header names; None if it cannot be one.
 
@@ -139,9 +190,7 @@ def attempt_key(rollout: str, number: str) -> AttemptKey | None:
 def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str | None]:
     """The ending and error to record, from the worker's report and from what only the gateway knows."""
     ending, error = request.ending, request.error
-    was_gone = (
-        attempt.gone_after == attempt.completed_calls
-    )  # If a call was answered since, it did not break the agent.
+    was_gone = attempt.gone_after == attempt.completed_calls  # A call that was answered since did not break the agent.
     if ending in _TRIED_AGAIN and (attempt.interrupted or was_gone):
         return Ending.LOST, f"{_INTERRUPTED} {error or ''}".rstrip()
     if ending is Ending.CRASHED and attempt.context_overflows:
@@ -170,7 +219,7 @@ def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
 def reported(key: AttemptKey, request: CloseRequest) -> list[Record]:
     """The agent side's report of the attempt, as records; rewards of one name add up."""
     tool_results = [
-        ToolResult(rollout=key.rollout, attempt=key.attempt, **each.model_dump()) for each in request.tool_results
+        ToolResult(rollout=key.rollout, attempt=key.attempt, **report.model_dump()) for report in request.tool_results
     ]
     totals: dict[str, float] = {}
     for reward in request.rewards:

@@ -3,8 +3,6 @@
 queued ──lease──▶ running ──close_attempt──▶ done
    ▲               │   ▲
    └─ tried again ─┘   └ heartbeat
-
-`lifecycle` is the table of all ways there are.
 """
 
 from __future__ import annotations
@@ -19,22 +17,37 @@ from dataclasses import dataclass, replace
 
 from agl_core.errors import StoreError
 from agl_core.run_hooks import RunHooks
+from agl_core.server.errors import ApiError, stopping
 from agl_core.server.keys import Keys
-from agl_core.server.rollouts.attempt import ActiveAttempt, decided, is_tried_again, reported
-from agl_core.server.rollouts.finished import Finished
-from agl_core.server.rollouts.late import LateReports
-from agl_core.server.rollouts.leases import Leases
-from agl_core.server.rollouts.lifecycle import AttemptState, moved
+from agl_core.server.rollouts.attempt import (
+    ActiveAttempt,
+    AttemptState,
+    decided,
+    is_tried_again,
+    moved,
+    reported,
+)
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState
-from agl_core.wire.workers import CloseReply, CloseRequest, HeartbeatReply, HeartbeatRequest, LeaseReply, LeaseRequest
+from agl_core.wire.headers import rollout_path
+from agl_core.wire.workers import (
+    AttemptRef,
+    CloseReply,
+    CloseRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+)
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 10_000
+MAX_REMEMBERED = 10_000
 """Closed attempts kept in memory, to tell a late call from a wrong address, and rollouts that are done."""
-
 _SHORTEST_WATCH, _AFTER_FAILURE = 0.1, 5.0
+_TAKEN_AWAY = frozenset({Ending.LOST, Ending.CANCELLED})
+_LATE = "Its worker reported later that it was"
 
 
 @dataclass(slots=True)
@@ -49,8 +62,10 @@ class _Life:
 class RolloutQueue:
     """The lifecycle of rollouts. What a method did is in the store before it returns.
 
-    `attempts` says how often a rollout is tried; the times are seconds, and those of `Leases`. `hook` is
-    `Plugins.hook`; `keys` make the agents' keys. All methods belong to one event loop.
+    `attempts` says how often a rollout is tried; `hook` is `Plugins.hook`; `keys` make the agents' keys. Times are in
+    seconds: an attempt that is not closed counts as lost `grace` after its `timeout`. A worker that sends heartbeats,
+    every `heartbeat`, loses what it holds `lease` after the last one that named it; a worker that never sent one keeps
+    it up to that timeout. All methods belong to one event loop.
     """
 
     def __init__(
@@ -66,19 +81,24 @@ class RolloutQueue:
         lease: float = 20.0,
     ) -> None:
         self._store, self._hook, self._budget = store, hook, attempts
-        self._leases = Leases(timeout=timeout, grace=grace, heartbeat=heartbeat, lease=lease, keys=keys)
+        self._timeout, self._longest, self._heartbeat, self._expiry = timeout, timeout + grace, heartbeat, lease
+        self._keys = keys
+        self._beating: set[str] = set()
+        """Workers that have sent a heartbeat."""
         self._lives: dict[str, _Life] = {}
         self._queued: OrderedDict[str, _Life] = OrderedDict()
         self._attempts: dict[AttemptKey, ActiveAttempt] = {}
         self._running: dict[AttemptKey, ActiveAttempt] = {}
-        self._ended: deque[AttemptKey] = deque()
-        self._finished = Finished(store, _REMEMBERED)
-        self._late = LateReports(store)
-        self._changed = asyncio.Event()
-        self._waiting = 0
-        self._lending = True
-        self._closed = False
-        self._stopped = False
+        self._closed_attempts: deque[AttemptKey] = deque()
+        self._done: OrderedDict[str, tuple[int, Rollout]] = OrderedDict()
+        """The last rollouts that are done, with their number among all that ended here."""
+        self._count_done = 0
+        self.ended: float | None = None
+        """When a rollout last ended here, in Unix seconds."""
+        self._changed, self._progress = asyncio.Event(), asyncio.Event()
+        self.waiting = 0
+        """Leases that wait for a rollout."""
+        self._lending, self._closed, self._stopped = True, False, False
 
     @property
     def queued(self) -> int:
@@ -89,16 +109,6 @@ class RolloutQueue:
     def running(self) -> int:
         """Attempts that workers hold."""
         return len(self._running)
-
-    @property
-    def waiting(self) -> int:
-        """Leases that wait for a rollout."""
-        return self._waiting
-
-    @property
-    def ended(self) -> float | None:
-        """When a rollout last ended here, in Unix seconds."""
-        return self._finished.latest
 
     def oldest(self, count: int) -> list[ActiveAttempt]:
         """The attempts that workers have held longest, the oldest first."""
@@ -117,11 +127,11 @@ class RolloutQueue:
 
         If it is cancelled while it waits, nothing was taken.
         """
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._wait_for_rollouts(request.wait)
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         if self._closed:
             return LeaseReply(leases=[], closed=True)
         count = min(request.capacity, len(self._queued)) if self._lending else 0
@@ -129,14 +139,14 @@ class RolloutQueue:
         started = [self._start(life, request.worker) for life in taken]
         if started:
             try:
-                await self._store.put(*(record for each in started for record in (each.rollout, each.record)))
+                await self._store.put(*(record for active in started for record in (active.rollout, active.record)))
             except BaseException:
                 self._give_back(started)
                 raise
-        held = [each for each in started if not each.closed]  # some may have been cancelled meanwhile
-        for each in held:
-            self._hook.rollout_started(rollout=each.rollout, attempt=each.record.attempt)
-        return LeaseReply(leases=[self._leases.lent(each) for each in held], closed=False)
+        held = [active for active in started if not active.closed]  # some may have been cancelled meanwhile
+        for active in held:
+            self._hook.rollout_started(rollout=active.rollout, attempt=active.record.attempt)
+        return LeaseReply(leases=[self._leased(active) for active in held], closed=False)
 
     def attempt(self, key: AttemptKey) -> ActiveAttempt | None:
         """The attempt, running or ended; None if it was never started here, or ended long ago."""
@@ -147,8 +157,24 @@ class RolloutQueue:
         return list(self._running)
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
-        """A worker lives: extend the leases of the attempts that it names."""
-        lost = self._leases.beat(request, self._attempts, self._running.values())
+        """A worker lives: extend the leases of the attempts that it names.
+
+        A worker's first heartbeat starts the clock of all that it holds.
+        """
+        expires = _now() + self._expiry
+        if request.worker not in self._beating:
+            self._beating.add(request.worker)
+            for active in self._running.values():
+                if active.record.worker == request.worker:
+                    active.expires = expires
+        lost: list[AttemptRef] = []
+        for held in request.attempts:
+            key = AttemptKey(held.rollout, held.attempt)
+            known = self._attempts.get(key)
+            if known is None or not self._keys.holds(held.secret, key) or known.record.ending in _TAKEN_AWAY:
+                lost.append(AttemptRef(rollout=key.rollout, attempt=key.attempt))
+            else:
+                known.expires = expires
         return HeartbeatReply(lost=lost, closed=self._closed)
 
     async def close_attempt(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
@@ -159,10 +185,10 @@ class RolloutQueue:
         """
         active = self._attempts.get(key)
         if active is None:
-            return await self._late.answer(key, request)
+            return await self._close_forgotten(key, request)
         reply = await self._end(active, request)
         if active.state is AttemptState.SUPERSEDED and request.ending is not active.reported:
-            active.record = await self._late.record(active.record, request)
+            active.record = await self._record_late(active.record, request)
         return reply
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
@@ -171,7 +197,16 @@ class RolloutQueue:
         Their calls, tool results and rewards are in the store. Asking changes nothing, so it may be asked again.
         ApiError 503 once the queue is stopped.
         """
-        return await self._finished.among(ids, self._lives)
+        wanted = set(ids)
+        forgotten = sorted(id for id in wanted if id not in self._lives and id not in self._done)
+        before = [await self._store.rollout(id) for id in forgotten]
+        while True:
+            ended = sorted(self._done[id] for id in wanted if id in self._done)
+            if ended or before or not wanted:
+                return before + [rollout for _, rollout in ended]
+            if self._stopped:
+                raise stopping()
+            await self._progress.wait()
 
     async def cancel(self, ids: Iterable[str]) -> None:
         """End these rollouts as cancelled, whether queued or running; those that are done or unknown stay so."""
@@ -180,16 +215,16 @@ class RolloutQueue:
     async def abandon(self, run: str) -> None:
         """End as lost all that earlier restarts of the run left, in this queue and in the store."""
         await self._stop_early(set(self._lives), Ending.LOST)
-        left: list[Rollout | Attempt] = []
+        records: list[Rollout | Attempt] = []
         for state in (RolloutState.QUEUED, RolloutState.RUNNING):
             for rollout in await self._store.rollouts(run=run, state=state):
                 if rollout.mode is Mode.USE:  # Sessions belong to no queue.
                     continue
                 attempts = await self._store.attempts(rollout.id)
-                left += [replace(each, ended=time.time(), ending=Ending.LOST) for each in attempts if not each.ending]
-                left.append(moved(rollout, RolloutState.DONE, ending=Ending.LOST))
-        if left:
-            await self._store.put(*left)
+                records += [replace(a, ended=time.time(), ending=Ending.LOST) for a in attempts if not a.ending]
+                records.append(moved(rollout, RolloutState.DONE, ending=Ending.LOST))
+        if records:
+            await self._store.put(*records)
 
     def lend(self, lending: bool) -> None:
         """Whether rollouts are leased now; if not, leases wait."""
@@ -205,26 +240,36 @@ class RolloutQueue:
         """The server ends, not the run: requests that wait are refused, and may be sent again elsewhere or later."""
         self._stopped = True
         self.lend(False)
-        self._finished.stop()
+        self._wake()
 
     async def watch(self) -> None:
         """Close as lost, until cancelled, every attempt that is overdue: its worker is gone."""
-        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(max(_SHORTEST_WATCH, self._leases.next_look(self._open()) - loop.time()))
-            for each in self._open():
-                if error := self._leases.why_lost(each):
+            due = [active.due for active in self._open()]
+            # Those that are leased or extended from now on are not due before this, either.
+            next_look = min([_now() + min(self._expiry, self._longest), *due])
+            await asyncio.sleep(max(_SHORTEST_WATCH, next_look - _now()))
+            for active in self._open():
+                if error := self._why_lost(active):
                     try:
-                        await self._end(each, CloseRequest(ending=Ending.LOST, error=error))
+                        await self._end(active, CloseRequest(ending=Ending.LOST, error=error))
                     except Exception as failed:
                         trace = not isinstance(failed, StoreError)
-                        logger.error("Attempt %s/%s is not recorded as lost: %s", *each.key, failed, exc_info=trace)
+                        logger.error("Attempt %s/%s is not recorded as lost: %s", *active.key, failed, exc_info=trace)
                         await asyncio.sleep(_AFTER_FAILURE)
+
+    def _why_lost(self, active: ActiveAttempt) -> str | None:
+        now, worker = _now(), active.record.worker
+        if active.deadline <= now:
+            return f"The worker {worker} did not report within {self._longest:g} seconds."
+        if active.due <= now:
+            return f"The worker {worker} sent no heartbeat for {self._expiry:g} seconds."
+        return None
 
     async def _stop_early(self, wanted: set[str], ending: Ending) -> None:
         await self._end_queued(wanted, ending)
-        held = [each for each in self._running.values() if each.key.rollout in wanted]
-        await asyncio.gather(*(self._end(each, CloseRequest(ending=ending)) for each in held))
+        held = [active for active in self._running.values() if active.key.rollout in wanted]
+        await asyncio.gather(*(self._end(active, CloseRequest(ending=ending)) for active in held))
         await self._end_queued(wanted, ending)  # those whose attempt was closed to be tried again
 
     async def _end_queued(self, wanted: set[str], ending: Ending) -> None:
@@ -242,37 +287,51 @@ class RolloutQueue:
 
     def _open(self) -> list[ActiveAttempt]:
         """Attempts that are not closed, or whose end could not be written."""
-        return [each for each in self._running.values() if each.closing is None]
+        return [active for active in self._running.values() if active.closing is None]
 
     async def _wait_for_rollouts(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while not (self._queued and self._lending) and not self._closed and (left := until - loop.time()) > 0:
-            if self._stopped:
-                return
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                return
+        try:
+            async with asyncio.timeout(seconds):
+                while not (self._queued and self._lending) and not self._closed and not self._stopped:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
 
     def _start(self, life: _Life, worker: str) -> ActiveAttempt:
         life.rollout = moved(life.rollout, RolloutState.RUNNING)
         record = Attempt(life.rollout.id, life.attempts, worker, started=time.time())
         life.attempts += 1
-        return self._hold(self._leases.start(life.rollout, record))
-
-    def _hold(self, active: ActiveAttempt) -> ActiveAttempt:
+        expires = _now() + self._expiry if worker in self._beating else None
+        active = ActiveAttempt(life.rollout, record, _now() + self._longest, expires)
         self._attempts[active.key] = self._running[active.key] = active
         return active
 
+    def _leased(self, active: ActiveAttempt) -> Lease:
+        """The attempt as its worker gets it."""
+        task = active.rollout.task
+        return Lease(
+            rollout=active.rollout.id,
+            attempt=active.record.attempt,
+            task_id=task.id,
+            task_input=task.input,
+            task_split=task.split,
+            mode=active.mode,
+            path=rollout_path(*active.key),
+            key=self._keys.of_attempt(active.key),
+            secret=self._keys.of_lease(active.key),
+            timeout=self._timeout,
+            heartbeat=self._heartbeat,
+            expires=self._expiry,
+        )
+
     def _give_back(self, started: Sequence[ActiveAttempt]) -> None:
-        for each in reversed([each for each in started if not each.closed]):
-            each.move(AttemptState.WITHDRAWN)
-            life = self._lives[each.rollout.id]
+        for active in reversed([active for active in started if not active.closed]):
+            active.move(AttemptState.WITHDRAWN)
+            life = self._lives[active.rollout.id]
             life.attempts -= 1
             life.rollout = moved(life.rollout, RolloutState.QUEUED)
-            del self._attempts[each.key], self._running[each.key]
+            del self._attempts[active.key], self._running[active.key]
             self._queue_first(life)
 
     async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
@@ -312,9 +371,11 @@ class RolloutQueue:
         await self._store.put(*reported(active.key, request), *undelivered, record, rollout)
         active.move(AttemptState.SUPERSEDED if again else AttemptState.COUNTED)
         active.rollout, active.record, active.closing = rollout, record, None
-        active.retries.clear()
+        active.answered.clear()
         del self._running[active.key]
-        self._remember(active.key)
+        self._closed_attempts.append(active.key)
+        if len(self._closed_attempts) > MAX_REMEMBERED:
+            del self._attempts[self._closed_attempts.popleft()]
         self._hook.rollout_finished(rollout=rollout, attempt=record)
         if again:
             life = self._lives[rollout.id]
@@ -336,9 +397,47 @@ class RolloutQueue:
 
     def _finish(self, rollout: Rollout) -> None:
         del self._lives[rollout.id]
-        self._finished.add(rollout)
+        self._count_done += 1
+        self.ended = time.time()
+        self._done[rollout.id] = self._count_done, rollout
+        if len(self._done) > MAX_REMEMBERED:
+            self._done.popitem(last=False)
+        self._wake()
 
-    def _remember(self, key: AttemptKey) -> None:
-        self._ended.append(key)
-        if len(self._ended) > _REMEMBERED:
-            del self._attempts[self._ended.popleft()]
+    def _wake(self) -> None:
+        """Wake all who wait for a rollout to be done."""
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _close_forgotten(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
+        """The answer for an attempt that is not in memory: one that ended long ago, or before a restart."""
+        attempts = await self._store.attempts(key.rollout)
+        record = next((attempt for attempt in attempts if attempt.key == key and attempt.ending), None)
+        if record is None:
+            raise ApiError(
+                404,
+                f"There is no attempt {key.attempt} of rollout {key.rollout} here. Only attempts that were leased "
+                f"from this server can be closed; check the server's address and the ids.",
+                code="attempt_unknown",
+            )
+        counted = (await self._store.rollout(key.rollout)).counted_attempt == key.attempt
+        if not counted:
+            await self._record_late(record, request)
+        return CloseReply(counted=counted)
+
+    async def _record_late(self, record: Attempt, request: CloseRequest) -> Attempt:
+        """The record of a lost and superseded attempt, with its worker's late report; it keeps its ending.
+
+        Only the first such report is kept; the same record comes back if there is nothing to add.
+        """
+        error = record.error or ""
+        if record.ending is not Ending.LOST or request.ending is Ending.LOST or _LATE in error:
+            return record
+        error = f"{error} {_LATE} {request.ending}; that does not count.".lstrip()
+        late = replace(record, result=request.result, error=error)
+        await self._store.put(*reported(record.key, request), late)
+        return late
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

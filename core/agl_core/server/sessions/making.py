@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_core.errors import StoreRefusedError
-from agl_core.server.rollouts.lifecycle import AttemptState
+from agl_core.server.rollouts.attempt import AttemptState
 from agl_core.server.sessions.session import RECORDED, UNRECORDED_CALLS, ActiveSession, Recorder
 from agl_core.store.interface import SessionStore
 from agl_core.types import Attempt, Mode, Rollout, RolloutState, Task
@@ -50,7 +50,7 @@ class SessionMaker:
         calls = await self.store.calls([attempts[0].key])
         session = self._active(rollout, attempts[0], begun=True)
         session.used = max([attempts[0].started, *(call.ended for call in calls)])
-        session.retries.recall(calls)
+        session.answered.recall(calls)
         session.started_calls = max((call.sequence + 1 for call in calls), default=0)
         session.completed_calls = sum(not call.late for call in calls)
         session.versions = {call.policy: call.version for call in calls if call.version is not None}

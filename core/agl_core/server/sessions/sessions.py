@@ -22,7 +22,7 @@ from agl_core.protocols import Redactor, Upstream
 from agl_core.server.errors import ApiError
 from agl_core.server.gateway.upstream import Answering
 from agl_core.server.keys import Keys
-from agl_core.server.rollouts.lifecycle import AttemptState
+from agl_core.server.rollouts.attempt import AttemptState
 from agl_core.server.sessions.making import SessionMaker
 from agl_core.server.sessions.redaction import Redaction
 from agl_core.server.sessions.room import Room
@@ -321,7 +321,7 @@ class Sessions:
             return False
         session.record, session.rollout = record, rollout
         session.move(AttemptState.COUNTED)
-        session.retries.clear()
+        session.answered.clear()
         return True
 
     def _forget(self, session: ActiveSession) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
-import pytest
-from langchain_openai import OpenAI
 from openai.types import Completion
 
-from agl_core.testing.scripts import OVERFLOW, Fail, Say
+from agl_core.testing.scripts import Say
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import Mode
@@ -68,24 +65,6 @@ async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stac
     assert '"logprobs":{' not in bare.text
 
 
-async def test_the_client_streams_and_is_told_of_a_cut(stack: Stack) -> None:
-    key = await stack.lease()
-    chunks = [chunk async for chunk in await stack.client(key).completions.create(**GOOD, max_tokens=5, stream=True)]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == "You s"
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_langchain(stack: Stack, streamed: bool) -> None:
-    key = await stack.lease()
-    model = OpenAI(model="default", base_url=stack.url(key), api_key=stack.key(key), streaming=streamed)
-    stack.upstream.script(Say("two"))
-    assert await model.ainvoke("Question: 1 + 1?", stop=["Observation:"]) == "two"
-    (call,) = await stack.calls(key)
-    assert call.request["messages"] == MESSAGES
-    assert stack.upstream.received[0].body["stop"] == ["Observation:"]
-
-
 async def test_what_is_asked_is_passed_on(stack: Stack) -> None:
     key = await stack.lease(mode=Mode.EVAL_SAMPLED)
     nothing: dict[str, Any] = {"echo": False, "suffix": "", "best_of": 1}
@@ -104,42 +83,19 @@ async def test_what_is_asked_is_passed_on(stack: Stack) -> None:
     assert not {"prompt", *nothing} & set(body)
 
 
-async def test_the_clients_retries_are_one_call(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Fail(500), Say("at last"))
-    completion = await stack.client(key, max_retries=1).completions.create(**GOOD)
-    assert [call.id for call in await stack.calls(key)] == [completion.id]
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": 3}, "model"),
     ({"prompt": None}, "prompt"),
-    ({"prompt": 3}, "prompt"),
     ({"prompt": []}, "prompt"),
-    ({"prompt": {}}, "prompt"),
     ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": [1, 2, 3]}, "prompt"),
-    ({"prompt": [[1, 2], [3]]}, "prompt"),
     ({"prompt": ["a", 3]}, "prompt"),
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 3}, "best_of"),
-    ({"best_of": "x"}, "best_of"),
-    ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ({"messages": []}, "messages"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"logprobs": True}, "logprobs"),
     ({"logprobs": 6}, "logprobs"),
-    ({"n": 0}, "n"),
-    ({"temperature": 3}, "temperature"),
-    ({"top_p": "x"}, "top_p"),
-    ({"seed": "x"}, "seed"),
-    ({"stop": [1]}, "stop"),
-    ({"stream": 1}, "stream"),
-    ({"stream_options": 1}, "stream_options"),
-    ({"logit_bias": []}, "logit_bias"),
-    ({"user": 1}, "user"),
 ]
 
 
@@ -154,12 +110,3 @@ async def test_what_is_wrong_is_named(stack: Stack) -> None:
     names = {param for _, param in WRONG} - {*GOOD}
     (response,) = await post_each(stack, url, [{**GOOD, **dict.fromkeys(names)}])
     assert response.status_code == 200, response.text
-
-
-async def test_errors_are_openais(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
-    stack.upstream.script(OVERFLOW)
-    with pytest.raises(openai.BadRequestError) as raised:
-        await client.completions.create(**GOOD)
-    assert raised.value.code == "context_length_exceeded"
-    assert set(json.loads(raised.value.response.text)["error"]) == {"message", "type", "param", "code"}

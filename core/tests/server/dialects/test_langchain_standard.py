@@ -50,20 +50,3 @@ class TestChatOpenAIThroughGateway(ChatModelIntegrationTests):
     @property
     def supports_json_mode(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize("method", ["function_calling", "json_schema", "json_mode"])
-def test_every_method_of_structured_output(method: str) -> None:
-    schema = {
-        "title": "Joke",
-        "description": "A joke.",
-        "type": "object",
-        "properties": {"setup": {"type": "string"}, "rating": {"type": "integer"}},
-        "required": ["setup", "rating"],
-    }
-    with stack_in_thread() as server:
-        model = ChatOpenAI(model="default", base_url=server.base_url, api_key=server.api_key, max_retries=0)
-        answer = model.with_structured_output(schema, method=method).invoke(
-            "A joke as JSON with 'setup' and 'rating', please; I give it 7."
-        )
-    assert set(answer) == {"setup", "rating"}

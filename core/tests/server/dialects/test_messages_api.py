@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from agl_core.testing.scripts import OVERFLOW, CallTools, Drop, Fail, Raw, Say
+from agl_core.testing.scripts import OVERFLOW, CallTools, Fail, Raw
 from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN
 from agl_core.types import FinishReason, Mode
@@ -163,28 +162,6 @@ async def test_structured_output_is_parsed(stack: Stack) -> None:
     assert message.parsed_output == Joke(setup="it", rating=7)
 
 
-async def test_the_clients_retries_are_one_call(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Fail(500), Drop(), Say("at last"))
-    message = await client_of(stack, key, max_retries=2).messages.create(**GOOD)
-    assert [call.id for call in await stack.calls(key)] == [message.id]
-    assert len({received.body["seed"] for received in stack.upstream.received}) == 1
-    assert stack.server.counters.retried == 2
-
-
-async def test_concurrent_messages_are_calls_of_their_own(stack: Stack) -> None:
-    key = await stack.lease()
-    client = client_of(stack, key)
-
-    async def ask(text: str) -> Any:
-        return await client.messages.create(**{**GOOD, "messages": [{"role": "user", "content": text}]})
-
-    messages = await asyncio.gather(*(ask(f"number {each}") for each in range(20)))
-    said = [message.content[0].text.split(".")[0] for message in messages]
-    assert said == [f"You said: number {each}" for each in range(20)]
-    assert {call.id for call in await stack.calls(key)} == {message.id for message in messages}
-
-
 async def test_the_key_is_taken_from_either_header(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     key = await stack.lease()
     for name, value in (
@@ -218,30 +195,21 @@ def blocks(*content: Any, role: str = "user") -> dict[str, Any]:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": 3}, "model"),
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "9"}, "max_tokens"),
-    ({"messages": None}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": ["hello"]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1]"),
     (blocks("x"), "messages[0].content[0]"),
     (blocks({"text": "x"}), "messages[0].content[0].type"),
-    (blocks({"type": ["text"]}), "messages[0].content[0].type"),
     (blocks({"type": "text"}), "messages[0].content[0].text"),
-    (blocks({"type": "text", "text": 3}), "messages[0].content[0].text"),
-    (blocks({"type": "document", "source": {}}), "messages[0].content[0].type"),
     (blocks({"type": "document", "source": {"type": "url", "url": "x"}}), "messages[0].content[0].type"),
     (blocks({"type": "document", "source": {"type": "text"}}), "messages[0].content[0].source.data"),
     (blocks({"type": "image", "source": {"type": "file", "file_id": "x"}}), "messages[0].content[0].type"),
-    (blocks({"type": "image", "source": {"type": "url"}}), "messages[0].content[0].source.url"),
     (blocks({"type": "image", "source": {"type": "base64", "data": "x"}}), "messages[0].content[0].source.media_type"),
     (blocks({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
     (blocks({"type": "tool_result", "tool_use_id": "c", "content": 3}), "messages[0].content[0].content"),
@@ -252,47 +220,30 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (blocks({"type": "tool_result", "tool_use_id": "c", "is_error": "no"}), "messages[0].content[0].is_error"),
     (blocks({"type": "server_tool_use"}, role="assistant"), "messages[0].content[0].type"),
     (blocks({"type": "tool_use", "name": "f", "input": {}}, role="assistant"), "messages[0].content[0].id"),
-    (blocks({"type": "tool_use", "id": "c", "input": {}}, role="assistant"), "messages[0].content[0].name"),
     (blocks({"type": "tool_use", "id": "c", "name": "f"}, role="assistant"), "messages[0].content[0].input"),
     (
         blocks({"type": "tool_use", "id": "c", "name": "f", "input": "{}"}, role="assistant"),
         "messages[0].content[0].input",
     ),
     ({"system": 3}, "system"),
-    ({"system": ["x"]}, "system[0]"),
     ({"system": [{"type": "text"}]}, "system[0].text"),
-    ({"temperature": 1.5}, "temperature"),
-    ({"top_p": "x"}, "top_p"),
-    ({"top_k": -1}, "top_k"),
-    ({"stop_sequences": "END"}, "stop_sequences"),
-    ({"stream": 1}, "stream"),
-    ({"tools": {}}, "tools"),
-    ({"tools": ["add"]}, "tools[0]"),
     ({"tools": [ADD, {"type": "web_search_20250305", "name": "web_search"}]}, "tools[1].type"),
-    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "f", "input_schema": "x"}]}, "tools[0].input_schema"),
     ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     ({"tools": [{**ADD, "description": 3}]}, "tools[0].description"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
-    ({"tool_choice": {"type": ["auto"]}}, "tool_choice.type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
-    ({"output_config": "x"}, "output_config"),
-    ({"output_config": {"effort": 3}}, "output_config.effort"),
     ({"output_config": {"format": "json"}}, "output_config.format"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
-    ({"metadata": "x"}, "metadata"),
     ({"container": "x"}, "container"),
-    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"prefill": "I"}, "prefill"),
     ({"thread": {"type": "create"}}, "thread"),
     ({"stop": ["x"]}, "stop"),
     ({"n": 2}, "n"),
-    ({"response_format": {"type": "text"}}, "response_format"),
-    ({"max_completion_tokens": 3}, "max_completion_tokens"),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import pytest
 from anthropic import beta_async_tool
 
@@ -135,26 +134,3 @@ async def test_the_clients_tool_runner(stack: Stack, streamed: bool) -> None:
     first, second, _ = (await episode(stack, key)).transitions
     assert [each.status for each in first.tool_results] == [ToolStatus.OK, ToolStatus.ERROR]
     assert [each.result for each in second.tool_results] == ["11"]
-
-
-async def test_images_are_passed_on_for_the_model_server_to_judge(stack: Stack) -> None:
-    client = client_of(stack, await stack.lease())
-    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    parts: Any = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
-    await client.messages.create(**ASKED, messages=[{"role": "user", "content": parts}])
-    assert forwarded(stack)[0]["content"] == [
-        {"type": "text", "text": "a"},
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-    ]
-
-
-async def test_a_closed_attempt_answers_no_more(stack: Stack) -> None:
-    from agl_core.wire.workers import CloseRequest
-
-    key = await stack.lease()
-    client = client_of(stack, key)
-    await client.messages.create(**ASKED, messages=HELLO)
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    with pytest.raises(anthropic.APIStatusError, match="is closed") as raised:
-        await client.messages.create(**ASKED, messages=HELLO)
-    assert raised.value.status_code == 410

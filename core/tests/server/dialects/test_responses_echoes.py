@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.server.dialects.replies import KEPT
+from agl_core.server.gateway.answered import MAX_KEPT
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Ending
@@ -116,12 +116,12 @@ async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None
         assert (raised.value.code, raised.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-@pytest.mark.parametrize(("limit", "value"), [("KEPT", 2), ("KEPT_BYTES", 16_000)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 130_000)])
 async def test_the_oldest_responses_are_forgotten(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    assert KEPT >= 100
-    monkeypatch.setattr(f"agl_core.server.dialects.replies.{limit}", value)
+    assert MAX_KEPT >= 100
+    monkeypatch.setattr(f"agl_core.server.gateway.answered.{limit}", value)
     client = stack.client(await stack.lease())
     ids = [(await client.responses.create(model="m", input=f"q{each}" + 4000 * " ")).id for each in range(3)]
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
@@ -133,7 +133,7 @@ async def test_the_oldest_responses_are_forgotten(
 async def test_a_message_that_is_forgotten_with_one_reply_is_still_known_of_another(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_core.server.dialects.replies.KEPT", 2)
+    monkeypatch.setattr("agl_core.server.gateway.answered.MAX_KEPT", 2)
     client = stack.client(await stack.lease())
     for _ in range(4):
         stack.upstream.script(reply(PARALLEL))
@@ -318,7 +318,7 @@ async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
 
 async def test_what_is_kept_of_all_open_attempts_is_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt that was not used for longest loses it: that costs a call anew, or a clear refusal, and no call."""
-    monkeypatch.setattr("agl_core.server.dialects.replies.KEPT_IN_ALL", 60_000)
+    monkeypatch.setattr("agl_core.server.gateway.answered.MAX_TOTAL_BYTES", 60_000)
     text = 4000 * " "
     keys = [await stack.lease() for _ in range(8)]
     clients = [stack.client(key) for key in keys]

@@ -29,37 +29,26 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hello"}, "messages"),
-    ({"messages": []}, "messages"),
     ({"messages": ["hello"]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
     ({"model": 3}, "model"),
-    ({"temperature": "hot"}, "temperature"),
     ({"temperature": 3}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": -1}, "top_p"),
     ({"n": 0}, "n"),
-    ({"n": 1.5}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": "9"}, "max_completion_tokens"),
     ({"seed": True}, "seed"),
     ({"stop": [1]}, "stop"),
     ({"stream": "yes"}, "stream"),
-    ({"stream_options": []}, "stream_options"),
     ({"tools": [3]}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function.name"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
-    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"logprobs": 3}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"response_format": "json"}, "response_format"),
     ({"presence_penalty": 9}, "presence_penalty"),
     ({"logit_bias": []}, "logit_bias"),
-    ({"user": 1}, "user"),
-    ({"metadata": "x"}, "metadata"),
 ]
 
 
@@ -78,13 +67,6 @@ async def test_bodies_that_are_no_json_object(stack: Stack) -> None:
     for body in (b"", b"{", b"[]", b"3", b'{"temperature": NaN}', b"\xff"):
         response = await post(stack, url, body)
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json"), body
-
-
-async def test_null_means_absent(stack: Stack) -> None:
-    body = {**GOOD, "temperature": None, "tools": None, "stop": None, "max_tokens": None, "n": None}
-    response = await post(stack, f"{stack.url(await stack.lease())}/chat/completions", json.dumps(body).encode())
-    assert response.status_code == 200
-    assert not {"tools", "stop", "n"} & set(stack.upstream.received[0].body)
 
 
 async def test_the_agents_key_is_checked(stack: Stack) -> None:
@@ -191,17 +173,6 @@ async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
     assert attempt.context_overflows == 2
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="BadRequestError"))
     assert (await stack.server.queue.done([key.rollout]))[0].ending is Ending.CONTEXT_OVERFLOW
-
-
-async def test_an_agent_whose_calls_all_failed_is_told_why(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Fail(500))
-    with pytest.raises(openai.InternalServerError):
-        await stack.client(key).chat.completions.create(**GOOD)
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    (attempt,) = await stack.store.attempts(key.rollout)
-    assert attempt.ending is Ending.NO_CALL
-    assert "scripted failure" in (attempt.error or "")
 
 
 @pytest.mark.parametrize(("came_back", "ending"), [(False, Ending.LOST), (True, Ending.CRASHED)])

@@ -72,13 +72,6 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-async def test_images_of_more_than_eight_megabytes_pass(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.returns_ids = False
-    await chat(stack.client(key, timeout=120), ["what?"], f"data:image/png;base64,{image(size=9 * MEGABYTE)}")
-    assert len(stack.upstream.received) == 1
-
-
 async def test_what_is_larger_than_the_limit_is_refused_before_it_is_read(stack: Stack) -> None:
     key = await stack.lease()
     assert await refused(stack, key, 65 * MEGABYTE) == "The request body is larger than 64 MiB. The run's " + (

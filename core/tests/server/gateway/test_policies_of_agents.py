@@ -8,7 +8,7 @@ from urllib.parse import quote
 import openai
 import pytest
 
-from agl_core.testing.server import Stack, running_stack
+from agl_core.testing.server import running_stack
 from agl_core.wire.headers import HEADER_AGENT
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -57,18 +57,6 @@ async def test_an_agent_gets_its_own_policy_whatever_model_it_asks_for(
         assert [each.id async for each in stack.client(key).models.list()] == ["judge", "writer"]
 
 
-async def test_the_first_policy_that_names_an_agent_has_it() -> None:
-    async with running_stack(
-        upstream_fields=lambda _: {"models": TWO_POLICIES}, agents={"writer": ["critic-1"], "judge": ["critic-*"]}
-    ) as stack:
-        key = await stack.lease()
-        for agent in ("critic-1", "critic-2"):
-            await stack.client(key).chat.completions.create(
-                model="gpt-4o", messages=HELLO, extra_headers={HEADER_AGENT: agent}
-            )
-        assert [call.policy for call in await stack.calls(key)] == ["writer", "judge"]
-
-
 @pytest.mark.parametrize(("headers", "caller"), [({HEADER_AGENT: "poet"}, "the agent 'poet'"), ({}, "a call without")])
 async def test_an_agent_without_a_policy_is_told_both_remedies(headers: dict[str, str], caller: str) -> None:
     async with running_stack(
@@ -90,10 +78,3 @@ async def test_agents_of_a_default_policy_do_not_shut_others_out() -> None:
             model="gpt-4o", messages=HELLO, extra_headers={HEADER_AGENT: "b"}
         )
         assert (await stack.calls(key))[-1].policy == "default"
-
-
-async def test_an_agents_own_model_name_means_the_only_policy(stack: Stack) -> None:
-    key = await stack.lease()
-    reply = await stack.client(key).chat.completions.create(model="gpt-4o", messages=HELLO)
-    assert reply.model == "gpt-4o"
-    assert stack.upstream.received[0].body["model"] == "served"

@@ -35,14 +35,6 @@ async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack) -> N
     assert [call.sequence for call in await stack.calls(key)] == [0, 1]
 
 
-async def test_a_client_that_does_not_retry_gets_the_error(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(Fail(500))
-    with pytest.raises(openai.InternalServerError):
-        await stack.client(key, max_retries=0).chat.completions.create(**GOOD)
-    assert len(stack.upstream.received) == 1
-
-
 async def test_a_retry_of_a_call_in_flight_joins_it(stack: Stack) -> None:
     """The client gave up waiting and asks again; the call it gave up was never cancelled."""
     key = await stack.lease()
@@ -94,11 +86,11 @@ async def test_agls_own_marker_makes_a_retry(stack: Stack) -> None:
     assert [call.retry_of for call in await stack.calls(key)] == ["m1", "m2"]
 
 
-@pytest.mark.parametrize(("limit", "value"), [("KEPT", 2), ("KEPT_BYTES", 2500)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 2500)])
 async def test_replies_are_kept_for_the_latest_calls(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    monkeypatch.setattr(f"agl_core.server.gateway.retries.{limit}", value)
+    monkeypatch.setattr(f"agl_core.server.gateway.answered.{limit}", value)
     key = await stack.lease()
     stack.upstream.script(*(Say(1000 * "x") for _ in range(10)))
 

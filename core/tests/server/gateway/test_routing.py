@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.server.gateway import routing
-from agl_core.server.gateway.routing import REST, SLACK, Router
-from agl_core.testing.scripts import Drop, Fail, Hold
+from agl_core.server.gateway import upstream
+from agl_core.server.gateway.upstream import REST, SLACK, Router
+from agl_core.testing.scripts import Drop, Fail
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
 
@@ -46,24 +45,6 @@ def router(servers: int = 3) -> tuple[Router, Clock]:
     return Router([f"s{i}" for i in range(servers)], clock), clock
 
 
-def test_rollouts_are_spread_and_stay_where_they_are() -> None:
-    routed, _ = router()
-    first = {rollout: routed.of(rollout) for rollout in map(str, range(30))}
-    assert Counter(first.values()) == {"s0": 10, "s1": 10, "s2": 10}
-    assert {rollout: routed.of(rollout) for rollout in reversed(first)} == first
-
-
-def test_a_new_rollout_goes_where_the_fewest_requests_are_under_way() -> None:
-    routed, _ = router()
-    with ExitStack() as requests:
-        for _ in range(2):
-            requests.enter_context(routed.lent("long"))
-        requests.enter_context(routed.lent("other"))
-        assert routed.under_way == {"s0": 2, "s1": 1, "s2": 0}
-        assert routed.of("new") == "s2"
-    assert routed.under_way == {"s0": 0, "s1": 0, "s2": 0}
-
-
 def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
     routed, _ = router(2)
     home = routed.of("mine")
@@ -80,7 +61,7 @@ def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
 def test_a_server_that_is_away_is_left_alone_and_then_tried_by_one_request_at_a_time() -> None:
     routed, clock = router(2)
     home = routed.of("mine")
-    routed.missed(home)
+    routed.mark(home, away=True)
     assert routed.of("mine") != home
     assert not routed.has_other({next(url for url in ("s0", "s1") if url != home)})
     clock.now = REST
@@ -89,20 +70,13 @@ def test_a_server_that_is_away_is_left_alone_and_then_tried_by_one_request_at_a_
     with ExitStack() as requests:
         chosen = [requests.enter_context(routed.lent(f"new {each}")) for each in range(6)]
         assert chosen.count(home) == 1
-        routed.found(home)
+        routed.mark(home, away=False)
         chosen = [requests.enter_context(routed.lent(f"newer {each}")) for each in range(6)]
         assert chosen.count(home) > 3
 
 
-def test_one_server_takes_everything_also_when_it_is_away() -> None:
-    routed, _ = router(1)
-    routed.missed("s0")
-    assert routed.of("mine") == "s0"
-    assert not routed.has_other({"s0"})
-
-
 def test_rollouts_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "ROLLOUTS_KEPT", 10)
+    monkeypatch.setattr(upstream, "MAX_ROLLOUTS", 10)
     routed, _ = router(2)
     for each in range(1000):
         routed.of(str(each))
@@ -118,10 +92,10 @@ def test_a_request_goes_to_a_server_that_is_there_if_one_is(story: list[tuple[in
         with routed.lent(str(rollout)) as url:
             assert url not in away or len(away) == 3
             if event == "answers":
-                routed.found(url)
+                routed.mark(url, away=False)
                 away.discard(url)
             elif event == "is missed":
-                routed.missed(url)
+                routed.mark(url, away=True)
                 away.add(url)
             else:
                 clock.now += REST
@@ -169,17 +143,3 @@ async def test_what_a_server_refuses_is_asked_of_no_other() -> None:
             with pytest.raises(refused):
                 await stack.client(key).chat.completions.create(**ASKED)
         assert (len(first.received), len(second.received)) == (2, 0)
-
-
-async def test_rollouts_that_begin_while_a_server_is_busy_go_to_the_other() -> None:
-    async with two_servers() as (stack, busy, idle):
-        held = Hold()
-        busy.script(held)
-        slow = stack.client(await stack.lease()).chat.completions.create(**ASKED)
-        asked = asyncio.create_task(slow)
-        await held.arrived.wait()
-        for _ in range(3):
-            await stack.client(await stack.lease()).chat.completions.create(**ASKED)
-        assert (len(busy.received), len(idle.received)) == (1, 3)
-        held.release.set()
-        await asked

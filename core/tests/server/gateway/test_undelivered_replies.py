@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -69,32 +68,6 @@ async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: RunningAttempt
     assert (lost.id, DropReason.UNDELIVERED) in dropped(episode)
 
 
-async def test_the_loser_of_a_hedge(stack: Stack, attempt: RunningAttempt) -> None:
-    slow = Hold(Say("slow"))
-    stack.upstream.script(slow, Say("fast"))
-    with attempt.running():
-        client = stack.client()
-        first = asyncio.create_task(ask(client))
-        await until(slow.arrived.is_set)
-        winner = await ask(client)
-        first.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await first
-    slow.release.set()
-    await recorded(attempt, True, False)
-    assert [each.key.call for each in (await attempt.close()).transitions] == [winner.id]
-
-
-async def test_a_timeout_without_a_retry(stack: Stack, attempt: RunningAttempt) -> None:
-    hold = Hold()
-    stack.upstream.script(hold)
-    with attempt.running():
-        with pytest.raises(openai.APITimeoutError):
-            await ask(stack.client(timeout=0.2))
-        hold.release.set()
-        await recorded(attempt, True)
-
-
 async def test_a_timeout_with_a_retry_is_delivered(stack: Stack, attempt: RunningAttempt) -> None:
     hold = Hold()
     stack.upstream.script(hold)
@@ -146,29 +119,6 @@ async def test_a_cancelled_stream(stack: Stack, attempt: RunningAttempt, api: st
     lost, got = await attempt.calls()
     assert (lost.undelivered, got.undelivered) == (True, False)
     assert [each.key.call for each in episode.transitions] == [got.id]
-
-
-async def test_a_stream_that_is_left_after_its_last_word_is_delivered(stack: Stack, attempt: RunningAttempt) -> None:
-    with attempt.running():
-        stream = await ask(stack.client(), stream=True)
-        async for chunk in stream:
-            if chunk.choices[0].finish_reason:
-                break
-        await stream.close()
-    assert (await attempt.close()).undelivered == ()
-
-
-async def test_a_sync_client_that_leaves_a_stream(stack: Stack, attempt: RunningAttempt) -> None:
-    def leave() -> None:
-        with openai.OpenAI(base_url=stack.url(), api_key="k", max_retries=0) as client:
-            stream = client.chat.completions.create(model="default", messages=QUESTION, stream=True)
-            next(iter(stream))
-            stream.close()
-
-    stack.upstream.script(Say("word " * 100))
-    with attempt.running():
-        await asyncio.to_thread(leave)
-    assert len((await attempt.close()).undelivered) == 1
 
 
 async def test_a_client_that_is_closed_right_after_its_reply_got_it(stack: Stack, attempt: RunningAttempt) -> None:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 
-from agl_core.server.http.event_loop import run
+from agl_core.server.listening import run
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.server import running_stack, until
 
@@ -40,14 +40,6 @@ def test_calls_and_spans_are_served_on_uvloop(tmp_path: Path) -> None:
             assert [tool_result.tool for tool_result in await store.tool_results([key])] == ["look_up"]
 
     run(serve())
-
-
-def test_what_main_raises_comes_out() -> None:
-    async def fail() -> None:
-        raise LookupError("gone")
-
-    with pytest.raises(LookupError, match="gone"):
-        run(fail())
 
 
 class Cycle:

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.server.http.client import BrokenReplyError, Endpoint, HttpReply
+from agl_core.server.endpoint import BrokenReplyError, Endpoint, HttpReply
 from agl_core.testing.server import until
 from agl_core.testing.upstream import served
 
@@ -130,12 +130,6 @@ async def test_a_body_without_a_length_ends_with_the_connection() -> None:
     async with raw_server([TO_THE_END, None]) as server:
         with server.endpoint() as endpoint:
             assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
-
-
-async def test_other_statuses_are_replies_too() -> None:
-    async with raw_server([PLAIN.replace(b"200 OK", b"307 Go")], [PLAIN.replace(b"200 OK", b"503 No")]) as server:
-        with server.endpoint() as endpoint:
-            assert [(await endpoint.post({}, b"")).status for _ in range(2)] == [307, 503]
 
 
 BROKEN: list[list[Piece]] = [

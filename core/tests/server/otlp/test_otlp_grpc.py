@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceS
 from opentelemetry.trace import Tracer
 
 from agl_core.errors import ServerError, StoreError
-from agl_core.server.otlp.over_grpc import GrpcTraces
+from agl_core.server.otlp_grpc import GrpcTraces
 from agl_core.types import AttemptKey
 
 from ..otlp_intake import IntakeStack, exported, running_intake

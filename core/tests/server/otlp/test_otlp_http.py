@@ -19,8 +19,8 @@ from opentelemetry.trace import StatusCode, Tracer
 
 from agl_core.capture.spans import SpanTree, see
 from agl_core.errors import StoreError
+from agl_core.server import otlp
 from agl_core.server.errors import ApiError
-from agl_core.server.otlp import decoding
 from agl_core.types import AttemptKey, ToolStatus
 
 from ..otlp_intake import IntakeStack, exported, running_intake
@@ -155,8 +155,8 @@ async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None
         (400, JSON, {"body": b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]}'}),
         (400, JSON, {"body": b'{"resourceSpans":' + b"[" * 100_000}),
         (400, PROTOBUF, {"body": gzip.compress(b"x" * 1000)[:-9], "content_encoding": "gzip"}),
-        (413, PROTOBUF, {"body": gzip.compress(bytes(decoding.MAX_BYTES + 1)), "content_encoding": "gzip"}),
-        (413, PROTOBUF, {"body": bytes(decoding.MAX_BYTES + 1)}),
+        (413, PROTOBUF, {"body": gzip.compress(bytes(otlp.MAX_BYTES + 1)), "content_encoding": "gzip"}),
+        (413, PROTOBUF, {"body": bytes(otlp.MAX_BYTES + 1)}),
     ],
 )
 async def test_refusals_are_status_messages_in_the_senders_encoding(
@@ -221,7 +221,7 @@ JSON_VALUES: Any = st.recursive(
 @given(value=JSON_VALUES)
 @settings(max_examples=4 * settings.default.max_examples)
 def test_any_json_is_decoded_or_refused(value: Any) -> None:
-    read_all(decoding.decode_json, json.dumps(value).encode())
+    read_all(otlp.decode_json, json.dumps(value).encode())
 
 
 @given(data=st.data())
@@ -230,7 +230,7 @@ def test_any_damaged_protobuf_is_decoded_or_refused(data: st.DataObject) -> None
     body = bytearray(exported(tools).SerializeToString())
     for _ in range(data.draw(st.integers(0, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    read_all(decoding.decode_protobuf, bytes(body[: data.draw(st.integers(0, len(body)))]))
+    read_all(otlp.decode_protobuf, bytes(body[: data.draw(st.integers(0, len(body)))]))
 
 
 def read_all(decode: Any, body: bytes) -> None:
@@ -241,10 +241,7 @@ def read_all(decode: Any, body: bytes) -> None:
             raise
         return
     tree = SpanTree()
-    for resource in request.resource_spans:
-        decoding.attributes_of(resource.resource.attributes)
-        for span in decoding.spans_of(resource):
-            if span is not None:
-                tree.add(see(span))
+    for span in otlp.spans_of(request)[0]:
+        tree.add(see(span))
     json.dumps([each.model_dump(mode="json") for each in tree.tool_results()])
     tree.calls()

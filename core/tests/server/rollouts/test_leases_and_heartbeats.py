@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from agl_core.client.http import LightningClient
 from agl_core.server import Keys, RolloutQueue
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
-from agl_core.testing.server import Hooks, Stack
+from agl_core.testing.server import Hooks
 from agl_core.types import AttemptKey, Ending, RolloutState, ToolStatus
 from agl_core.wire.workers import (
-    LEASE,
     CloseRequest,
     HeartbeatReply,
     HeartbeatRequest,
@@ -218,20 +216,6 @@ async def test_a_heartbeat_is_told_what_no_longer_counts(queue: RolloutQueue) ->
     assert beat(queue, a, b, c, unknown) == [a, unknown], "what it reported itself is not lost"
     queue.close()
     assert queue.heartbeat(HeartbeatRequest(worker="w", attempts=[])).closed
-
-
-async def test_heartbeats_over_the_wire(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make.rollout("a")])
-    async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
-        (lease,) = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=1))).leases
-        assert (lease.heartbeat, lease.expires) == (5, 20)
-        named = {"rollout": "a", "attempt": 0}
-        body = {"worker": "w", "attempts": [{**named, "secret": lease.secret}]}
-        answer = await client._http.post("/agl/v1/heartbeats", json=body)
-        assert answer.json() == {"lost": [], "closed": False}
-        await client.close_attempt(lease, CloseRequest(ending=Ending.CANCELLED))
-        answer = await client._http.post("/agl/v1/heartbeats", json=body)
-        assert answer.json() == {"lost": [named], "closed": False}
 
 
 async def test_the_late_result_of_a_lost_attempt_is_recorded_and_does_not_count(

@@ -14,7 +14,7 @@ from agl_core.server.keys import Keys
 from agl_core.testing import episodes as make
 from agl_core.testing.memory_store import MemoryStore
 from agl_core.testing.server import Hooks
-from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState, ToolStatus
+from agl_core.types import AttemptKey, Ending, RolloutState, ToolStatus
 from agl_core.wire.workers import CloseRequest, LeaseReply, RewardReport, ToolResultReport
 
 from ..leasing import CRASHED, FINISHED, lease, leased
@@ -57,30 +57,10 @@ async def test_a_lease_waits_for_the_first_rollout(queue: RolloutQueue) -> None:
     assert sorted(reply.leases[0].rollout for reply in await asyncio.gather(*waiting)) == ["a", "b"]
 
 
-async def test_a_lease_without_rollouts_is_empty(queue: RolloutQueue) -> None:
-    assert await lease(queue, wait=0.01) == LeaseReply(leases=[], closed=False)
-
-
-async def test_a_cancelled_lease_takes_nothing(queue: RolloutQueue) -> None:
-    waiting = asyncio.ensure_future(lease(queue, wait=30))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    await queue.enqueue([make.rollout("a")])
-    assert (await lease(queue)).leases[0].rollout == "a"
-
-
 async def test_a_closed_queue_tells_workers(queue: RolloutQueue) -> None:
     await queue.enqueue([make.rollout("a")])
     queue.close()
     assert await lease(queue, wait=30) == LeaseReply(leases=[], closed=True)
-
-
-async def test_closing_wakes_a_waiting_lease(queue: RolloutQueue) -> None:
-    waiting = asyncio.ensure_future(lease(queue, wait=30))
-    await asyncio.sleep(0)
-    queue.close()
-    assert (await waiting).closed
 
 
 async def test_failed_writes_leave_the_queue_as_it_was(queue: RolloutQueue, store: MemoryStore) -> None:
@@ -150,19 +130,10 @@ async def test_who_asks_for_some_gets_those_that_are_done_in_the_order_in_which_
     assert await queue.done([]) == []
 
 
-async def test_who_gives_up_takes_nothing_from_the_others(queue: RolloutQueue) -> None:
-    await queue.enqueue([make.rollout("a")])
-    asking = [asyncio.ensure_future(queue.done(["a"])) for _ in range(2)]
-    await asyncio.sleep(0)
-    asking[0].cancel()
-    await queue.close_attempt(await leased(queue, calls=1), FINISHED)
-    assert [each.id for each in await asking[1]] == ["a"]
-
-
 async def test_what_memory_has_forgotten_is_answered_from_the_store(
     queue: RolloutQueue, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_core.server.rollouts.queue._REMEMBERED", 1)
+    monkeypatch.setattr("agl_core.server.rollouts.queue.MAX_REMEMBERED", 1)
     queue = RolloutQueue(store, timeout=30, attempts=2, hook=Hooks(), keys=Keys())
     await queue.enqueue([make.rollout("a"), make.rollout("b"), make.rollout("c")])
     for _ in range(2):
@@ -220,18 +191,6 @@ async def test_what_a_trainer_left_is_lost_and_not_tried_again(
     assert str(attempt.error).endswith("reported later that it was finished; that does not count.")
 
 
-async def test_overdue_attempts_are_lost_and_tried_again(store: MemoryStore, hooks: Hooks) -> None:
-    queue = RolloutQueue(store, timeout=0.01, attempts=2, hook=hooks, grace=0, keys=Keys())
-    await queue.enqueue([make.rollout("a")])
-    watching = asyncio.ensure_future(queue.watch())
-    for _ in range(2):
-        assert (await lease(queue, wait=30)).leases
-    [done] = await queue.done(["a"])
-    watching.cancel()
-    assert (done.ending, done.counted_attempt) == (Ending.LOST, 1)
-    assert [each.error for each in await store.attempts("a") if each.error and "worker w" in each.error]
-
-
 async def test_an_end_that_could_not_be_written_is_not_forgotten(store: MemoryStore, hooks: Hooks) -> None:
     queue = RolloutQueue(store, timeout=0.01, attempts=1, hook=hooks, grace=0, keys=Keys())
     await queue.enqueue([make.rollout("a")])
@@ -274,29 +233,3 @@ async def test_a_hook_that_raises_stops_nothing(store: MemoryStore) -> None:
     await queue.close_attempt(await leased(queue, calls=1), FINISHED)
     assert (await queue.done(["a"]))[0].ending is Ending.FINISHED
     assert plugins.hook.failures == {("failing.py", "rollout_started"): 1, ("failing.py", "rollout_finished"): 1}
-
-
-async def test_every_rollout_is_done_exactly_once_under_concurrency(queue: RolloutQueue, store: MemoryStore) -> None:
-    """Workers that crash on every first attempt and report twice: still one end per rollout."""
-    ids = [f"r{number}" for number in range(50)]
-    await queue.enqueue([make.rollout(id) for id in ids])
-
-    async def work() -> None:
-        while True:
-            reply = await lease(queue, capacity=3, wait=30)
-            if reply.closed:
-                return
-            for each in reply.leases:
-                request = CRASHED if each.attempt == 0 else CloseRequest(ending=Ending.CANCELLED)
-                key = AttemptKey(each.rollout, each.attempt)
-                await asyncio.gather(queue.close_attempt(key, request), queue.close_attempt(key, request))
-
-    workers = [asyncio.ensure_future(work()) for _ in range(5)]
-    done: list[str] = []
-    while len(done) < len(ids):
-        done += [each.id for each in await queue.done([id for id in ids if id not in done])]
-    queue.close()
-    await asyncio.gather(*workers)
-    assert sorted(done) == sorted(ids)
-    assert sum(isinstance(each, Attempt) and each.ending is not None for each in store.written) == 2 * len(ids)
-    assert all(each.state is RolloutState.DONE for each in await store.rollouts() if isinstance(each, Rollout))

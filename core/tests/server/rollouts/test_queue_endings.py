@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agl_core.errors import ServerError, StoreError
+from agl_core.errors import ServerError
 from agl_core.server import RolloutQueue
 from agl_core.server.errors import no_upstream
 from agl_core.server.keys import Keys
@@ -16,7 +16,7 @@ from agl_core.testing.server import Hooks
 from agl_core.types import AttemptKey, Ending, RolloutState
 from agl_core.wire.workers import CloseRequest
 
-from ..leasing import CRASHED, FINISHED, LOST, lease, leased
+from ..leasing import CRASHED, FINISHED, lease, leased
 
 
 @pytest.mark.parametrize("ending", [Ending.CRASHED, Ending.TIMED_OUT])
@@ -34,14 +34,6 @@ async def test_an_agent_that_broke_while_its_server_was_away_is_tried_again(
     assert attempt.ending is Ending.LOST
     assert attempt.error is not None
     assert attempt.error.endswith("Boom")
-
-
-async def test_another_report_of_a_closed_attempt_does_not_count(queue: RolloutQueue) -> None:
-    await queue.enqueue([make.rollout("a")])
-    key = await leased(queue, calls=1)
-    assert (await queue.close_attempt(key, CRASHED)).counted
-    assert not (await queue.close_attempt(key, FINISHED)).counted
-    assert (await queue.done(["a"]))[0].ending is Ending.CRASHED
 
 
 async def test_a_worker_that_changes_its_mind_is_not_heard(queue: RolloutQueue, store: MemoryStore) -> None:
@@ -85,18 +77,6 @@ async def test_an_attempt_in_which_the_policy_acted_is_data(queue: RolloutQueue,
     assert (await queue.done(["a"]))[0].counted_attempt == 0
 
 
-async def test_a_lost_attempt_is_tried_again_whatever_it_did(queue: RolloutQueue) -> None:
-    await queue.enqueue([make.rollout("a")])
-    assert not (await queue.close_attempt(await leased(queue, calls=3), LOST)).counted
-    assert await leased(queue) == AttemptKey("a", 1)
-
-
-@pytest.mark.parametrize("ending", [Ending.FINISHED, Ending.CANCELLED, Ending.NO_CALL])
-async def test_other_endings_are_final(queue: RolloutQueue, ending: Ending) -> None:
-    await queue.enqueue([make.rollout("a")])
-    assert (await queue.close_attempt(await leased(queue), CloseRequest(ending=ending))).counted
-
-
 async def test_finished_without_a_call_says_how_to_mend_it(queue: RolloutQueue, store: MemoryStore) -> None:
     await queue.enqueue([make.rollout("a")])
     await queue.close_attempt(await leased(queue), FINISHED)
@@ -137,15 +117,6 @@ async def test_cancel_ends_queued_and_running_rollouts(queue: RolloutQueue, stor
     assert attempt.closed
     assert not (await queue.close_attempt(key, FINISHED)).counted
     assert (await lease(queue, capacity=9)).leases[0].rollout == "c"
-
-
-async def test_a_cancellation_that_cannot_be_written_loses_nothing(queue: RolloutQueue, store: MemoryStore) -> None:
-    await queue.enqueue([make.rollout(id) for id in "abc"])
-    store.failing = True
-    with pytest.raises(StoreError):
-        await queue.cancel(["a", "b"])
-    store.failing = False
-    assert [each.rollout for each in (await lease(queue, capacity=9)).leases] == ["a", "b", "c"]
 
 
 async def test_cancel_reaches_a_rollout_that_is_about_to_be_tried_again(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.server.gateway.sampling import call_seed
+from agl_core.server.gateway.gateway import call_seed
 from agl_core.training.rollouts.plan import plan_groups, plan_train_group, train_index
 from agl_core.types import Mode, Rollout, Task
 

@@ -15,8 +15,7 @@ from starlette.requests import Request
 
 from agl_core.errors import ServerError, StoreError
 from agl_core.server.errors import ApiError
-from agl_core.server.otlp.decoding import MAX_BYTES
-from agl_core.server.otlp.service import TraceService
+from agl_core.server.otlp import MAX_BYTES, TraceService
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,306 @@
+"""What was answered in an attempt: for its client's retries, for echoes of a reply, and for what continues one.
+
+- A client's own retry of a call gets that call's reply; a second, equal request is a call of its own.
+- An assistant message that echoes a reply becomes the upstream's own message again. Other APIs than chat completions
+  write a reply in another form: arguments of tools as an object and not as text, no content or an empty one.
+  Translated back, such a message means the same, but the model server might render it to other tokens.
+- A later request may continue or fetch a reply by its id (Responses API).
+
+All of it is in memory, bounded, and forgotten by a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
+from starlette.datastructures import Headers
+
+from agl_core.server.dialects import fields
+from agl_core.server.gateway.reply import RawReply, Reply, called, reasoning_of
+from agl_core.types import Call, Json
+from agl_core.wire.headers import HEADER_RETRY
+
+if TYPE_CHECKING:
+    from agl_core.server.listening import HttpConnection
+
+Message: TypeAlias = Mapping[str, Json]
+"""One message of a chat."""
+HEADER_STAINLESS = "x-stainless-retry-count"
+"""OpenAI's and Anthropic's SDKs count their retries in it, from 0."""
+MAX_KEPT = 1000
+"""Finished exchanges kept per attempt; the oldest goes first."""
+MAX_KEPT_BYTES = 64 << 20
+"""Bytes of replies, as the upstream sent them, and of requests that can be continued, kept per attempt."""
+MAX_TOTAL_BYTES = 256 << 20
+"""Bytes kept of all attempts together; the attempt that was used least recently goes first."""
+NOT_KEPT = (
+    f"agl keeps the last {MAX_KEPT} responses of an attempt in memory ({MAX_KEPT_BYTES >> 20} MiB at most, and "
+    f"{MAX_TOTAL_BYTES >> 20} MiB of all attempts), except those with 'store': false, and a restart forgets them."
+)
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One call, everything its client sent to get the reply, and the reply."""
+
+    sequence: int
+    marker: str | None = None
+    """The value of `x-agl-retry`, if the client sent one."""
+    tries: int = 0
+    """The highest retry count seen."""
+    supersedes: Call | None = None
+    """What an earlier server recorded of it, without its client getting the reply."""
+    call: Call | None = None
+    """The call as it was recorded; None before, and if it does not count."""
+    waiting: list[HttpConnection] = field(default_factory=list)
+    """The connections that asked for it."""
+    arrived: bool = False
+    """Whether one of them got the reply."""
+    reply: asyncio.Future[Reply] | None = None
+    """Of the call in flight; None before and after, so that a retry of one that failed asks the upstream again."""
+    kept: RawReply | None = None
+    """The reply, once it is there."""
+    messages: Sequence[Message] = ()
+    """The upstream's own messages, one of each choice, as a request of a chat repeats them."""
+    conversation: Sequence[Message] | None = None
+    """All messages up to and with the reply, if a later request may continue it."""
+    response: Mapping[str, Json] | None = None
+    """The reply as its client got it, if a later request may fetch it."""
+    size: int = 0
+    """Bytes that it keeps."""
+    keys: list[tuple[str, Any]] = field(default_factory=list)
+    """Under which it is found; none once it is forgotten."""
+
+
+class Answered:
+    """The exchanges of one attempt."""
+
+    def __init__(self) -> None:
+        self._exchanges: dict[tuple[str, Any], list[Exchange]] = {}
+        """By marker, request, reply, message or tool call; the oldest first."""
+        self._over: dict[Exchange, None] = {}
+        """Those that are over, the oldest first."""
+        self._recorded: list[Call] = []
+        self.size = 0
+        """Bytes that are kept."""
+
+    def find(self, api: str, headers: Headers, body: bytes) -> Exchange | None:
+        """The exchange that this request retries; None if it is a call of its own.
+
+        Only the client's own marker makes a retry: `x-agl-retry`, or an SDK's count of its retries. Of several
+        equal calls, a retry with count k claims the oldest one of those that were last tried with a smaller
+        count, nearest to k, so that each keeps its own retries.
+        """
+        marker, count = headers.get(HEADER_RETRY), _retry_count(headers)
+        if marker is not None:
+            exchange = next(reversed(self._exchanges.get(("marker", marker), ())), None)
+            if exchange is not None:
+                exchange.tries = max(exchange.tries, count)
+            return exchange
+        if count == 0:
+            return None
+        equal = self._exchanges.get(("request", _digest(api, body)), ())
+        exchange = max((e for e in equal if e.tries < count), key=lambda e: e.tries, default=None)
+        if exchange is not None:
+            exchange.tries = count
+        return exchange
+
+    def open(self, api: str, headers: Headers, body: bytes, sequence: int) -> Exchange:
+        """Open an exchange for a call that retries none."""
+        exchange = Exchange(sequence, headers.get(HEADER_RETRY), _retry_count(headers))
+        if exchange.marker is not None:
+            self._index(exchange, "marker", exchange.marker)
+        self._index(exchange, "request", _digest(api, body))
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """The exchange has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
+        exchange.reply = None
+        if exchange.keys and exchange not in self._over:
+            self._grow(exchange, 0 if exchange.kept is None else len(exchange.kept.body))
+
+    def remember(self, exchange: Exchange, reply: Reply, conversation: Sequence[Message] | None, size: int) -> None:
+        """Remember the upstream's own messages of a reply.
+
+        `conversation` is what a later request may continue, None if none may; `size` are the bytes of its request.
+        """
+        if exchange.messages:  # Its client asked again.
+            return
+        exchange.messages = [_echoed(choice.message) for choice in reply.choices]
+        self._index(exchange, "reply", reply.id)
+        for message in exchange.messages:
+            self._index(exchange, "message", _key(message))
+        calls = {call.get("id") for message in exchange.messages for call in message.get("tool_calls") or ()}
+        for call_id in calls - {None}:
+            self._index(exchange, "tool call", call_id)
+        if conversation is not None:
+            exchange.conversation = (*conversation, exchange.messages[0])
+        self._grow(exchange, len(reply.raw.body) - exchange.size + (0 if conversation is None else size))
+
+    def keep(self, reply_id: str, response: Mapping[str, Json]) -> None:
+        """Keep a reply as its client got it, if a later request may continue it."""
+        exchange = self._of_reply(reply_id)
+        if exchange is not None and exchange.conversation is not None and exchange.response is None:
+            exchange.response = response
+
+    def response(self, reply_id: str) -> Mapping[str, Json] | None:
+        """A reply as its client got it; None if there is no such reply, or it is forgotten."""
+        exchange = self._of_reply(reply_id)
+        return None if exchange is None else exchange.response
+
+    def drop(self, reply_id: str) -> None:
+        """Refuse to return or continue a reply from now on; its echoes are still known."""
+        exchange = self._of_reply(reply_id)
+        if exchange is not None:
+            exchange.conversation = exchange.response = None
+
+    def message(self, reply_id: str) -> Message | None:
+        """The upstream's own message of a reply; None if there is no such reply, or it is forgotten."""
+        exchange = self._of_reply(reply_id)
+        return None if exchange is None else exchange.messages[0]
+
+    def conversation(self, reply_id: str) -> Sequence[Message] | None:
+        """All messages up to and with this reply; None if there is no such reply, or it is forgotten."""
+        exchange = self._of_reply(reply_id)
+        return None if exchange is None else exchange.conversation
+
+    def own(self, message: Message) -> Message:
+        """The upstream's own message that an assistant message echoes; the message itself if it echoes none.
+
+        It echoes a reply that says the same: the same text, and the same tools called by the same ids with equal
+        arguments, however they are written.
+        """
+        key, arguments = _key(message), _arguments(message)
+        for exchange in reversed(self._exchanges.get(("message", key), ())):
+            for own in exchange.messages:
+                if _key(own) == key and _arguments(own) == arguments:
+                    return own
+        return message
+
+    def reply_of(self, tool_call_id: str) -> str | None:
+        """The id of the reply that asked for a tool call; None if none did, or several: some endpoints count calls
+        anew in each reply."""
+        exchanges = self._exchanges.get(("tool call", tool_call_id), ())
+        return next(key for kind, key in exchanges[0].keys if kind == "reply") if len(exchanges) == 1 else None
+
+    def recall(self, calls: Iterable[Call]) -> None:
+        """Take in calls of the attempt that an earlier server recorded.
+
+        It is not known which of the replies arrived. Without a marker, the reply of a call that had ended before
+        another one began counts as arrived: an agent may ask the same twice, and what it got must go on to count.
+        """
+        counted = [call for call in calls if not call.late]
+        last = max((call.started for call in counted), default=0.0)
+        self._recorded = [call for call in counted if call.retry_of or call.ended >= last][-MAX_KEPT:]
+
+    def unanswered(self, api: str, headers: Headers, request: Mapping[str, Json]) -> Call | None:
+        """The recalled call that this request, for which there is no exchange, retries; each is given once."""
+        marker, count = headers.get(HEADER_RETRY), _retry_count(headers)
+        for index, call in enumerate(self._recorded):
+            if call.retry_of == marker if marker else count and (call.api, call.request) == (api, request):
+                return self._recorded.pop(index)
+        return None
+
+    def forget(self) -> None:
+        """Forget the exchanges that are over."""
+        for exchange in [*self._over]:
+            self._forget(exchange)
+
+    def clear(self) -> None:
+        """Forget everything; what is still in flight is kept no more once it ends."""
+        self._recorded.clear()
+        for exchange in {exchange for exchanges in self._exchanges.values() for exchange in exchanges}:
+            exchange.keys.clear()
+        self._exchanges.clear()
+        self._over.clear()
+        self.size = 0
+
+    def _of_reply(self, reply_id: str) -> Exchange | None:
+        return next(iter(self._exchanges.get(("reply", reply_id), ())), None)
+
+    def _index(self, exchange: Exchange, kind: str, value: Any) -> None:
+        exchanges = self._exchanges.setdefault((kind, value), [])
+        if exchange not in exchanges[-1:]:
+            exchanges.append(exchange)
+            exchange.keys.append((kind, value))
+
+    def _grow(self, exchange: Exchange, size: int) -> None:
+        exchange.size += size
+        self.size += size
+        self._over[exchange] = None
+        while len(self._over) > 1 and (len(self._over) > MAX_KEPT or self.size > MAX_KEPT_BYTES):
+            self._forget(next(iter(self._over)))
+
+    def _forget(self, exchange: Exchange) -> None:
+        del self._over[exchange]
+        self.size -= exchange.size
+        for key in exchange.keys:
+            exchanges = self._exchanges[key]
+            exchanges.remove(exchange)
+            if not exchanges:
+                del self._exchanges[key]
+        exchange.keys.clear()
+
+
+class Budget:
+    """Bounds what all attempts keep by `MAX_TOTAL_BYTES`.
+
+    An attempt that loses what it kept goes on: an echo is translated anew, `previous_response_id` is refused, and a
+    retry is a call of its own.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[Answered, int] = OrderedDict()
+        """The one that was used last at the end."""
+        self._total, self._limit = 0, 64
+
+    def update(self, answered: Answered) -> None:
+        """Note what an attempt keeps after a reply."""
+        self._total += answered.size - self._sizes.pop(answered, 0)
+        self._sizes[answered] = answered.size
+        while self._total > MAX_TOTAL_BYTES and len(self._sizes) > 1:
+            oldest, size = self._sizes.popitem(last=False)
+            self._total -= size
+            oldest.forget()
+        if len(self._sizes) > self._limit:  # Closed attempts have been cleared.
+            self._sizes = OrderedDict((other, other.size) for other in self._sizes if other.size)
+            self._total = sum(self._sizes.values())
+            self._limit = max(64, 2 * len(self._sizes))
+
+
+def _retry_count(headers: Headers) -> int:
+    """How often the client's SDK has sent this request before."""
+    value = headers.get(HEADER_STAINLESS, "0")
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0
+
+
+def _digest(api: str, body: bytes) -> bytes:
+    return blake2b(body, digest_size=16, person=api.encode()[:16]).digest()
+
+
+def _echoed(message: Message) -> Message:
+    """A reply's message as a request of a chat repeats it: without what is null or empty."""
+    named = {name: value for name, value in message.items() if value not in (None, [], {})}
+    return {**named, "role": "assistant", "content": message.get("content")}
+
+
+def _key(message: Message) -> Any:
+    calls = tuple((call.get("id"), called(call)[0]) for call in message.get("tool_calls") or ())
+    return message.get("content") or "", reasoning_of(message), calls
+
+
+def _arguments(message: Message) -> list[Json]:
+    return [_value(called(call)[1]) for call in message.get("tool_calls") or ()]
+
+
+def _value(arguments: str) -> Json:
+    try:
+        return fields.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments

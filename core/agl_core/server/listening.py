@@ -1,0 +1,407 @@
+"""HTTP below the routes: uvicorn's protocol on an event loop that is not its own, and limits where it has none.
+
+httptools and uvicorn read requests and write replies. What is here bounds what a client can make the server keep, with
+a key or without, and tells the gateway whether a reply left for its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import gc
+import logging
+import socket
+import time
+import zlib
+from collections.abc import Callable, Coroutine
+from itertools import chain
+from typing import Any, TypeVar, cast
+
+import httptools
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from agl_core.errors import ServerError
+from agl_core.server.errors import ApiError, openai_error
+from agl_core.wire.body import MAX_BODY
+from agl_core.wire.online import OF_ONLINE
+from agl_core.wire.workers import OF_WORKERS
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # Windows has none
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None  # type: ignore[no-redef]
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 64 << 10
+"""Of names, values and the URL."""
+MAX_HEAD_BYTES = 96 << 10
+"""Of the same with all that stands between them: where a head has more, its connection is closed before it is whole."""
+MAX_PIPELINED_REQUESTS = 32
+"""Requests that a client may send over one connection before it has the reply to the first one."""
+HEAD_TIMEOUT = 30.0
+"""Seconds that a client gets for a request's line and headers, from its connection or their first byte on."""
+BODY_TIMEOUT = 30.0
+"""Seconds for a body of any size."""
+BODY_BYTES_PER_SECOND = 16 << 10
+"""Slowest accepted upload; extends `BODY_TIMEOUT`."""
+CONNECTION = "agl.connection"
+"""In a request's scope: the `HttpConnection` over which it came."""
+LARGEST_BODY = "agl.largest_body"
+"""In a request's scope: how many bytes its body may have, and what to do about one that has more."""
+_OWN_LIMIT = "/v1/traces"
+_REMEDY = " The run's configuration sets the limit: [gateway] max_body_mib."
+_LARGEST = {operation.path: operation.largest for operation in (*OF_WORKERS, *OF_ONLINE)}
+"""Bytes of a body, by its path."""
+_QUIET = 60.0
+"""Seconds between two lines of the log about refused requests."""
+_UNSENT = 0.01
+"""Seconds between two looks at what is not sent yet."""
+_GRACEFUL = 5.0
+"""Seconds that requests in flight get at the end."""
+_LOOK = 0.005
+"""Seconds between two looks, at the end, whether the last connection is closed; uvicorn has no event for that."""
+_KEEP_ALIVE = 75
+"""Seconds an idle connection is kept: longer than clients do (5 in httpx), so that none is closed under a request."""
+
+
+class Listening:
+    """Has a port from the start on, and answers by `app` from `start` to `stop`. ServerError if the port is taken."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._socket = _bind(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def base_url(self) -> str:
+        return url_of(self._host, self.port)
+
+    def close(self) -> None:
+        """Let go of the port without having served."""
+        self._socket.close()
+
+    async def start(self, app: ASGIApp, refusals: Refusals, largest: int | None = None) -> None:
+        """Answer from now on. A body of an agent may have `largest` bytes, if given."""
+        config = uvicorn.Config(
+            RequestLimits(app, largest),
+            lifespan="off",
+            proxy_headers=False,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+        )
+        config.load()
+        # uvicorn's Server would take signals, and look ten times a second whether it should end.
+        connect = functools.partial(HttpConnection, config, self._state, {}, refusals=refusals)
+        self._server = await asyncio.get_running_loop().create_server(connect, sock=self._socket)
+
+    async def stop(self) -> None:
+        """Finish the requests in flight, which get a few seconds, and close the port."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in [*self._state.connections]:
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(_GRACEFUL):
+                while self._state.connections or self._state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK)
+        except TimeoutError:
+            for task in self._state.tasks:
+                task.cancel()
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL by which this machine reaches a server that listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ServerError(
+            f"The Lightning Server cannot listen on {host}:{port} ({error.strerror}). "
+            + (
+                "Another program, perhaps another run, has that port: use port 0 for a free one, or stop the other "
+                "program."
+                if error.errno == errno.EADDRINUSE
+                else "Use an address of this machine, 127.0.0.1 for instance."
+            )
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class Refusals:
+    """Counts requests that were no HTTP, too large or too late, and logs them at most once a minute."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._told, self._told_at = 0, -_QUIET
+
+    def add(self, why: str) -> None:
+        """A request was refused, and its connection closed."""
+        self.count += 1
+        now = time.monotonic()
+        if now - self._told_at >= _QUIET:
+            new, self._told, self._told_at = self.count - self._told, self.count, now
+            logger.warning("Invalid requests: %d (%d since the start). The last one: %s", new, self.count, why)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """Closes a connection whose client sends what is no HTTP, or too large a head, takes long, or does not wait.
+
+    Too large: more than `MAX_HEAD_BYTES` that are no part of a body (a head, a chunk's extension, trailers). A reply's
+    head and body leave together where the loop is uvloop, which writes once in a turn: each sending wakes up the other
+    side, which costs both sides time.
+    """
+
+    def __init__(self, *args: Any, refusals: Refusals, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._refusals = refusals
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._in_head, self._unread, self._body = True, 0, 0
+        self._late: asyncio.TimerHandle | None = None
+        self.is_gone, self._broke = False, False
+        super().connection_made(transport)
+        self._expect(HEAD_TIMEOUT)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        self.is_gone, self._broke = True, exc is not None
+        super().connection_lost(exc)
+
+    async def wait_until_sent(self) -> bool:
+        """Wait until what was written has left for the client; False if the connection broke before."""
+        for _ in range(2):  # uvloop sends at the end of a turn what was written, and tells of a break in the next.
+            await asyncio.sleep(0)
+        while not self.is_gone and self.transport.get_write_buffer_size():  # noqa: ASYNC110
+            await asyncio.sleep(_UNSENT)
+        return not self._broke
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast(dict[str, Any], self.scope)[CONNECTION] = self
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._refuse(ApiError(400, f"This is no HTTP request: {error}.", code="invalid_http"))
+        except httptools.HttpParserUpgrade:
+            pass  # It is answered as a request without an upgrade.
+        if self.transport.is_closing():
+            return
+        if self._unread > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
+        elif self._late is None and (self._unread or not self._in_head):
+            self._expect(HEAD_TIMEOUT if self._in_head else BODY_TIMEOUT)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        is_trailer = not self._in_head
+        if not is_trailer and len(self.headers) <= MAX_HEADERS:  # One more shows that there are too many.
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._arrived()
+        if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
+            raise RuntimeError("too many requests ahead of their replies")  # The parser makes it an error of its own.
+        super().on_headers_complete()
+        self._in_head, self._unread, self._body = False, 0, 0
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._unread = True, 0
+        self._arrived()
+        super().on_message_complete()
+
+    def _expect(self, seconds: float) -> None:
+        """What has begun to come has to be whole by then."""
+        self._begun = self.loop.time()
+        self._late = self.loop.call_later(seconds, self._is_late)
+
+    def _arrived(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _is_late(self) -> None:
+        self._late = None
+        if not self._in_head:
+            self._body_is_late()
+        elif self._unread:
+            self._refuse(ApiError(408, f"The request's headers did not come in {HEAD_TIMEOUT:g} seconds."))
+        else:
+            self.transport.close()
+
+    def _body_is_late(self) -> None:
+        """A body has its time while a route waits for it; one that is read by none is not waited for any longer."""
+        seconds = self._begun + BODY_TIMEOUT + self._body / BODY_BYTES_PER_SECOND - self.loop.time()
+        if self.flow.read_paused:  # The server takes its time, not the client.
+            self._expect(BODY_TIMEOUT)
+        elif seconds > 0 and not self.cycle.response_complete:
+            self._late = self.loop.call_later(seconds, self._is_late)
+        else:
+            self._refuse(ApiError(408, f"The request's body did not come in time: {self._body} bytes of it are here."))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Say why, if the client waits for nothing else, and hang up."""
+        self._arrived()
+        self._refusals.add(error.message)
+        if self._in_head:
+            nothing_else = self.cycle is None or self.cycle.response_complete
+        else:
+            nothing_else = not self.cycle.response_started and not self.pipeline
+        if nothing_else:
+            body = openai_error(error).body
+            head = f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + bytes(body))
+        self.transport.close()
+
+
+class RequestLimits:
+    """Refuses requests with too many headers, and bodies that are too large where they are read.
+
+    A body is refused by an ApiError out of `receive`, so that each route answers in its own shape; nothing is read
+    of one that says beforehand how large it is. Exports of spans have a limit of their own. A client that hangs up
+    before its body is whole is an ApiError, too. `of_agents` is the largest body of an agent, in bytes, if
+    the configuration sets it.
+    """
+
+    def __init__(self, app: ASGIApp, of_agents: int | None = None) -> None:
+        self._app, self._of_agents = app, of_agents
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        url = len(scope["raw_path"]) + len(scope["query_string"])
+        size = url + sum(map(len, chain.from_iterable(headers)))
+        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            await openai_error(_head_too_large())(scope, receive, send)
+            return
+        path = scope["path"]
+        of_agents = None if path.startswith("/agl/") else self._of_agents
+        most: int | None = None if path.endswith(_OWN_LIMIT) else _LARGEST.get(path, of_agents or MAX_BODY)
+        remedy = _REMEDY if of_agents else ""
+        scope[LARGEST_BODY] = most, remedy
+        await self._app(scope, _checked(headers, receive, most, remedy), send)
+
+
+def _checked(headers: list[tuple[bytes, bytes]], receive: Receive, most: int | None, remedy: str) -> Receive:
+    declared = dict(headers).get(b"content-length", b"")
+    announced = int(declared) if declared.isdigit() and len(declared) < 20 else 0
+    arrived, is_whole = 0, False
+
+    async def read() -> Message:
+        nonlocal arrived, is_whole
+        if most is not None and announced > most:
+            raise body_too_large(most, remedy)
+        message = await receive()
+        if message["type"] == "http.disconnect" and not is_whole:
+            raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
+        is_whole |= not message.get("more_body", False)
+        arrived += len(message.get("body", b""))
+        if most is not None and arrived > most:
+            raise body_too_large(most, remedy)
+        return message
+
+    return read
+
+
+def decompressed(body: bytes, encoding: str, most: int, error: ApiError) -> bytes:
+    """A body without its content encoding; ApiError 415 or 400, and `error` if it has more than `most` bytes."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "gzip":
+        raise ApiError(415, f"Content-Encoding {encoding!r} is not known here: send gzip or none.")
+    inflater = zlib.decompressobj(wbits=31)
+    try:
+        plain = inflater.decompress(body, most + 1)
+    except zlib.error as wrong:
+        raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({wrong}).") from wrong
+    if len(plain) > most:
+        raise error
+    if not inflater.eof:
+        raise ApiError(400, "The gzip body is cut off.")
+    return plain
+
+
+def body_too_large(most: int, remedy: str) -> ApiError:
+    """The answer to a body of more than `most` bytes."""
+    return ApiError(413, f"The request body is larger than {most >> 20} MiB.{remedy}", code="body_too_large")
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(
+        431,
+        f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES >> 10} KiB of them, "
+        f"the URL included.",
+        code="headers_too_large",
+    )
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run` on uvloop's event loop where there is one: it takes less of every request's time.
+
+    The garbage collector leaves alone what is there at the start, all that was imported, and looks less often at the
+    rest: hundreds of calls in flight are thousands of objects, most of which are gone when their call ends. A look at
+    all of them would stop every request in flight for a tenth of a second.
+
+    >>> async def example() -> int:
+    ...     return 1
+    >>> run(example())
+    1
+    """
+    gc.collect()
+    gc.freeze()
+    before = gc.get_threshold()
+    gc.set_threshold(10_000, before[1], 1 << 30)  # Looks at all objects only where `_collect` does.
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_collecting(main))
+    finally:
+        gc.set_threshold(*before)
+
+
+async def _collecting(main: Coroutine[Any, Any, Result]) -> Result:
+    collecting = asyncio.create_task(_collect())
+    try:
+        return await main
+    finally:
+        collecting.cancel()
+
+
+async def _collect() -> None:
+    """Look at all objects when the process is idle (less than 0.1 s of CPU time in a second), or once a minute."""
+    used, collected = time.process_time(), time.monotonic()
+    while True:
+        await asyncio.sleep(1)
+        before, used = used, time.process_time()
+        if (used - before < 0.1 or time.monotonic() - collected > 60) and gc.get_count()[2]:
+            gc.collect()
+            collected = time.monotonic()

@@ -1,0 +1,362 @@
+"""OTLP intake: spans of agents in other processes and languages, over HTTP (protobuf or JSON, gzip).
+
+traces_route    POST …/v1/traces
+TraceService    one export: may it come in, which attempts are its spans of, what became of them
+SpanIntake      spans of one attempt → tool results, and the agents of recorded calls, in the store
+
+`otlp_grpc` has the same over gRPC, on a port of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import orjson
+from google.protobuf.json_format import MessageToJson, ParseDict, ParseError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from google.rpc.code_pb2 import Code  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1 import trace_pb2
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agl_core.capture.spans import SeenCall, Span, SpanTree, see
+from agl_core.errors import StoreError
+from agl_core.server.errors import ApiError
+from agl_core.server.gateway.attribution import attempt_of
+from agl_core.server.keys import Keys
+from agl_core.server.listening import decompressed
+from agl_core.server.rollouts.attempt import ActiveAttempt
+from agl_core.server.rollouts.queue import RolloutQueue
+from agl_core.server.sessions.sessions import Sessions
+from agl_core.store.interface import Store
+from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
+from agl_core.wire.workers import ToolResultReport
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 32 << 20
+"""What one export may be at most, compressed and not."""
+_NANO = 1e-9
+_IDS = ("traceId", "spanId", "parentSpanId")
+_JSON, _PROTOBUF = "application/json", "application/x-protobuf"
+_CODES = {
+    400: Code.INVALID_ARGUMENT,
+    401: Code.UNAUTHENTICATED,
+    404: Code.NOT_FOUND,
+    413: Code.RESOURCE_EXHAUSTED,
+    415: Code.INVALID_ARGUMENT,
+    503: Code.UNAVAILABLE,
+}
+_RETRY_AFTER = "1"
+"""Seconds."""
+_MAX_SPANS = 10_000
+"""Of one attempt."""
+_LATE = (
+    "Spans came after their attempt had ended, and do not count. Exporters send in batches, every 5 seconds by "
+    "default: flush before the agent returns (provider.force_flush()), or set OTEL_BSP_SCHEDULE_DELAY=100. "
+    "Further ones are only counted."
+)
+Sender: TypeAlias = ActiveAttempt | str
+"""Whose an export is: an attempt's or a session's, or an application's, by its name."""
+
+
+def traces_route(path: str, service: TraceService) -> Route:
+    """The route that takes exports at `path`, which may name the attempt by `{rollout}` and `{attempt}`."""
+
+    async def export(request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        try:
+            return await _export(request, kind, service)
+        except ApiError as refused:
+            error = refused
+        except StoreError as failed:
+            error = ApiError(503, f"The spans could not be stored: {failed}")
+        except Exception:
+            logger.exception("The OTLP intake failed in POST %r", request.url.path)
+            error = ApiError(500, "agl's OTLP intake failed; the server's log says why.")
+        status = Status(code=_CODES.get(error.status, Code.INTERNAL), message=error.message)
+        headers = {"Retry-After": _RETRY_AFTER} if error.status == 503 else None
+        return _response(status, kind, error.status, headers)
+
+    return Route(path, export, methods=["POST"])
+
+
+async def _export(request: Request, kind: str, service: TraceService) -> Response:
+    sender = await service.check(request)
+    if kind not in (_JSON, _PROTOBUF):
+        raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BYTES:
+            raise _too_large()
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    plain = await asyncio.to_thread(decompressed, bytes(body), encoding, MAX_BYTES, _too_large())
+    decode = decode_json if kind == _JSON else decode_protobuf
+    return _response(await service.export(await asyncio.to_thread(decode, plain), sender), kind)
+
+
+def _response(message: Message, kind: str, status: int = 200, headers: dict[str, Any] | None = None) -> Response:
+    """The message in the encoding of the request."""
+    if kind == _PROTOBUF:
+        return Response(message.SerializeToString(), status, headers, _PROTOBUF)
+    return Response(MessageToJson(message, indent=None), status, headers, _JSON)
+
+
+class TraceService:
+    """Takes exports. All spans of one belong to the attempt whose key it carries, whatever attempt they name.
+
+    With an application's key they belong to its open sessions: each to the one that has a call of the span's trace.
+    Clients send the key as `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
+    """
+
+    def __init__(
+        self, queue: RolloutQueue, intake: SpanIntake, *, keys: Keys, sessions: Sessions | None = None
+    ) -> None:
+        self._queue, self._intake, self._keys, self._sessions = queue, intake, keys, sessions
+
+    async def check(self, request: Request) -> Sender:
+        """Whose key the request carries. ApiError 401, 400 or 404."""
+        if self._sessions is not None:
+            if "rollout" not in request.path_params and (application := self._keys.application_of(request)) is not None:
+                return application
+            session = await self._sessions.of(request)
+            if session is not None:
+                return session
+        return attempt_of(request, self._keys, self._queue)
+
+    async def export(self, request: ExportTraceServiceRequest, sender: Sender) -> ExportTraceServiceResponse:
+        """Take the spans in. What cannot be taken in is counted in the reply, with the reasons; it is not to be resent.
+
+        StoreError if they could not be written: the export may be sent again.
+        """
+        spans, refused = await asyncio.to_thread(spans_of, request)
+        if isinstance(sender, ActiveAttempt):
+            await self._take(sender, spans, refused)
+            return _reply(refused)
+        for trace in dict.fromkeys(span.trace for span in spans):
+            of_trace = [span for span in spans if span.trace == trace]
+            assert self._sessions is not None
+            session = await self._sessions.open_in(sender, trace)
+            if session is None:
+                refused["no open session of this application has a call of their trace"] += len(of_trace)
+            else:
+                await self._take(session, of_trace, refused)
+        return _reply(refused)
+
+    async def _take(self, attempt: ActiveAttempt, spans: list[Span], refused: Counter[str]) -> None:
+        if spans and (reason := await self._intake.take(attempt, spans)):
+            refused[reason] += len(spans)
+
+
+def _reply(refused: Counter[str]) -> ExportTraceServiceResponse:
+    if not refused:
+        return ExportTraceServiceResponse()
+    reasons = "; ".join(f"{count} spans: {reason}" for reason, count in refused.items())
+    partial = ExportTracePartialSuccess(rejected_spans=refused.total(), error_message=reasons)
+    return ExportTraceServiceResponse(partial_success=partial)
+
+
+@dataclass(slots=True)
+class IntakeCounters:
+    """What the intake counted since its start."""
+
+    spans: int = 0
+    """Spans taken in."""
+    late: int = 0
+    """Spans that came after their attempt was closed, and do not count."""
+    rejected: int = 0
+    """Spans that could not be taken in."""
+    tool_results: int = 0
+    """Tool results recorded."""
+    named_calls: int = 0
+    """Recorded calls that got their agent or their parent span from a span."""
+
+
+@dataclass(slots=True, eq=False)
+class _Trace:
+    """The spans of one open attempt, and what was recorded because of them."""
+
+    attempt: ActiveAttempt
+    tree: SpanTree = field(default_factory=SpanTree)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tool_results: dict[str, ToolResultReport] = field(default_factory=dict)
+    identities: dict[str, Identity] = field(default_factory=dict)
+    """By response id."""
+
+    def add(self, spans: Iterable[Span]) -> tuple[list[ToolResultReport], list[SeenCall]]:
+        """What is to be recorded because of these spans: tool results that are new or changed, and calls."""
+        for span in spans:
+            self.tree.add(see(span))
+        reports = [report for report in self.tree.tool_results() if self.tool_results.get(report.id) != report]
+        return reports, [call for call in self.tree.calls() if self._tells(call)]
+
+    def _tells(self, call: SeenCall) -> bool:
+        """Whether a call's spans name an agent or a parent span that they did not name before."""
+        identity = call.identity
+        is_new = call.response_id is not None and self.identities.get(call.response_id) != identity
+        return is_new and (identity.agent is not None or identity.parent_span is not None)
+
+
+class SpanIntake:
+    """Records the content of spans. They come in batches, inner ones before those around them; each may come twice.
+
+    The first that comes with its ids counts, and what it says of a tool stays: spans around it only add what was left
+    open. What an adapter in the agent's process sent as a header stays. All methods belong to one event loop.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.counters = IntakeCounters()
+        self._store = store
+        self._traces: dict[AttemptKey, _Trace] = {}
+
+    async def take(self, attempt: ActiveAttempt, spans: Sequence[Span]) -> str | None:
+        """Record spans of an attempt; why they were not taken in, if they were not. StoreError if it fails."""
+        self._traces = {key: trace for key, trace in self._traces.items() if not trace.attempt.closed}
+        if attempt.closed:
+            if not self.counters.late:
+                logger.warning(_LATE)
+            self.counters.late += len(spans)
+            return f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} is closed: they do not count"
+        trace = self._traces.setdefault(attempt.key, _Trace(attempt))
+        if len(trace.tree) + len(spans) > _MAX_SPANS:
+            self.counters.rejected += len(spans)
+            return (
+                f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} has {_MAX_SPANS} spans already"
+            )
+        self.counters.spans += len(spans)
+        # The attempt's end waits for what came in before it, also where the exporter hangs up.
+        task = asyncio.create_task(self._record(attempt.key, trace, spans))
+        attempt.committing.add(task)
+        task.add_done_callback(attempt.committing.discard)
+        await asyncio.shield(task)
+        return None
+
+    async def _record(self, key: AttemptKey, trace: _Trace, spans: Sequence[Span]) -> None:
+        async with trace.lock:
+            reports, calls = await asyncio.to_thread(trace.add, spans)
+            tool_results = [
+                ToolResult(rollout=key.rollout, attempt=key.attempt, **{**report.model_dump(), "source": Source.SPAN})
+                for report in reports
+            ]
+            named = await self._named(key, calls, trace.identities)
+            if tool_results or named:
+                await trace.attempt.keep_spans(self._store, *tool_results, *named)
+            self.counters.tool_results += sum(report.id not in trace.tool_results for report in reports)
+            self.counters.named_calls += len(named)
+            trace.tool_results.update({report.id: report for report in reports})
+            trace.identities.update({call.response_id: call.identity for call in calls if call.response_id})
+
+    async def _named(self, key: AttemptKey, seen: Iterable[SeenCall], before: dict[str, Identity]) -> list[Call]:
+        """The recorded calls that these spans add to, with what they add."""
+        wanted = {call.response_id: call.identity for call in seen}
+        if not wanted:
+            return []
+        changed = []
+        for call in await self._store.calls([key]):
+            if call.id in wanted:
+                new, earlier = wanted[call.id], before.get(call.id, Identity())
+                agent = new.agent if call.agent in (None, earlier.agent) else call.agent
+                parent = new.parent_span if call.parent_span in (None, earlier.parent_span) else call.parent_span
+                if (agent, parent) != (call.agent, call.parent_span):
+                    changed.append(replace(call, agent=agent, parent_span=parent))
+        return changed
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413,
+        f"The export is larger than {MAX_BYTES >> 20} MiB. Export smaller batches (OTEL_BSP_MAX_EXPORT_BATCH_SIZE).",
+        code="export_too_large",
+    )
+
+
+def decode_protobuf(body: bytes) -> ExportTraceServiceRequest:
+    """An export as protobuf; ApiError 400 if it is none."""
+    try:
+        request: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(body)
+    except DecodeError as error:
+        raise ApiError(400, f"The body is not an ExportTraceServiceRequest: {error}") from error
+    return request
+
+
+def decode_json(body: bytes) -> ExportTraceServiceRequest:
+    """An export as OTLP's JSON, whose ids are hexadecimal where protobuf's own JSON has base64; ApiError 400."""
+    try:
+        export = orjson.loads(body)
+        for span in _json_spans(export):
+            span.update({n: base64.b64encode(bytes.fromhex(span[n])).decode() for n in _IDS if n in span})
+        request: ExportTraceServiceRequest = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+    except (ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ApiError(400, f"The body is not an ExportTraceServiceRequest in OTLP's JSON: {error}") from error
+    return request
+
+
+def spans_of(request: ExportTraceServiceRequest) -> tuple[list[Span], Counter[str]]:
+    """The spans, and how many were refused for which reason."""
+    spans, refused = list[Span](), Counter[str]()
+    for resource in request.resource_spans:
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                if len(span.trace_id) == 16 and len(span.span_id) == 8 and any(span.trace_id) and any(span.span_id):
+                    spans.append(_span(span, scope.scope.name))
+                else:
+                    refused["their trace or span id is not valid"] += 1
+    return spans, refused
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Json]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _span(span: trace_pb2.Span, scope: str) -> Span:
+    return Span(
+        trace=span.trace_id.hex(),
+        id=span.span_id.hex(),
+        parent=span.parent_span_id.hex() if any(span.parent_span_id) else None,
+        name=span.name,
+        attributes=_attributes(span.attributes),
+        started=span.start_time_unix_nano * _NANO or None,
+        ended=span.end_time_unix_nano * _NANO or None,
+        failed=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
+        description=span.status.message or None,
+        events={event.name: _attributes(event.attributes) for event in span.events},
+        scope=scope,
+    )
+
+
+def _value(value: AnyValue) -> Json:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return _attributes(value.kvlist_value.values)
+    if kind == "bytes_value":
+        return base64.b64encode(value.bytes_value).decode()
+    return getattr(value, kind)
+
+
+def _json_spans(export: Any) -> Iterator[dict[str, Any]]:
+    if not isinstance(export, dict):
+        raise ValueError("it is no object")
+    for resource in export.get("resourceSpans") or ():
+        for scope in resource.get("scopeSpans") or ():
+            for span in scope.get("spans") or ():
+                yield span
+                yield from span.get("links") or ()
